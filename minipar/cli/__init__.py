@@ -1,15 +1,6 @@
 """The command line, `minipar COMMAND`. `minipar train --help` is worth reading.
 
-Whatever a user got wrong ends in one line on stderr and exit code 2; a rank that failed in exit
-code 1, with that rank's own traceback where one line cannot say why; a model that fits nowhere in
-exit code 3; Ctrl-C in exit code 130. A run that was asked to stop by a signal, and has saved, ends
+Exit codes: 2 for what a user got wrong, 1 where a rank failed or a comparison is not equal, 3 for a
+model that fits nowhere, 130 for Ctrl-C. A run that a signal has stopped, and that has saved, ends
 with 0.
 """
-
-import sys
-import tempfile
-
-try:
-    tempfile.gettempdir()  # before what draws is imported, which ends without one in many lines
-except OSError as error:
-    sys.exit(f"minipar: error: {error}; set TMPDIR to a folder that you may write in")

@@ -194,9 +194,6 @@ def plan(command: planner.PlanConfig) -> None:
     if command.explain:
         _simulated(command, plans[0])
         return
-    bar = tqdm(plans, desc="tracing minipar's own code", disable=None, leave=False)
-    told = [f"  {place}: {planner.as_minipar(plan)}" for place, plan in enumerate(bar, 1)]
-    print("\n".join(["", "minipar's own code under these plans, traced and replayed:", *told]))
     if command.out:
         inks = {"bubble": "idle", "host": "copy", "fixed": "optimizer"}
         figure = draw.bars(
@@ -210,19 +207,21 @@ def plan(command: planner.PlanConfig) -> None:
 
 
 def _simulated(command: planner.PlanConfig, plan: planner.Ranked) -> None:
-    """Print and draw what becomes of the plan when minipar's own code runs it."""
+    """Print and draw the first microbatches of the plan, run by minipar's own code."""
+    short = planner.shorter(plan.job)
     try:
-        simulated = planner.simulate(plan)
+        simulated = planner.simulate(short)
     except ValueError as error:
         print(f"\nminipar's own code: not traced: {error}")
         return
+    some = f"{short.plan.microbatches} of {plan.job.plan.microbatches} microbatches"
     exposed = [f"{axis} {s:.2f} s" for axis, s in simulated.exposed.items() if s > 5e-3]
     print(
-        f"\nminipar's own code, traced and replayed: {simulated.seconds:.2f} s a step, "
+        f"\nminipar's own code, traced and replayed: {simulated.seconds:.2f} s for {some}, "
         f"{simulated.peak_bytes / 1e9:.0f} GB of tensors at the peak; exposed: "
         f"{', '.join(exposed) or 'nothing'}"
     )
     if command.out:
-        title = f"{command.model} on {command.gpus} x {command.hardware}"
+        title = f"{command.model} on {command.gpus} x {command.hardware}, {some}"
         figure = draw.timeline(simulated.timeline, title=title)
         print(f"\ndrawn into {draw.save(figure, command.out)}")

@@ -1,4 +1,4 @@
-"""Work beside: a thread that makes its calls one after the other, while its rank computes.
+"""Background work: a thread that makes its calls one after the other, while its rank computes.
 
 On an emulated device the thread has a clock of its own, and on a GPU a stream: neither its waits
 nor its kernels hold up the rest of the rank.
@@ -32,25 +32,24 @@ class Background:
     ) -> None:
         self._work, self._before, self._error = work, list(before), None
         self._at = clock.now()  # when the work may begin; in the end, when it has ended
-        self._no_gradients = torch.is_inference_mode_enabled()  # the thread needs the same mode
-        self._on, self.lane = on, None
+        self._is_inference = torch.is_inference_mode_enabled()  # the thread needs the same mode
+        self._on, self._lane = on, None
         if on.type == "cuda":
-            self.lane = lane(on, purpose)
-            self.lane.wait_stream(torch.cuda.current_stream(on))
+            self._lane = lane(on, purpose)
+            self._lane.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._call, ended = Call(purpose), threading.Event()
-        self._ended = ended
-        self._call.begin(lambda: self._thread.start() or ended)
+        self._call, self._ended = Call(purpose), threading.Event()
+        self._call.begin(lambda: self._thread.start() or self._ended)
 
     def _run(self) -> None:
         for other in self._before:
             other._thread.join()
             self._at = max(self._at, other._at)
-            if self.lane is not None and other.lane is not None:
-                self.lane.wait_stream(other.lane)
-        on_lane = torch.cuda.stream(self.lane) if self._on.type == "cuda" else nullcontext()
+            if self._lane is not None and other._lane is not None:
+                self._lane.wait_stream(other._lane)
+        on_lane = nullcontext() if self._lane is None else torch.cuda.stream(self._lane)
         try:
-            with clock.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
+            with clock.beside(self._at), torch.inference_mode(self._is_inference), on_lane:
                 self._work()
                 self._at = clock.now()
         except BaseException as error:  # raised by `wait`
@@ -58,16 +57,12 @@ class Background:
         self._work, self._before = None, []
         self._ended.set()
 
-    def join(self) -> None:
-        """Block until the work has ended, well or not."""
+    def wait(self) -> None:
+        """Block until the work is done; raise its error."""
         with self._call.waiting():
             self._thread.join()
             clock.reach(self._at)
-        if self._on.type == "cuda":
-            torch.cuda.current_stream(self._on).wait_stream(self.lane)
-
-    def wait(self) -> None:
-        """Block until the work is done; raise its error."""
-        self.join()
+        if self._lane is not None:
+            torch.cuda.current_stream(self._on).wait_stream(self._lane)
         if self._error is not None:
             raise self._error

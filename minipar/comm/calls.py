@@ -1,7 +1,8 @@
-"""A call in flight: made, shown to the taps, and waited for.
+"""Calls: every collective, message and copy of this rank, and the taps that hear of them.
 
-A tap sees every call of this rank. A recorder, a watchdog, a race detector, an emulated device and
-a simulator are taps; each adds itself to `taps`, and the wire knows none of them.
+A tap hears when a call begins, when it is under way, and when this rank begins and ends to wait for
+it. The recorder, the watchdog, the race detector, the emulated device and the simulator are taps.
+Each adds itself to `taps`; the wire imports none of them.
 """
 
 import itertools
@@ -28,7 +29,7 @@ class Call:
     work: Any = None  # torch's handle, once the call is made; a tap may put its own around it
     number: int = field(default_factory=_numbers.__next__)
     start: float = field(default_factory=time.monotonic)
-    notes: dict["Tap", Any] = field(default_factory=dict)  # of the taps, about this call
+    notes: dict["Tap", Any] = field(default_factory=dict)  # of each tap, about this call
 
     def begin(self, start: Callable[[], Any]) -> None:
         """Make the call: `start` returns its work."""
@@ -54,23 +55,23 @@ class Call:
 
 
 class Tap:
-    """The four moments of a call; a tap overrides those that it needs."""
+    """Hears of four moments of a call. A subclass overrides those that it needs."""
 
     def begin(self, call: Call) -> None:
-        """This rank is about to make `call`."""
+        """Hear that this rank is about to make `call`."""
 
     def started(self, call: Call) -> None:
-        """`call.work` is under way."""
+        """Hear that `call.work` is under way."""
 
     def wait(self, call: Call) -> None:
-        """This rank begins to wait for `call`."""
+        """Hear that this rank begins to wait for `call`."""
 
     def end(self, call: Call) -> None:
-        """This rank waits no longer: `call` is complete, or has failed."""
+        """Hear that this rank waits no longer: `call` is complete, or has failed."""
 
 
 taps: list[Tap] = []
-"""They are told in this order."""
+"""Those that hear of calls, in this order."""
 
 
 def launch(
@@ -83,9 +84,9 @@ def launch(
     finish: Callable[[Any], Any] | None = None,
     peers: Sequence[int] | None = None,
 ) -> Any:
-    """Make a call: ``start(is_async)`` returns torch's work. Return its result or a `Pending`.
+    """Make a call and return its result, or a `Pending`. ``start(is_async)`` returns torch's work.
 
-    While there are taps, every call is asynchronous, so that they see the wait apart from the call.
+    While there are taps, every call is asynchronous: the taps hear of the wait apart from the call.
     """
     if axis.size == 1:
         pending = Pending(None, result, finish)
@@ -109,7 +110,7 @@ class Pending:
         self._work, self._result, self._finish, self._call = work, result, finish, call
 
     def wait(self) -> Any:
-        """Return the result; a second call returns the same again."""
+        """Return the result; a second `wait` returns the same one."""
         call, self._call = self._call, None
         with nullcontext() if call is None else call.waiting():
             if self._work is not None:
@@ -125,9 +126,9 @@ _beside: list[Call] | None = None
 
 @contextmanager
 def beside() -> Iterator[list[Call]]:
-    """Play another thread of this rank in the body: taps hear of its calls, and of no wait.
+    """Play another thread of this rank in the body: taps hear of its calls, but of no wait.
 
-    Yields the calls that the body waited for, for `waited`.
+    Yields a list for `waited`: the calls that the body waits for.
     """
     global _beside
     before, _beside = _beside, []
@@ -138,7 +139,7 @@ def beside() -> Iterator[list[Call]]:
 
 
 def waited(calls: Sequence[Call]) -> None:
-    """Tell the taps that this rank waits for these calls now."""
+    """Tell the taps that this rank waits for `calls` now."""
     for call in calls:
         with call.waiting():
             pass

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 device: Any = None
-"""The clock of an emulated device: its methods are the functions below, and its `slowdown` is the
-seconds that one declared second takes."""
+"""The clock of an emulated device. Its methods are those below; one of its seconds takes `slowdown`
+seconds."""
 
 
 def now() -> float:
@@ -15,21 +15,21 @@ def now() -> float:
 
 
 def reach(end: float) -> None:
-    """Move a device's clock on to `end`: this rank has waited for something that ended then."""
+    """Move a device's clock on to `end`: this rank has waited until then."""
     if device is not None:
         device.reach(end)
 
 
 def beside(start: float) -> AbstractContextManager:
-    """Give this thread a clock of its own in the body, which begins at `start`."""
+    """Give this thread a clock of its own in the body, starting at `start`."""
     return nullcontext() if device is None else device.beside(start)
 
 
 def paused() -> AbstractContextManager:
-    """Compute in the body without taking time of a device."""
+    """Compute in the body without using time of a device."""
     return nullcontext() if device is None else device.paused()
 
 
 def recording() -> AbstractContextManager:
-    """Enclose a recording, at whose end a device's clock has come true."""
+    """Record in the body; at its end, wait until the machine's clock has reached the device's."""
     return nullcontext() if device is None else device.recording()

@@ -1,12 +1,12 @@
 """The verbs: every byte that minipar moves between ranks goes through this file.
 
 Each verb takes a tensor and the `Axis` to talk along, and returns its result. The caller's tensor
-stays as it was unless `out=` names it. With ``async_op=True`` a verb returns a `Pending` at once,
-whose ``wait()`` gives the result. On an axis of size 1 nothing is sent.
+stays as it was unless `out=` names it. With ``async_op=True`` a verb returns a `Pending` at once;
+``pending.wait()`` returns the result. On an axis of size 1 nothing is sent.
 
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
-(`wire_bytes`), its start and its end. Recorder, watchdog and others are taps: see `calls.py`.
+(`wire_bytes`), its start and its end. The recorder is a tap on calls: see `calls.py`.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
 along the axis, not global ranks.
@@ -39,10 +39,10 @@ _OPS = {
 def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
     """Return the bytes that the busiest of `size` ranks sends, by the algorithm that wastes none.
 
-    `num_bytes` is the size of the whole tensor: what an all-gather returns, a reduce-scatter is
-    given, and every rank holds before and after an all-reduce. A ring moves 1/n of it per round:
-    n-1 rounds to reduce-scatter, n-1 to all-gather, both for an all-reduce. Where one rank has a
-    part of its own (scatter, gather, broadcast, reduce) all are charged alike, as in nccl-tests.
+    `num_bytes` is the size of the whole tensor: the result of an all-gather, the input of a
+    reduce-scatter, either one of an all-reduce. A ring moves 1/n of it per round: n-1 rounds to
+    reduce-scatter, n-1 to all-gather, both for an all-reduce. Where one rank is special (scatter,
+    gather, broadcast, reduce), all ranks are charged alike, as in nccl-tests.
     Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3.
     """
     rounds = {
@@ -58,13 +58,7 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
         "recv": 0,  # the sender pays: a message is counted once
         "barrier": 0,
     }
-    if size == 1:
-        return 0
-    return num_bytes * rounds[verb] // size
-
-
-def _sent(verb: str, whole: Tensor, axis: Axis) -> int:
-    return wire_bytes(verb, whole.nbytes, axis.size)
+    return 0 if size == 1 else num_bytes * rounds[verb] // size
 
 
 # ---------------------------------------------------------------------- reductions
@@ -73,25 +67,26 @@ def all_reduce(
 ) -> Tensor | Pending:
     """Combine over all ranks; each gets the result: [D, ...] -> [D, ...].
 
-    ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of whole
-    numbers.
+    ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of
+    integers.
     """
     reduce_op = check_op("all_reduce", op, tensor)
     result, finish = _copy("all_reduce", tensor, out), partial(_deliver, out=out)
     call = partial(dist.all_reduce, result, reduce_op, axis.group)
-    sent = _sent("all_reduce", tensor, axis)
+    sent = wire_bytes("all_reduce", tensor.nbytes, axis.size)
     return launch("all_reduce", axis, sent, call, result, async_op, finish)
 
 
 def reduce(
     tensor: Tensor, axis: Axis, dst: int = 0, op: Op = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Combine over all ranks; rank `dst` gets the result, the others a tensor of no meaning."""
+    """Combine over all ranks; rank `dst` gets the result, the others a tensor without meaning."""
     reduce_op = check_op("reduce", op, tensor)
-    check_peer("reduce", "dst", dst, axis)
+    _check_peer("reduce", "dst", dst, axis)
     result = _copy("reduce", tensor)
     call = partial(dist.reduce, result, None, reduce_op, axis.group, group_dst=dst)
-    return launch("reduce", axis, _sent("reduce", tensor, axis), call, result, async_op)
+    sent = wire_bytes("reduce", tensor.nbytes, axis.size)
+    return launch("reduce", axis, sent, call, result, async_op)
 
 
 def reduce_scatter(
@@ -105,24 +100,22 @@ def reduce_scatter(
 ) -> Tensor | Pending:
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
-    On a CPU the call takes another [D, ...], where the slices of all ranks arrive. `wait` adds them
-    up and writes `out`. Raises `ValueError` when n does not divide that dim.
+    On a CPU the slices of all ranks arrive in another [D, ...]. `wait` adds them up and writes
+    `out`. Raises `ValueError` when n does not divide that dim.
     """
     reduce_op = check_op("reduce_scatter", op, tensor)
     check_divides("reduce_scatter", tensor, dim, axis)
     pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
     _check_out("reduce_scatter", out, tensor, pieces.shape[1:])
-    sent = _sent("reduce_scatter", tensor, axis)
-    if axis.size == 1 or tensor.device.type != "cpu":
+    sent = wire_bytes("reduce_scatter", tensor.nbytes, axis.size)
+    if axis.size > 1 and tensor.device.type != "cpu":
         result = pieces.new_empty(pieces.shape[1:]) if out is None else out
-        if axis.size == 1:
-            result.copy_(pieces[0])
         whole = pieces.flatten(0, 1)
         call = partial(dist.reduce_scatter_single, result, whole, reduce_op, axis.group)
         return launch("reduce_scatter", axis, sent, call, result, async_op)
 
-    # Gloo sums up all of it on every rank, and cuts: twice the bytes. So ranks hand each other the
-    # slices, and each adds up its own.
+    # Gloo reduces the whole tensor on every rank, and cuts: twice the bytes. So the ranks hand each
+    # other their slices, and each rank adds up its own.
     def hand_over(is_async: bool) -> Any:
         with standing_for(f"reduce_scatter({op})"):
             return gloo.all_to_all(arrived, pieces, axis, is_async)
@@ -131,7 +124,7 @@ def reduce_scatter(
         with clock.paused():  # a GPU adds up while it sends
             return _combine(arrived, op, out)
 
-    arrived = torch.empty_like(pieces)
+    arrived = pieces if axis.size == 1 else torch.empty_like(pieces)
     return launch("reduce_scatter", axis, sent, hand_over, arrived, async_op, add_up)
 
 
@@ -141,11 +134,11 @@ def all_gather(
 ) -> Tensor | Pending:
     """Join the tensors of all ranks along `dim`, in rank order: [D, ...] -> [n D, ...].
 
-    `out` is for dim 0 only, where the result lies in memory as it arrives.
+    `out` needs dim 0: there the result lies in memory as it arrives.
     """
     if out is not None and dim != 0:
         raise ValueError(f"all_gather: out= needs dim=0, not dim={dim}")
-    tensor = torch.atleast_1d(tensor.detach()).contiguous()  # numbers are joined to [n]
+    tensor = torch.atleast_1d(tensor.detach()).contiguous()  # n numbers become [n]
     _check_dim("all_gather", tensor, dim)
     shape = (axis.size * tensor.shape[0], *tensor.shape[1:])
     _check_out("all_gather", out, tensor, shape)
@@ -168,11 +161,11 @@ def all_to_all(
     recv_counts: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Cut along `split_dim` and send slice r to rank r; join what arrives along `concat_dim`.
+    """Cut along `split_dim` and send slice r to rank r; join the received ones along `concat_dim`.
 
     A transpose between ranks: [D, F] split on dim 1 and joined on dim 0 becomes [n D, F/n].
-    With counts (both, and along dim 0) the slices may be uneven: rank r is sent
-    ``send_counts[r]`` rows, and ``recv_counts[r]`` come from it.
+    With both counts, along dim 0, slices may be uneven: ``send_counts[r]`` rows go to rank r, and
+    ``recv_counts[r]`` come from rank r.
 
     Raises `ValueError` when n does not divide the split dim, or counts do not add up.
     """
@@ -181,9 +174,9 @@ def all_to_all(
         _check_dim("all_to_all", tensor, concat_dim)
         pieces, rows = _split(tensor, split_dim, axis.size), ()
         arrived, finish = torch.empty_like(pieces), partial(_join, dim=concat_dim)
-        sent = _sent("all_to_all", tensor, axis)
+        sent = wire_bytes("all_to_all", tensor.nbytes, axis.size)
     else:
-        check_counts(tensor, axis, send_counts, recv_counts)
+        _check_counts(tensor, axis, send_counts, recv_counts)
         pieces, rows = tensor.detach().contiguous(), (list(recv_counts), list(send_counts))
         arrived, finish = pieces.new_empty(sum(recv_counts), *pieces.shape[1:]), None
         row_bytes = pieces.element_size() * math.prod(pieces.shape[1:])
@@ -197,11 +190,11 @@ def all_to_all(
 def broadcast(
     tensor: Tensor, axis: Axis, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
 ) -> Tensor | Pending:
-    """Give all ranks the tensor of rank `src`; the others' tensors lend only shape and dtype."""
-    check_peer("broadcast", "src", src, axis)
+    """Give all ranks the tensor of rank `src`. The others pass tensors of equal shape and dtype."""
+    _check_peer("broadcast", "src", src, axis)
     result, finish = _copy("broadcast", tensor, out), partial(_deliver, out=out)
     call = partial(dist.broadcast, result, None, axis.group, group_src=src)
-    sent = _sent("broadcast", tensor, axis)
+    sent = wire_bytes("broadcast", tensor.nbytes, axis.size)
     return launch("broadcast", axis, sent, call, result, async_op, finish)
 
 
@@ -210,15 +203,16 @@ def scatter(
 ) -> Tensor | Pending:
     """Give rank r the r-th of n slices of `src`'s tensor: [D, ...] -> [D/n, ...] along dim 0.
 
-    Every rank passes a tensor of the whole shape; only that of `src` is read.
+    Every rank passes a tensor of the whole shape; only the one of `src` is read.
     """
-    check_peer("scatter", "src", src, axis)
+    _check_peer("scatter", "src", src, axis)
     check_divides("scatter", tensor, 0, axis)
     pieces = _split(tensor, 0, axis.size)
     result = pieces[0].clone()
     source = list(pieces) if axis.rank == src else None
     call = partial(dist.scatter, result, source, None, axis.group, group_src=src)
-    return launch("scatter", axis, _sent("scatter", tensor, axis), call, result, async_op)
+    sent = wire_bytes("scatter", tensor.nbytes, axis.size)
+    return launch("scatter", axis, sent, call, result, async_op)
 
 
 def gather(
@@ -228,15 +222,12 @@ def gather(
 
     The other ranks get None.
     """
-    check_peer("gather", "dst", dst, axis)
+    _check_peer("gather", "dst", dst, axis)
     tensor = torch.atleast_1d(tensor.detach()).contiguous()
     places = [torch.empty_like(tensor) for _ in range(axis.size)] if axis.rank == dst else None
     if axis.size == 1:
         places = [tensor.clone()]
-
-    def finish(places: list[Tensor] | None) -> Tensor | None:
-        return None if places is None else torch.cat(places)
-
+    finish = torch.cat if axis.rank == dst else None
     call = partial(dist.gather, tensor, places, None, axis.group, group_dst=dst)
     sent = wire_bytes("gather", tensor.nbytes * axis.size, axis.size)
     return launch("gather", axis, sent, call, places, async_op, finish)
@@ -246,14 +237,11 @@ def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis has called this."""
     launch("barrier", axis, 0, partial(dist.barrier, axis.group), None, False)
     if axis.size > 1 and "nccl" in dist.get_backend(axis.group):
-        torch.cuda.current_stream().synchronize()  # for a tap, only the stream has waited
+        torch.cuda.current_stream().synchronize()  # only the stream has waited so far
 
 
 def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
-    """Return every rank's (picklable) object, in rank order. For set-up and reports: unrecorded.
-
-    Ranks trust each other, as in torch: whoever can speak as a rank can also send wrong gradients.
-    """
+    """Return the picklable objects of all ranks, in rank order. For set-up and reports: no span."""
     if axis.size == 1:
         return [obj]
     objects, call = [None] * axis.size, Call("all_gather_object", axis)
@@ -267,15 +255,15 @@ def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
 def send(
     tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False, name: str = "send"
 ) -> Tensor | Pending:
-    """Send `tensor` to rank `peer` of the axis, which must call `recv`. `name`: in the ledger."""
-    check_peer("send", "peer", peer, axis)
+    """Send `tensor` to rank `peer` of the axis, which must call `recv`. The ledger says `name`."""
+    _check_peer("send", "peer", peer, axis)
     tensor = gloo.staged(tensor.detach().contiguous(), axis)
     call = lambda _: dist.isend(tensor, group=axis.group, group_dst=peer)  # noqa: E731
     return launch(name, axis, tensor.nbytes, call, tensor, async_op, peers=[peer])
 
 
 def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
-    """Fill `buffer` (contiguous, of the sender's shape and dtype) with what `peer` sends."""
+    """Fill `buffer` (contiguous, of the sender's shape and dtype) with the tensor of `peer`."""
     _check_messages("recv", [(buffer, peer)], axis)
     staged = gloo.staged(buffer, axis)
 
@@ -292,10 +280,9 @@ def exchange(
     *,
     async_op: bool = False,
 ) -> list[Tensor] | Pending:
-    """Post several sends ``(tensor, peer)`` and receives ``(buffer, peer)`` at once.
+    """Post several sends ``(tensor, peer)`` and receives ``(buffer, peer)``; return the buffers.
 
-    All are in flight together, so no order of calls can deadlock: this is how rings are built.
-    Returns the buffers in their order.
+    All messages are in flight together, so no order of calls can deadlock. Rings are built so.
     """
     sends = [(tensor.detach().contiguous(), peer) for tensor, peer in sends]
     _check_messages("exchange", [*recvs, *sends], axis)
@@ -310,12 +297,11 @@ def exchange(
 
 
 def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] = ()) -> None:
-    """Connect the ranks of the axis, and each of these pairs, before the first step. A collective.
+    """Connect all ranks of the axis over NCCL, and each of `pairs`, before the first step.
 
     NCCL makes a communicator in the first collective of a group, and in the first message of two
-    ranks. Both ends wait for each other, in vain where all turn to another rank first. So the pairs
-    connect in one order, the same on all ranks. Batches of messages use the communicator of the
-    group. Other backends need none of it.
+    ranks. Both ends wait for each other, and would hang if each turned to another rank first. So
+    all ranks connect the pairs in one order. Other backends need none of this.
     """
     if axis.size == 1 or "nccl" not in dist.get_backend(axis.group):
         return
@@ -329,15 +315,15 @@ def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] =
 
 # ---------------------------------------------------------------------- checks
 def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
-    """Return torch's name of `op`; raise `ValueError` where it cannot reduce `tensor`."""
+    """Return torch's name of `op`. Raise `ValueError` where `op` cannot reduce `tensor`."""
     if op not in _OPS:
         raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{verb}: op='avg' of {tensor.dtype} is no whole number; use sum")
+        raise ValueError(f"{verb}: op='avg' of {tensor.dtype} is no whole number; use 'sum'")
     return _OPS[op]
 
 
-def check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
+def _check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
     """Raise `ValueError` unless `peer` is a rank of `axis`."""
     if not 0 <= peer < axis.size:
         raise ValueError(
@@ -357,10 +343,10 @@ def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
         )
 
 
-def check_counts(
+def _check_counts(
     tensor: Tensor, axis: Axis, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
 ) -> None:
-    """Raise `ValueError` unless an all-to-all can share out the rows of `tensor` so."""
+    """Raise `ValueError` unless the counts fit the ranks and the rows of `tensor`."""
     n, r, rows = axis.size, axis.rank, tensor.shape[0]
     good = send_counts is not None and recv_counts is not None
     good = good and len(send_counts) == len(recv_counts) == n and sum(send_counts) == rows
@@ -389,7 +375,7 @@ def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]
 
 def _check_messages(verb: str, messages: Sequence[tuple[Tensor, int]], axis: Axis) -> None:
     for tensor, peer in messages:
-        check_peer(verb, "peer", peer, axis)
+        _check_peer(verb, "peer", peer, axis)
         if not tensor.is_contiguous():
             raise ValueError(f"{verb}: a buffer to receive in must be contiguous")
 
@@ -406,46 +392,46 @@ def _copy(verb: str, tensor: Tensor, out: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
-    """Return `out` with the values of `result`, or `result` if there is no `out`."""
+    """Return `out` with the values of `result`; without an `out`, return `result`."""
     return result if out is None or out is result else out.copy_(result)
 
 
 @torch.no_grad()
 def _combine(pieces: Tensor, op: Op, out: Tensor | None) -> Tensor:
-    """[n, ...] -> [...], in the order of the ranks."""
+    """Reduce [n, ...] -> [...], in the order of the ranks."""
     if op == "sum":
         return torch.sum(pieces, 0, dtype=pieces.dtype, out=out)  # small integers stay small
     return {"avg": torch.mean, "max": torch.amax, "min": torch.amin}[op](pieces, 0, out=out)
 
 
 def _split(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """[..., D, ...] -> [n, ..., D/n, ...], contiguous: one slice after the other in memory."""
+    """Cut [..., D, ...] -> [n, ..., D/n, ...]: one slice after the other in memory."""
     return tensor.detach().unflatten(dim, (size, -1)).movedim(dim % tensor.ndim, 0).contiguous()
 
 
 def _join(pieces: Tensor, dim: int) -> Tensor:
-    """[n, ..., D, ...] -> [..., n D, ...]: the inverse of `_split`."""
+    """Undo `_split`: [n, ..., D, ...] -> [..., n D, ...]."""
     dim = dim % (pieces.ndim - 1)
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _move_front_to(joined: Tensor, dim: int, size: int) -> Tensor:
-    """Join along `dim` what was gathered along dim 0: a copy unless `dim` is 0."""
+    """Move slices that were joined along dim 0 to `dim`: a copy unless `dim` is 0."""
     if dim == 0 or joined.ndim == 1:
         return joined
     return _join(joined.unflatten(0, (size, -1)), dim)
 
 
-# ---------------------------------------------------------------------- what an emulated link asks
+# ---------------------------------------------------------------------- for the emulated link
 stands_for: ContextVar[str] = ContextVar("stands_for", default="")
-"""The call whose work this thread does by another collective; see `standing_for`."""
+"""The call that another collective carries out in this thread; see `standing_for`."""
 
 
 @contextmanager
 def standing_for(call: str) -> Iterator[None]:
-    """Do the work of `call`, "reduce_scatter(sum)" say, by another collective of equal cost.
+    """Carry out `call`, such as "reduce_scatter(sum)", by another collective in the body.
 
-    An emulated link reports the collective of the body by that name.
+    An emulated link reports the collective of the body by the name of `call`.
     """
     token = stands_for.set(call)
     try:

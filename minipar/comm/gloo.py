@@ -1,4 +1,4 @@
-"""Gloo's gaps, filled: messages in the right order, and large collectives made of messages."""
+"""Gloo's gaps: the right order of messages, and large collectives made of messages."""
 
 import os
 import time
@@ -12,17 +12,17 @@ from torch import Tensor
 from minipar.comm.mesh import Axis
 
 _SLICES, _PIECES = 1, 2
-"""Tags of messages that make up a collective, to keep them apart from the caller's own."""
+"""Tags of messages that make up a collective. The caller's own messages have tag 0."""
 LARGE = 1 << 18
-"""Bytes from which messages in the right order gain more than Python's part in them costs."""
+"""Bytes from which messages of ours gain more time than Python costs."""
 
 
 def all_gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
-    """Start an all-gather. Gloo's own holds the whole a second time. So on a CPU, a large one is
-    messages of ours, each to its place.
+    """Start an all-gather of `piece` into `joined`.
 
-    Not on several hosts: there every rank would send its piece to all other hosts, and in gloo's
-    ring only the last rank of a host does.
+    Gloo's own holds the whole a second time, so on a CPU a large one is made of messages, each to
+    its place. Not on several hosts: every rank would send its piece to all other hosts, and in
+    gloo's ring only the last rank of a host does.
     """
     if piece.nbytes < LARGE or _is_on_several_hosts() or not _is_gloo(piece, axis):
         return dist.all_gather_single(joined, piece, axis.group, is_async)
@@ -36,10 +36,10 @@ def all_gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any
 def all_to_all(
     arrived: Tensor, sent: Tensor, axis: Axis, is_async: bool, rows: Sequence[list[int]] = ()
 ) -> Any:
-    """Start an all-to-all of rows. Gloo's own sends first, and receives later. So on a CPU, a large
-    one is messages of ours.
+    """Start an all-to-all of rows.
 
-    Not of uneven rows: a rank does not know whether the other ranks have large ones.
+    Gloo's own posts sends before receives, so on a CPU a large one is made of messages. Not with
+    uneven `rows`: a rank does not know whether the others have large ones.
     """
     if rows or sent.nbytes < LARGE or not _is_gloo(sent, axis):
         recv_rows, send_rows = rows or (None, None)
@@ -66,28 +66,31 @@ def post(
     axis: Axis,
     tag: int = 0,
 ) -> "All | None":
-    """Post messages, receives first: gloo tells the peer over the same connection that a buffer is
-    ready, and behind a message that is leaving, this would wait for its end.
+    """Post messages, receives first.
+
+    Gloo tells the peer that a buffer is ready over the same connection. Behind a message that is
+    leaving, this notice would wait for the end of the message.
     """
     landings = [(buffer, staged(buffer, axis)) for buffer, _ in recvs]
     ways = [(dist.irecv, b, peer) for (_, b), (_, peer) in zip(landings, recvs, strict=True)]
     ways += [(dist.isend, staged(tensor, axis), peer) for tensor, peer in sends]
     posts = [dist.P2POp(op, tensor, None, axis.group, tag, peer) for op, tensor, peer in ways]
-    if any(post.tensor.is_meta for post in posts):  # the batch asks for the device's backend
+    if any(post.tensor.is_meta for post in posts):  # meta has no backend for a batch
         return All([p.op(p.tensor, None, p.group, p.tag, p.group_peer) for p in posts])
     return All(dist.batch_isend_irecv(posts), landings) if posts else None
 
 
 def staged(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the tensor that travels as a message. Ranks that share a GPU talk over gloo, and gloo
-    sends messages from memory of the host.
+    """Return the tensor that travels as a message: for ranks that share a GPU, a copy on the host.
+
+    These ranks talk over gloo, and gloo sends messages from memory of the host.
     """
     shared = tensor.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "gloo"
     return tensor.cpu() if shared else tensor
 
 
 class All:
-    """Several works, and then the copies of staged buffers, waited for as one."""
+    """Several works that are waited for as one, and then the copies of staged buffers."""
 
     def __init__(
         self, works: Sequence[dist.Work], landings: Sequence[tuple[Tensor, Tensor]] = ()
@@ -104,12 +107,12 @@ class All:
 
     @property
     def ended(self) -> torch.futures.Future:
-        """The end of all works, where a backend tells of it apart from `wait`."""
+        """Return the end of all works, where a backend tells of it apart from `wait`."""
         return torch.futures.collect_all([work.ended for work in self._works])
 
     @property
     def times(self) -> tuple[float, float]:
-        """Start of the first and end of the last, where the backend knows them."""
+        """Return the start of the first and the end of the last, where the backend knows them."""
         now = time.monotonic()
         times = [work.times for work in self._works] or [(now, now)]
         return min(start for start, _ in times), max(end for _, end in times)

@@ -4,19 +4,19 @@ Idea.   The memory of the host is larger and cheaper than that of a GPU, and PCI
         copy engine carries one tensor at a time in each direction while the GPU computes.
 Cost.   latency + num_bytes / bandwidth seconds a copy (alpha-beta); both directions work at once.
 CUDA.   A stream per direction, and pinned memory, without which a copy is not asynchronous.
-CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done. So overlap
-        is real, and the processor is free to compute. Host and device are two accounts of the same
-        memory: `on_host` says which.
+CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done. So the
+        processor is free to compute, and overlap is real. Host and device are two accounts of the
+        same memory: `on_host` says which one a tensor belongs to.
 
-Each copy is a span of kind "comm" along the axis "host" in a recorded timeline (on CUDA the
-profiler makes it, of kind "copy"). In torch: `Tensor.to(device, non_blocking=True)` on a stream.
+On a CPU each copy is a span of kind "comm" along the axis "host" in a recorded timeline. On CUDA
+the profiler makes the span, of kind "copy".
+In torch: `Tensor.to(device, non_blocking=True)` on a stream.
 Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
 """
 
-import queue
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ _host_depth = 0
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Allocate memory of the host in the body, although the device is the CPU as well."""
+    """Count memory that the body allocates as the host's, although the device is the CPU too."""
     global _host_depth
     _host_depth += 1
     try:
@@ -58,10 +58,7 @@ class Copy:
         self.event: Any = None  # on a GPU: of the end of the copy
 
     def wait(self, *, block: bool = False) -> list[Tensor]:
-        """Return when the copy is done.
-
-        Where a GPU receives the copy, only its stream waits, unless `block` asks for this thread.
-        """
+        """Wait for the copy. Where a GPU receives it, only the stream waits, unless `block`."""
         if self.call is not None:
             with self.call.waiting():
                 self.call.work.wait()
@@ -77,8 +74,8 @@ class Copy:
 class HostCopy:
     """The copy engine of one rank: `to_host` and `to_device`, each a queue of its own.
 
-    `pcie` is the emulated link of a CPU: `link.parse("pcie5*1000")` is PCIe 5 slowed 1000 times, to
-    sit beside a slow processor. None: as fast as this machine. A GPU has a real link.
+    On a CPU, `pcie` is an emulated link: `link.parse("pcie5*1000")` is PCIe 5 slowed 1000 times, as
+    the processor is slow too. None copies as fast as this machine can.
     """
 
     def __init__(self, device: torch.device | str = "cpu", pcie: Any = None) -> None:
@@ -89,7 +86,7 @@ class HostCopy:
             streams = [torch.cuda.Stream(self.device) for _ in range(2)]
             self._down, self._up = (partial(_enqueue, stream) for stream in streams)
         else:
-            self._down, self._up = (_Thread(pcie, name).start for name in ("to_host", "to_device"))
+            self._down, self._up = (_Lane(pcie, name).start for name in ("to_host", "to_device"))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return memory of the host in the shape of `tensor`; pinned where there is a GPU."""
@@ -121,64 +118,47 @@ class HostCopy:
 
 
 # ---------------------------------------------------------------------- on a CPU
-class _Thread:
+class _Lane:
     """One direction: copies in the order of their start, as fast as `pcie` allows."""
 
     def __init__(self, pcie: Any, name: str) -> None:
         self._pcie, self._name = pcie, name
-        self._works: queue.SimpleQueue | None = None
+        self._free = 0.0  # when PCIe is free, by its own clock: oversleeping does not add up
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def start(self, pairs: Sequence[Pair]) -> Copy:
-        if self._works is None:
-            self._works = queue.SimpleQueue()
-            args = self._works, self._pcie
-            threading.Thread(target=_work_off, args=args, name=self._name, daemon=True).start()
-        copy, work = Copy(pairs), _Work(pairs)
+        copy, called = Copy(pairs), time.monotonic()
+        job = partial(self._thread.submit, self._copy, list(pairs), copy.num_bytes, called)
         copy.call = Call(self._name, HOST, copy.num_bytes, peers=())
-        copy.call.begin(lambda: self._works.put((work, copy.num_bytes)) or work)
+        copy.call.begin(lambda: _Work(job()))
         return copy
 
-    def __del__(self) -> None:
-        if self._works is not None:
-            self._works.put(None)
+    def _copy(self, pairs: list[Pair], num_bytes: int, called: float) -> tuple[float, float]:
+        """Copy, and sleep until PCIe would have been done; return the start and the end."""
+        start = max(called, self._free)
+        for source, destination in pairs:
+            destination.copy_(source)
+        pairs.clear()  # the thread still holds the list when the caller's wait has ended
+        now, end, pcie = time.monotonic(), start, self._pcie
+        if pcie is not None:
+            end += pcie.latency + num_bytes / pcie.bandwidth
+        time.sleep(max(0.0, end - now))
+        self._free = max(end, now)  # `now` where the processor was slower than PCIe
+        return start, time.monotonic()
 
 
 class _Work:
-    """One copy in a queue, with the methods of a work of torch."""
+    """A copy in a lane, with the methods of a work of torch."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.pairs, self.called = pairs, time.monotonic()  # `pairs` keeps the sources alive
-        self.times, self.ended = None, torch.futures.Future()
-        self._done, self._error = threading.Event(), None
-
-    def copy(self, start: float, seconds: float) -> float:
-        """Copy, and sleep until `start` + `seconds`; return when the next copy may start."""
-        try:
-            for source, destination in self.pairs:
-                destination.copy_(source)
-        except BaseException as error:
-            self._error = error
-        now, end = time.monotonic(), start + seconds
-        time.sleep(max(0.0, end - now))
-        self.pairs, self.times = (), (start, time.monotonic())
-        self.ended.set_result(None)
-        self._done.set()
-        return max(end, now)  # `now` where the processor was slower than PCIe
+    def __init__(self, ended: Future) -> None:
+        self.ended = ended
 
     def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        self.ended.result()
 
-
-def _work_off(works: queue.SimpleQueue, pcie: Any) -> None:
-    """Make the copies of one direction, until their engine is gone."""
-    free = 0.0  # when the link is free, by its own clock: oversleeping does not add up
-    while (item := works.get()) is not None:
-        work, num_bytes = item
-        seconds = 0.0 if pcie is None else pcie.latency + num_bytes / pcie.bandwidth
-        free = work.copy(max(work.called, free), seconds)
-        del item, work  # a thread at rest must not keep tensors alive
+    @property
+    def times(self) -> tuple[float, float] | None:
+        return None if self.ended.exception() else self.ended.result()
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -8,10 +8,10 @@ fastest, so that its ranks are neighbours (on one node, where links are fast):
     dp=1      rank 2   rank 3
 
 Ranks that differ only in their ``tp`` coordinate form one *tp group*: {0, 1} and {2, 3} here.
-A strategy is handed the `Axis` that it works on and needs to know nothing else: no global manager,
-no environment variable.
+A strategy gets the `Axis` that it works on and needs nothing else: no global manager, no
+environment variable.
 
-The first half of this file is arithmetic on integers; the second half makes process groups of it.
+The first half of this file is arithmetic on integers. The second half makes process groups.
 In torch: `torch.distributed.device_mesh.DeviceMesh`.
 """
 
@@ -37,10 +37,10 @@ AXES = {
 """The standard axes. An axis that a mesh does not name has size 1."""
 
 RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint", "device_mesh")
-"""Names of a mesh that are not axes."""
+"""Attributes of a mesh, which cannot name axes."""
 
 MOST_RANKS = 2**20
-"""Largest mesh on paper: more ranks than any cluster has, and few enough to try all layouts."""
+"""The largest mesh on paper: more ranks than any cluster has, and few enough to try all layouts."""
 
 
 # ---------------------------------------------------------------------- arithmetic
@@ -74,12 +74,12 @@ def groups_along(names: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[i
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that `text` spells in one to nine of the digits 0 to 9, else None."""
+    """Return the number that `text` spells in one to nine digits, else None."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:
-    """Raise `ValueError` unless the axes can be named so, and multiply to `world_size`."""
+    """Raise `ValueError` unless the names are allowed and the sizes multiply to `world_size`."""
     asked = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no axes"
     for name, size in sizes.items():
         if name in RESERVED:
@@ -105,7 +105,7 @@ def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:
 class Axis:
     """One axis of a mesh, as this rank sees it. `group` is None where `size` is 1.
 
-    With a `purpose` it is another group than that of most calls, see `with_own_group`.
+    An axis with a `purpose` has a process group of its own, see `with_own_group`.
     """
 
     name: str
@@ -124,14 +124,14 @@ def is_nccl() -> bool:
 class Mesh:
     """Ranks on a grid: ``Mesh(dp=2, tp=2).tp`` is the `Axis` of this rank along ``tp``.
 
-    Making a mesh is a collective: all ranks make the same one; made again, it costs nothing.
-    `Mesh()` is one device, and needs no `torch.distributed`; so does one whose sizes are all 1.
+    All ranks make the same mesh together; an equal second mesh costs nothing. A mesh of one rank
+    needs no `torch.distributed`.
 
     Raises `ValueError` on every rank when the sizes do not multiply to the number of ranks.
     """
 
     label = "rank 0 of 1"
-    """Name of this rank in error messages, by the latest mesh made here."""
+    """The name of this rank in error messages, by the latest mesh."""
 
     def __init__(self, **sizes: int) -> None:
         initialised = dist.is_available() and dist.is_initialized()
@@ -155,7 +155,7 @@ class Mesh:
         """Return the axis over several axes at once, such as ``mesh.joint("dp", "cp")``.
 
         Its ranks are numbered in row-major order of `names` *in the order of the mesh*. The first
-        call for a set of names makes process groups, so all ranks must make it.
+        call for a set of names makes process groups, so all ranks make this call together.
         """
         for name in names:
             if name not in self.sizes and name not in AXES:
@@ -170,7 +170,7 @@ class Mesh:
         return self._joint[names]
 
     def device_mesh(self) -> dist.DeviceMesh:
-        """Return torch's own mesh of the same ranks, names and process groups. A collective."""
+        """Return torch's own mesh of the same ranks, names and groups; all ranks call it."""
         from torch.distributed.device_mesh import DeviceMesh  # takes long to import
 
         several = [self[name].group for name in self.sizes]
@@ -182,7 +182,7 @@ class Mesh:
         return DeviceMesh.from_group(several, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))
 
     def __getattr__(self, name: str) -> Axis:
-        # Reached only for names that are no attributes: the axes.
+        # Python calls this only for names that are no attributes: the axes.
         sizes = self.__dict__.get("sizes", {})
         if name in sizes:
             return self._joint[name,]
@@ -208,7 +208,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict] = WeakKeyDictionary()
 def _shared_group(
     name: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]
 ) -> dist.ProcessGroup | None:
-    """Make all `groups`, in the same order on every rank; return that of the ranks `mine`.
+    """Make all `groups`, in the same order on every rank; return the one of the ranks `mine`.
 
     A group costs threads and connections, so equal axes of several meshes share one.
     """
@@ -225,10 +225,10 @@ def _shared_group(
 
 
 def with_own_group(axis: Axis, purpose: str) -> Axis:
-    """Return the same axis with a process group of its own; all its ranks call this together.
+    """Return the same axis with a process group of its own; all ranks of the axis call it together.
 
-    Calls of one group run one after the other: one that a step waits for, behind those that take
-    their time beside it. Axes with the same ranks and `purpose` share a group.
+    Calls of one group run one after the other. With a second group, a short call need not wait
+    behind long ones. Axes with the same ranks and `purpose` share a group.
     """
     if axis.group is None:
         return axis
@@ -240,10 +240,10 @@ def with_own_group(axis: Axis, purpose: str) -> Axis:
 
 
 def make_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """Make a process group of `ranks`, which torch's recorders and errors call by its `name`.
+    """Make a process group of `ranks`; torch's recorders and errors call it by its `name`.
 
-    It has the timeout of the default group, which `dist.new_group` does not inherit. `options` are
-    those of `dist.new_group`; as there, all ranks make the group, also those that are not in it.
+    The group has the timeout of the default group, which `dist.new_group` does not inherit. All
+    ranks make the group, also those that are not in it. `options` are those of `dist.new_group`.
     """
     world = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])

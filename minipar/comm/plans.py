@@ -1,10 +1,10 @@
-"""Collectives as plans: who sends which part to whom, round by round. Pure data, no processes.
+"""All-reduce as plans: who sends which part to whom, round by round. Pure data, no processes.
 
 Idea: a plan is the list of rounds of one rank. A round is what this rank sends and receives at the
-same time. ``ring_gather(parts, rank, size)`` can be printed, checked and timed on paper before a
-process starts. `minipar.comm.algorithms` runs any plan.
+same time. ``ring(numel, rank, size)`` can be printed, checked and timed on paper before a process
+starts. `minipar.comm.algorithms` runs any plan.
 
-Two rules make all of the algorithms from three ways to *spread* data:
+Two rules make all of the algorithms from four ways to *spread* data:
 
 *Duality.* A reduce-scatter is an all-gather run backwards, and a reduction to a root is a broadcast
 run backwards: reverse the rounds, let receivers send, and add what arrives (`dual`).
@@ -49,7 +49,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The messages that one rank sends and receives at the same time: it sends its old elements."""
+    """The messages that one rank sends and receives at the same time.
+
+    The rank sends its elements as they were before the round.
+    """
 
     sends: tuple[Message, ...] = ()
     recvs: tuple[Message, ...] = ()
@@ -136,7 +139,7 @@ def ring_gather(
 def bidirectional_gather(
     parts: Sequence[Span], rank: int, size: int, chunk: int | None = None
 ) -> Plan:
-    """Half of every part goes round to the right, the other half to the left."""
+    """Pass half of every part round to the right, the other half to the left."""
     halves = [cut(part, 2) for part in parts]
     return together(
         ring_gather([first for first, _ in halves], rank, size, chunk),
@@ -145,7 +148,7 @@ def bidirectional_gather(
 
 
 def bruck_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Double the parts that a rank has: with h parts, fetch h more from rank + h. Any n."""
+    """Double the parts that a rank has: with h parts, it fetches h more from rank + h. Any n."""
     plan, have = [], 1
     while have < size:
         more = min(have, size - have)
@@ -170,7 +173,7 @@ def _adjacent(indices: Sequence[int], parts: Sequence[Span]) -> list[Span]:
 
 
 def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
-    """Swap all that you have with the rank 1, 2, 4 ... away: log2 n rounds, n a power of two."""
+    """Swap all parts with the rank 1, 2, 4 ... away: log2 n rounds, n a power of two."""
     assert size & (size - 1) == 0, f"doubling among {size} ranks"
     plan, have = [], 1
     while have < size:
@@ -178,24 +181,6 @@ def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
         sent, received = ((parts[i][0], parts[i + have - 1][1]) for i in (mine, theirs))
         plan.append(_round([(rank ^ have, sent)], [(rank ^ have, received)]))
         have *= 2
-    return plan
-
-
-def direct_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Send the own part to all ranks at once: one round."""
-    others = [peer for peer in range(size) if peer != rank]
-    return [_round([(p, parts[rank]) for p in others], [(p, parts[p]) for p in others])]
-
-
-def pairwise(sent: Sequence[Span], received: Sequence[Span], rank: int, size: int) -> Plan:
-    """All-to-all: in round k send to the rank k to the right, receive from k to the left.
-
-    `sent` are spans of one buffer, `received` are spans of another.
-    """
-    plan = []
-    for k in range(1, size):
-        to, source = (rank + k) % size, (rank - k) % size
-        plan.append(_round([(to, sent[to])], [(source, received[source])]))
     return plan
 
 
@@ -251,15 +236,15 @@ def tree_all_reduce(chunks: Sequence[Span], rank: int, size: int, shift: int = 0
 
 # ---------------------------------------------------------------------- all-reduce
 def ring(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Reduce-scatter round the ring, then all-gather: 2(n-1) rounds, bandwidth-optimal."""
+    """Reduce-scatter round the ring, then all-gather: 2(n-1) rounds, the fewest bytes."""
     spread = ring_gather(cut((0, numel), size), rank, size, chunk)
     return dual(spread) + spread
 
 
 def bidirectional(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Two rings, one each way round, with half of the data: each direction of a link half as long.
+    """Run two rings, one each way round, with half of the data each.
 
-    It gains where the links to the two neighbours are different wires; on one port it costs as
+    They gain where the links to the two neighbours are different wires. On one port they cost as
     much as the ring.
     """
     spread = bidirectional_gather(cut((0, numel), size), rank, size, chunk)
@@ -267,26 +252,26 @@ def bidirectional(numel: int, rank: int, size: int, chunk: int | None = None) ->
 
 
 def bruck(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Bruck's all-gather backwards, then forwards: the bytes of the ring in 2 ceil(log2 n) rounds.
+    """Run Bruck's all-gather backwards, then forwards: 2 ceil(log2 n) rounds, the ring's bytes.
 
-    What halving-doubling is to powers of two, for any n and without a fold.
+    For powers of two it costs as much as halving-doubling; it needs no fold for other n.
     """
     spread = bruck_gather(cut((0, numel), size), rank, size)
     return dual(spread) + spread
 
 
 def halving_doubling(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Recursive halving, then recursive doubling, among the largest power of two p of the ranks.
+    """Halve recursively, then double, among the largest power of two p of the ranks.
 
-    The n - p others fold in before, in pairs (0, 1), (2, 3) ...: each of a pair reduces one half,
-    the odd one hands its half over, and gets the whole result in the end.
+    The n - p others fold in before, in pairs (0, 1), (2, 3) ...: each of a pair reduces one half.
+    The odd one hands its half over, and gets the whole result in the end.
     Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 4.
     """
     core = 1 << (size.bit_length() - 1)
     folded = 2 * (size - core)  # ranks that are in pairs
     low, high = cut((0, numel), 2)
     partner, whole = rank ^ 1, (0, numel)
-    before, after = [Round(), Round()], [Round()]  # who is in no pair rests
+    before, after = [Round(), Round()], [Round()]  # a rank in no pair rests
     if rank < folded and rank % 2 == 0:
         swap = dual([_round([(partner, low)], [(partner, high)])])
         before, after = [*swap, _round([], [(partner, high)])], [_round([(partner, whole)], [])]
@@ -302,10 +287,10 @@ def halving_doubling(numel: int, rank: int, size: int, chunk: int | None = None)
 
 
 def double_tree(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Two binary trees with half of the data each; who is a leaf in one has children in the other.
+    """Reduce and broadcast in two trees with half of the data each: 2 depth + g - 1 rounds.
 
-    A single tree lets its leaves, half of all ranks, send only half of the time. Pipelined in g
-    chunks per tree: 2 depth + g - 1 rounds.
+    A single tree lets its leaves, half of all ranks, send only half of the time. A leaf of one tree
+    has children in the other. g is the number of chunks per tree.
     Source: Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast,
     reduction and scan".
     """
@@ -318,7 +303,7 @@ def double_tree(numel: int, rank: int, size: int, chunk: int | None = None) -> P
 
 
 def direct(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """All ranks send everything to all others: one round, n-1 times the bytes.
+    """Send everything to all other ranks: one round, n-1 times the bytes.
 
     Each rank adds in the order of the ranks, itself included, so that all get the same bits.
     """
@@ -331,28 +316,14 @@ def direct(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
 
 _REDUCES = ring, bidirectional, double_tree, halving_doubling, bruck, direct
 ALL_REDUCE: dict[str, Callable[..., Plan]] = {make.__name__: make for make in _REDUCES}
-_GATHERS = ring_gather, bidirectional_gather, bruck_gather, direct_gather
-ALL_GATHER: dict[str, Callable[..., Plan]] = {
-    make.__name__.removesuffix("_gather"): make for make in _GATHERS
-}
-
-
-# ---------------------------------------------------------------------- broadcast
-def tree_from(root: int, numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Broadcast down one binary tree in chunks; depth + chunks - 1 rounds."""
-    top = next(r for r in range(size) if tree_neighbours(r, size)[0] is None)
-    chunks = cut((0, numel), num_chunks(numel, chunk))
-    # Rename the ranks so that `root` is the one at the top.
-    plan = tree_broadcast(chunks, (rank - root + top) % size, size)
-    return _renamed(plan, lambda peer: (peer + root - top) % size)
 
 
 # ---------------------------------------------------------------------- one of them, and its cost
-def pick(verb: str, algorithm: str, table: dict[str, Callable[..., Plan]]) -> Callable[..., Plan]:
-    """Return what makes the plans of `algorithm`; raises `ValueError` for an unknown one."""
-    if algorithm not in table:
-        raise ValueError(f"{verb}: algorithm={algorithm!r} is unknown; use one of {list(table)}")
-    return table[algorithm]
+def pick(algorithm: str) -> Callable[..., Plan]:
+    """Return the function that makes the plans of `algorithm`. Raises `ValueError` for others."""
+    if algorithm not in ALL_REDUCE:
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {list(ALL_REDUCE)}")
+    return ALL_REDUCE[algorithm]
 
 
 def seconds(
@@ -363,13 +334,12 @@ def seconds(
     gamma: float = 0.0,
     sharing: float = 1.0,
 ) -> float:
-    """Return how long the `plans` of all ranks take: every round, its latency and its busiest rank.
+    """Return the seconds that the `plans` of all ranks take, one round after the other.
 
     A round takes ``alpha`` seconds, ``beta`` per byte that the busiest rank sends or receives, and
-    ``gamma`` per byte that it adds. `sharing` says how messages to different peers share its port:
-    at 1 they queue (one network card); at 0 each has a wire of its own, and the longest rules (the
-    emulated link; NVSwitch comes near). An upper bound where chunks overlap, because rounds are
-    taken one by one.
+    ``gamma`` per byte that it adds. `sharing` says how messages to different peers share its port.
+    At 1 they queue (one network card). At 0 each has a wire of its own, and the longest rules (the
+    emulated link; nearly NVSwitch). Where chunks overlap, the result is an upper bound.
     """
     total = 0.0
     for steps in zip_longest(*plans, fillvalue=Round()):

@@ -16,22 +16,21 @@ from minipar.comm.plans import CHUNK_BYTES
 
 @dataclass(frozen=True)
 class Tuning:
-    """The costs of an axis of `size` ranks, in seconds: `alpha` per message, `beta` per byte sent,
-    `gamma` per byte added up.
+    """What an axis of `size` ranks costs: seconds per message, per byte sent, per byte added up.
 
     `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
     port, 1/(n-1) where each peer has a wire of its own.
     """
 
     size: int
-    alpha: float
-    beta: float
-    gamma: float = 0.0
+    alpha: float  # a message
+    beta: float  # a byte sent
+    gamma: float = 0.0  # a byte added up
     sharing: float = 1.0
 
     def seconds(self, algorithm: str, num_bytes: int) -> float:
         """Return the predicted time of an all-reduce."""
-        make = plans.pick("all_reduce", algorithm, plans.ALL_REDUCE)
+        make = plans.pick(algorithm)
         every = [make(num_bytes, rank, self.size, CHUNK_BYTES) for rank in range(self.size)]
         return plans.seconds(every, 1, self.alpha, self.beta, self.gamma, self.sharing)
 
@@ -44,16 +43,17 @@ class Tuning:
 def tune(
     axis: Axis, sizes: Sequence[int] = (1_000, 10_000, 100_000, 1_000_000), *, rounds: int = 5
 ) -> Tuning:
-    """Measure an axis by messages of `sizes` bytes round its ring. A collective: all ranks call it.
+    """Measure an axis by messages of `sizes` bytes round its ring. All ranks call it together.
 
-    Takes the best of `rounds` for each size and the slowest rank, then the line through them by
-    least squares of the relative error; rank 0's numbers count for all, so that all choose alike.
-    Messages are in the memory of the host. Raises `ValueError` on NCCL, which chooses by itself.
+    For each size the slowest rank counts, in the best of `rounds`; alpha and beta are the line
+    through these times. Rank 0's numbers count for all, so that all ranks choose alike. Messages
+    are in the memory of the host. Raises `ValueError` on NCCL, which chooses by itself.
     """
     if axis.size == 1:
         return Tuning(1, 0.0, 0.0)
     if len(set(sizes)) < 2 or min(sizes) < 1 or rounds < 1:
-        raise ValueError(f"tune: sizes={tuple(sizes)} needs two sizes above 0; rounds={rounds}, 1")
+        asked = f"sizes={tuple(sizes)}, rounds={rounds}"
+        raise ValueError(f"tune: {asked}: use two sizes above 0, and rounds=1 or more")
     if "nccl" in dist.get_backend(axis.group):
         raise ValueError("tune: NCCL chooses its algorithms by itself; use gloo or link")
     left, right = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
@@ -74,7 +74,7 @@ def tune(
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Return the alpha and beta of ``seconds = alpha + beta sizes``, by least squares.
 
-    Errors count relative to the time, or the largest size would be all that matters.
+    Errors count relative to the time. Else only the largest size would matter.
     """
     times = torch.tensor(seconds, dtype=torch.float64)[:, None]
     rows = torch.tensor([[1.0, size] for size in sizes], dtype=torch.float64) / times
@@ -83,7 +83,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _measure(axis: Axis, to: list[int], source: list[int], num_bytes: int, rounds: int) -> float:
-    """Seconds of the fastest exchange with these peers; the first is for making connections."""
+    """Return the seconds of the fastest exchange with these peers; the first one connects."""
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
     sends = [(sent, peer) for peer in to]
     recvs = [(torch.empty_like(sent), peer) for peer in source]
@@ -93,7 +93,7 @@ def _measure(axis: Axis, to: list[int], source: list[int], num_bytes: int, round
 
 
 def _measure_adding(num_bytes: int, rounds: int) -> float:
-    """Seconds to add up floats of so many bytes."""
+    """Return the seconds to add up `num_bytes` of floats."""
     total = torch.zeros(max(1, num_bytes // 4))
     other = torch.ones_like(total)
     return min(timeit.repeat(lambda: total.add_(other), number=1, repeat=rounds + 1))

@@ -1,8 +1,8 @@
-"""The one place where a strategy reads a value of a tensor.
+"""The one place where a strategy reads values of tensors.
 
-To read a value of a GPU is to wait until the GPU has done everything that was launched before. So
-strategies decide by shapes and settings. The few that cannot call `look`, or `send_to_host` early
-enough that no one waits. On the meta device tensors have no values, and every other read fails.
+A read waits until the GPU has done everything that was launched before. So strategies decide by
+shapes and settings. The few that need values call `look`, or `send_to_host` so early that nobody
+waits. On the meta device tensors have no values, and every other read fails.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 def look(tensor: Tensor, on_meta: Any) -> Any:
-    """Wait for the values of `tensor` and return them as Python has them, as `tolist` does."""
+    """Return the values of `tensor` as `tolist` does, or `on_meta` for a tensor without values."""
     return on_meta if tensor.is_meta else tensor.tolist()
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return `tensor` on the CPU, to be saved; a meta tensor, which has no values, as it is."""
+    """Return `tensor` on the CPU, to be saved; a meta tensor stays as it is."""
     return tensor if tensor.is_meta else tensor.cpu()
 
 
 def to_device(few: Tensor, device: torch.device) -> Tensor:
-    """Return `few` numbers of the host on `device`; from pinned memory, the host does not wait."""
+    """Return `few` numbers of the host on `device`; the host does not wait."""
     if device.type == "cuda" and few.device.type == "cpu":
         few = few.pin_memory()
     return few.to(device, non_blocking=True)
@@ -32,19 +32,19 @@ def to_device(few: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def lane(device: torch.device, purpose: str) -> "torch.cuda.Stream":
-    """Return a stream beside the one that computes, the same for each `purpose`.
+    """Return a stream beside the one that computes, the same one for each `purpose`.
 
-    Torch has 32 and hands them out in turn, some to NCCL: a new one each time would now and then
-    queue behind a collective.
+    Torch has 32 streams and hands them out in turn, some to NCCL. With a new one each time, work
+    would now and then queue behind a collective.
     """
     return torch.cuda.Stream(device)
 
 
 def send_to_host(arrive: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Begin to copy the result of `arrive` from `device` to the host; return what waits for it.
+    """Begin to copy the result of `arrive` to the host; return a function that waits for the copy.
 
     `arrive` is the ``wait`` of a `Pending`. On a GPU a stream of its own waits and copies, so that
-    neither later kernels nor the caller wait for anything else. Elsewhere `arrive` is returned.
+    neither later kernels nor the caller wait for anything else. On a CPU, return `arrive`.
     """
     if device.type != "cuda":
         return arrive

@@ -1,6 +1,6 @@
 """An emulated device: work takes as long as on a declared GPU, and most of that time is slept.
 
-Idea.   On a laptop all ranks share a few cores, so that their timelines show how busy those are.
+Idea.   On a laptop all ranks share a few cores, and timelines show how busy the cores are.
         Here each rank has a clock instead. Tensors are computed as ever, at once; every operation
         moves the clock on by the seconds that the declared device needs for it, and the rank sleeps
         until its clock wherever another could notice: where a collective or a message begins, and
@@ -14,7 +14,7 @@ Slow.   All of it, links too, happens `slowdown` times slower than declared, bec
         of the declared device.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
-        FLOPs, and what is sent, moved and stored k^2 times its bytes: exactly those of a model k
+        FLOPs, and messages, copies and states have k^2 times their bytes: exactly as in a model k
         times as wide on sequences k times as long. So a tiny Llama stands for a large one, with the
         large one's ratio of computing to sending. (What has one side only, such as norms' weights,
         counts k times too much: that is next to nothing. Buckets hold as many bytes as ever, so
@@ -139,13 +139,13 @@ def now() -> float:
 
 
 def synchronize() -> None:
-    """Sleep until the device has done all that was asked of it."""
+    """Sleep until the device has done all its work."""
     if _clock is not None and _clock.is_main:
         _clock.come_true()
 
 
 def counted(num_bytes: int) -> int:
-    """Return the bytes of the declared model for those of ours."""
+    """Return the bytes of the declared model for bytes of ours."""
     counts = _clock is not None and not _clock.is_paused
     return _clock.device.counted(num_bytes) if counts else num_bytes
 

@@ -14,8 +14,7 @@ an operation starts when the last rank has called it and the link is free. It ta
 ``steps * latency + wire_bytes / bandwidth`` seconds (`seconds`). Links work in both directions at
 once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream.
 Messages have a lane per peer and direction: the next one may leave while the last one travels.
-Groups do not slow each other down, except on a `Topology`: there, all groups queue for the network
-card by which they leave a node or come in.
+Groups do not slow each other down, except on a `Topology` whose ranks share network cards.
 
 This file is the model: links, topologies, what an operation costs, and which link is in use. The
 backend itself is in `link_group.py`.
@@ -72,9 +71,9 @@ class Link:
         """Return this link: it joins all ranks. On a `Topology` it depends on the ranks."""
         return self
 
-    def lanes(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
-        """Return nothing: ranks share network cards only on a `Topology`."""
-        return {}
+    def seconds_among(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
+        """Return how long `verb` takes among these global ranks."""
+        return seconds(verb, num_bytes, len(ranks), self)
 
     @property
     def label(self) -> str:
@@ -107,10 +106,11 @@ class Topology:
     between nodes.
 
     A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once.
-    Its ranks share them evenly; None gives each rank a card, as in machines with one per GPU. Two
-    groups that talk across nodes at once by the same card take twice as long. A flat ring over one
-    card per node does not: one rank of each node sends to another node, and one receives. Ring and
-    pairwise exchange advance in lockstep, so the slowest hop rules.
+    Its ranks share them evenly; None gives each rank a card, as in machines with one per GPU. All
+    ranks of a node run the same program: where (0, 2) talk, (1, 3) talk at the same time, and over
+    one card per node that takes twice as long. A flat ring of all ranks has one hop that leaves a
+    node, and takes as long as ever. Ring and pairwise exchange advance in lockstep, so the slowest
+    hop rules.
     """
 
     nodes: int = 2
@@ -133,11 +133,33 @@ class Topology:
         """Return the link that bounds a group of these global ranks."""
         return self.intra if len({self._node(rank) for rank in ranks}) <= 1 else self.inter
 
-    def lanes(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
-        """Return for how many seconds an operation keeps each lane of a card that it crosses.
+    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
+        """Return how long operations take that start at once: `(verb, num_bytes, global ranks)`."""
+        alone, latencies, busy = [], [0.0], Counter()
+        for verb, num_bytes, ranks in calls:
+            wire = self.between(ranks)
+            alone.append(seconds(verb, num_bytes, len(ranks), wire))
+            if loads := self._loads(verb, num_bytes, ranks):
+                latencies.append(_STEPS[verb](len(ranks)) * wire.latency)
+                busy.update(loads)
+        return max(*alone, max(latencies) + max(busy.values(), default=0.0))
 
-        Lane 2 c leaves card c, lane 2 c + 1 comes in. `ranks` are global; of a message, the sender
-        and the receiver. An all-to-all is a message per pair, all else a ring in their order.
+    def seconds_among(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
+        """Return how long `verb` takes among these ranks, while their neighbours do the same."""
+        groups = [tuple(ranks)]
+        if self.cards_per_node is not None:
+            for shift in range(1 - self.ranks_per_node, self.ranks_per_node):
+                moved = tuple(rank + shift for rank in ranks)
+                are_neighbours = [*map(self._node, moved)] == [*map(self._node, ranks)]
+                if are_neighbours and not any({*moved} & {*group} for group in groups):
+                    groups.append(moved)
+        return self.seconds(*((verb, num_bytes, group) for group in groups))
+
+    def _loads(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
+        """Return for how many seconds an operation keeps each direction of a card busy.
+
+        2 c leaves card c, 2 c + 1 comes in. Of a message, `ranks` are the sender and the receiver.
+        An all-to-all is a message per pair, all else a ring in their order.
         """
         if verb in ("send", "recv"):
             hops, carried = [tuple(ranks)], float(num_bytes)
@@ -146,23 +168,12 @@ class Topology:
         else:
             hops = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
             carried = wire_bytes(verb, num_bytes, len(ranks))
-        lanes: dict[int, float] = Counter()
+        loads: dict[int, float] = Counter()
         for src, dst in hops:
             if carried and self._node(src) != self._node(dst):
-                for lane in (2 * self._card(src), 2 * self._card(dst) + 1):
-                    lanes[lane] += carried / self.inter.bandwidth
-        return dict(lanes)
-
-    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
-        """Return how long operations take that start at once: `(verb, num_bytes, global ranks)`."""
-        alone, latencies, busy = [], [0.0], Counter()
-        for verb, num_bytes, ranks in calls:
-            wire = self.between(ranks)
-            alone.append(seconds(verb, num_bytes, len(ranks), wire))
-            if lanes := self.lanes(verb, num_bytes, ranks):
-                latencies.append(_STEPS[verb](len(ranks)) * wire.latency)
-                busy.update(lanes)
-        return max(*alone, max(latencies) + max(busy.values(), default=0.0))
+                for direction in (2 * self._card(src), 2 * self._card(dst) + 1):
+                    loads[direction] += carried / self.inter.bandwidth
+        return dict(loads)
 
     def _node(self, rank: int) -> int:
         return rank // self.ranks_per_node
@@ -237,8 +248,7 @@ def use(link: Link | Topology | str) -> Link | Topology:
     Raises `ValueError` for an unknown name, or a topology of another size than the world.
     """
     global _link
-    if isinstance(link, str):
-        link = parse(link)
+    link = parse(link) if isinstance(link, str) else link
     if isinstance(link, Topology) and dist.is_initialized():
         asked, world = link.nodes * link.ranks_per_node, dist.get_world_size()
         if asked != world:
@@ -268,10 +278,3 @@ def in_use() -> Link | Topology:
     """Return the link that `use` has set, slowed as much as an emulated device beside it."""
     slowdown = device.slowed(1.0)
     return _link if slowdown == 1 else _link.scaled(slowdown)
-
-
-def alone(wires: Link | Topology, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
-    """Return the seconds of one operation of these global ranks, with nothing beside it."""
-    if isinstance(wires, Topology):
-        return wires.seconds((verb, num_bytes, ranks))
-    return seconds(verb, num_bytes, len(ranks), wires)

@@ -37,8 +37,6 @@ def register() -> None:
 class Mismatch(RuntimeError):
     """The ranks of a group did not all call the same thing. The group stays usable."""
 
-    everywhere = True  # all ranks of the group raise it
-
 
 class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
@@ -47,8 +45,6 @@ class LinkWork(dist.Work):
     `num_bytes`, what this rank sends, are those of `collectives.wire_bytes`; of an uneven
     all-to-all, the bytes of its own slices for others.
     """
-
-    peer: int | None = None  # of a message: the group's rank at the other end
 
     def __init__(
         self,
@@ -142,8 +138,6 @@ def _method(
         if opts is None and args and isinstance(args[-1], options):
             *args, opts = args
         opts = opts or options()
-        if gloo in ("_allgather_base", "_reduce_scatter_base"):
-            _check_sizes(verb, group.size(), args[piece], args[1 - piece])
 
         def launch(args: Sequence[Any]) -> None:
             calls = zip(*args, strict=True) if each else [args]
@@ -153,16 +147,6 @@ def _method(
         return group._collective(verb, launch, args, opts, args[piece : piece + 1])
 
     return method
-
-
-def _check_sizes(verb: str, size: int, pieces: Any, wholes: Any) -> None:
-    """Raise `ValueError` unless a whole has the numbers of all pieces: gloo ends the process."""
-    for piece, whole in zip(tensors_in(pieces), tensors_in(wholes), strict=True):
-        if size * piece.numel() != whole.numel():
-            raise ValueError(
-                f"{verb} over {size} ranks: {size} pieces of {tuple(piece.shape)} are not "
-                f"{tuple(whole.shape)}"
-            )
 
 
 # ---------------------------------------------------------------------- the process group
@@ -206,7 +190,7 @@ class LinkGroup(dist.ProcessGroup):
             return any(work.t_start is not None for work in self._pending)
 
     def shutdown(self) -> None:
-        """Abort what is pending and end the threads."""
+        """Abort all pending operations and end the threads."""
         self.abort("the process group was destroyed")
         for works in self._lanes.values():
             works.put(None)
@@ -256,6 +240,7 @@ class LinkGroup(dist.ProcessGroup):
             raise self._failed(verb, self._reason)
 
     # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
+    # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
     allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions, 0)
     allreduce_coalesced = _method(
         "all_reduce", "allreduce_coalesced", c10d.AllreduceCoalescedOptions, 0
@@ -263,8 +248,8 @@ class LinkGroup(dist.ProcessGroup):
     broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions, 0)
     reduce = _method("reduce", "reduce", c10d.ReduceOptions, 0)
     allgather = _method("all_gather", "allgather", c10d.AllgatherOptions, 1)
-    allgather_coalesced = _method("all_gather", "allgather_coalesced", c10d.AllgatherOptions, 1)
     all_gather_single = _method("all_gather", "_allgather_base", c10d.AllgatherOptions, 1)
+    allgather_coalesced = _method("all_gather", "allgather_coalesced", c10d.AllgatherOptions, 1)
     all_gather_single_coalesced = _method(
         "all_gather", "_allgather_base", c10d.AllgatherOptions, 1, each=True
     )
@@ -289,9 +274,9 @@ class LinkGroup(dist.ProcessGroup):
         opts: Any,
         pieces: Sequence[Any],
     ) -> LinkWork:
-        device.synchronize()  # what is to be sent is there
+        device.synchronize()  # the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), [0] * 2 * self.size()
-        if verb == "all_to_all":  # slices may be uneven, and all of it another rank's
+        if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
             sent = device.counted(sum(flows[:size]) - flows[rank])
             whole = device.counted(_busiest(flows, rank, size) * size // max(size - 1, 1))
@@ -300,8 +285,8 @@ class LinkGroup(dist.ProcessGroup):
             whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
             sent = wire_bytes(verb, whole := device.counted(whole), size)
         wires, checks, call = link.in_use(), link.checks, stands_for.get()
-        name, seconds = call.partition("(")[0] or verb, link.alone(wires, verb, whole, self.ranks)
-        mine, everyone = (0, rank, rank), [(0, each, each) for each in range(size)]
+        name, seconds = call.partition("(")[0] or verb, wires.seconds_among(verb, whole, self.ranks)
+        everyone = [(0, each, each) for each in range(size)]
         result, hold = tensors_in(args[:1]), None
         if strict.is_on():
             hold = strict.Handle(name, args, *self._read_and_written(verb, args, opts))
@@ -311,18 +296,15 @@ class LinkGroup(dist.ProcessGroup):
             if checks:
                 self._compare(self._describe(call or verb, pieces, opts), flows)
             self._num_collectives += 1
-            number, transfer = self._num_collectives, Transfer(ready, seconds, whole)
-            self._calls.post(mine, number, transfer)
+            number, mine = self._num_collectives, Transfer(ready, seconds)
+            self._calls.post((0, rank, rank), number, mine)
             launch(args)
-            transfer = self._calls.latest(everyone, number, transfer)
-            # As long as the busiest rank needs, whichever asks first.
-            lanes = wires.lanes(verb, int(transfer.num_bytes), self.ranks)
-            return self._calls.on_cards((0, 0, 0), number, transfer, lanes)
+            return self._calls.latest(everyone, number, mine)  # as long as the busiest rank needs
 
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
     def _read_and_written(self, verb: str, args: Sequence[Any], opts: Any) -> list[list]:
-        """Return the tensors that an operation reads, and those that it fills."""
+        """Return the tensors that an operation reads, and the tensors that it fills."""
         if verb in ("broadcast", "reduce"):  # in place, and one-sided
             fills = (verb == "reduce") == (opts.rootRank == self.rank())
             return [[], tensors_in(args)] if fills else [tensors_in(args), []]
@@ -381,14 +363,19 @@ class LinkGroup(dist.ProcessGroup):
     def _message(
         self, verb: str, cell: Cell, tensors: list[torch.Tensor], peer: int, tag: int
     ) -> LinkWork:
+        if tag:
+            raise ValueError(
+                f"{verb} with tag={tag}: an emulated link numbers messages without one"
+            )
         self._raise_if_aborted(verb)
-        device.synchronize()  # what is to be sent is there
+        device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
         other_end = (1 - end, src, dst)
         pair = self.ranks[src], self.ranks[dst]
-        num_bytes, call = _num_bytes(tensors), self._number(verb, peer, tag)
+        self._num_messages[verb, peer] += 1
+        num_bytes, call = _num_bytes(tensors), self._num_messages[verb, peer]
         wires, counted = link.in_use(), device.counted(num_bytes)
-        mine = Transfer(clock.now(), link.alone(wires, verb, counted, pair), num_bytes)
+        mine = Transfer(clock.now(), wires.seconds_among(verb, counted, pair), num_bytes)
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
@@ -403,19 +390,12 @@ class LinkGroup(dist.ProcessGroup):
 
         def run(ready: float) -> Transfer:
             inner.wait()
-            transfer = self._calls.latest([other_end], call, mine._replace(start=ready))
-            lanes = wires.lanes(verb, counted, pair)
-            return self._calls.on_cards(cell, call, transfer, lanes)
+            return self._calls.latest([other_end], call, mine._replace(start=ready))
 
         latency = wires.between(pair).latency
         work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, latency, hold)
-        work.peer, work.t_issue = peer, mine.start  # the time that the other end sees
+        work.t_issue = mine.start  # the time that the other end sees
         return self._enqueue((verb, peer), work)
-
-    def _number(self, verb: str, peer: int, tag: int) -> int:
-        """Return the number of the next message: messages of one peer and tag arrive in order."""
-        self._num_messages[verb, peer, tag] += 1
-        return tag * Calls.PER_TAG + self._num_messages[verb, peer, tag]
 
 
 def _num_bytes(values: Sequence[Any]) -> int:

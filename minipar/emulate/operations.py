@@ -30,7 +30,7 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
 
 
 class Work(NamedTuple):
-    """All that the time of one operation depends on."""
+    """The facts that the time of one operation depends on."""
 
     op: str
     work: str  # "product", "attention", or "bytes"
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 
 def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> Work | None:
-    """Return what `op` did to the tensors `given` when it returned those `made`; None: nothing."""
+    """Return the work of `op`, which read the tensors `given` and returned `made`, if any."""
     name, work, shape, flops = op._opname, "bytes", (), 0
     if not made and op._schema.is_mutable:
         made = tensors(args[:1])
@@ -55,7 +55,7 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         work = "product"
         shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
         flops = 2 * math.prod(shape)
-    elif name == "_grouped_mm":  # each expert's rows by its weights, or the gradient of those
+    elif name == "_grouped_mm":  # each expert's rows by its weights, or the weights' gradient
         (a, b), work = given[:2], "product"
         (m, k), n = a.shape, b.shape[-1]
         flops = 2 * m * k * n

@@ -51,7 +51,6 @@ LOOKS = 20
 time passes while a stalled machine runs no thread."""
 
 _flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
-_alone = False  # True: operations that began before the body do not count
 _lost: list[str] = []
 _random = random.Random()
 
@@ -63,21 +62,20 @@ class Race(RuntimeError):
 
 
 @contextmanager
-def watching(*, alone: bool = False) -> Iterator[None]:
+def watching() -> Iterator[None]:
     """Find races of this rank's link groups in the body. Raises `Race` for the first one.
 
-    With `alone`, operations that began before the body do not count, such as those of a cell that
-    failed. Raises `ValueError` if there is no link group: over other backends it sees nothing.
+    Operations that began before the body do not count, such as those of a cell that failed.
+    Raises `ValueError` if there is no link group: over other backends it sees nothing.
     """
-    global _flying, _alone
+    global _flying
     backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
     if "link" not in backends:
         raise ValueError(
             f"strict.watching() sees collectives of the backend link, and here they go over "
             f"{', '.join(sorted(set(backends))) or 'none'}; use Ranks(n, backend='link')"
         )
-    before = _flying, _alone
-    _flying, _alone = weakref.WeakSet(), alone
+    before, _flying = _flying, weakref.WeakSet()
     _lost.clear()
     taps.append(_threads)
     try:
@@ -97,12 +95,12 @@ def watching(*, alone: bool = False) -> Iterator[None]:
             raise race
     finally:
         taps.remove(_threads)
-        _flying, _alone = before
+        _flying = before
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Look for no races in the body: what is timed there takes as long as ever."""
+    """Look for no races in the body, so that operations take as long as ever."""
     global _flying
     before, _flying = _flying, None
     try:
@@ -180,8 +178,7 @@ class Handle:
             )
 
     def __del__(self) -> None:
-        counts = self._watch is _flying or not _alone
-        if counts and not self._is_settled:
+        if self._watch is _flying and not self._is_settled:
             _lost.append(", ".join([self.what, *self._tensors]))
 
 

@@ -40,7 +40,6 @@ from minipar.lab.shell import RankShell, Source
 from minipar.ranks import launch, worker
 from minipar.ranks.backends import check_backend
 from minipar.ranks.launch import RankError, check_fits_here
-from minipar.ranks.output import last_state
 from minipar.sim import emulate
 
 
@@ -307,6 +306,11 @@ class _Transcript:
         if self._line is not None:
             print(file=getattr(sys, self._line[1]), flush=True)
             self._line = None
+
+
+def last_state(line: str) -> str:
+    """Return what a terminal would still show of "1 %\\r2 %\\r3 %": "\\r3 %"."""
+    return line[max(0, line.rstrip("\r").rfind("\r")) :]
 
 
 # ---------------------------------------------------------------------- the magic

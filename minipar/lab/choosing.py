@@ -108,13 +108,13 @@ def losses(found: Ranked) -> dict[str, float]:
     """
     job, device = found.job, found.job.machine.device
     flops = {causal: found.mfu(causal) * found.step for causal in (False, True)}
-    free = dict(bandwidth=ENDLESS, latency=0.0, launch=0.0, by_ranks={})
+    free = dict(bandwidth=ENDLESS, latency=0.0, launch=0.0)
     networks = {name: replace(getattr(job.machine, name), **free) for name in ("inside", "between")}
     peak = {job.dtype: device.peak[job.dtype] / OF_CEILING}
     ideal = {
         "products below the peak": dict(ceiling=peak, tile=1, processors=1, launch=0),
         "attention below the peak": dict(
-            attention={"": dict(forward=1, backward=1, half_length=0)}
+            attention_forward=1, attention_backward=1, attention_half=0
         ),
         "moving bytes": dict(memory_bandwidth=ENDLESS),
     }
@@ -127,7 +127,7 @@ def losses(found: Ranked) -> dict[str, float]:
     for i, name in enumerate(["computed again, uneven stages", *ideal]):
         left = {key: v for part in list(ideal)[i:] for key, v in ideal[part].items()}
         software = replace(job.software, **prompt, exposed=0.0)
-        if "attention" in left:
+        if "attention_half" in left:
             software = replace(software, attention=1.0)
         machine = replace(job.machine, device=replace(device, **left), **networks)
         seconds = cost.seconds(replace(job, machine=machine, software=software))

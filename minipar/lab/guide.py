@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
-from minipar.sim import planner
+from minipar.sim import footprint, planner
 from minipar.sim.planner import PlanConfig, Ranked, Search
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b")
@@ -92,7 +92,8 @@ def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
     ranked = simplest(found)
     small = {"size": 8, "color": pen.MUTED}
     if ranked is None:
-        needs, limit = sum(found.smallest().memory.values()), found.limit
+        least = found.smallest()
+        needs, limit = least.held, footprint.room(least.job.machine.device)
         pen.rectangle(ax, x, y, wide, 0.34, fc=pen.KIND["idle"])
         pen.text(ax, x + wide / 2, y + 0.17, "does not fit", ha="center", color=pen.MUTED)
         pen.text(ax, x, y - 0.12, f"needs {needs / 1e9:.0f} GB a GPU,", **small)

@@ -270,7 +270,7 @@ class MemoryLedger(LiveBytes):
         self._look_at(parameter)
 
     def _look_at(self, parameter: Tensor) -> None:
-        self._label("parameters", parameter.data, *getattr(parameter, "homes", ()))
+        self._label("parameters", parameter.data)
         if parameter.grad is not None:
             self._label("gradients", parameter.grad)
 

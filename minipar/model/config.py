@@ -116,7 +116,7 @@ class LlamaConfig:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters; tied embeddings count once."""
+        """Number of parameters; tied embeddings count once."""
         return self._sum_parameters(active=False)
 
     @property

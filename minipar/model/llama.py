@@ -234,7 +234,7 @@ def _mlp(config: LlamaConfig, layer: int) -> nn.Module:
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, final norm. Any of them may be None: then this is a pipeline stage."""
+    """Embedding, layers, final norm. Any part may be None: then this is a pipeline stage."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -288,7 +288,7 @@ class Llama(nn.Module):
         init_weights(self, seed)
 
     def tie_weights(self) -> None:
-        """Make the head and the embedding one parameter again, after `to_empty` made two of it."""
+        """Make the head and the embedding one parameter again, after `to_empty` parted them."""
         if self.config.tie_embeddings and None not in (self.lm_head, self.model.embed_tokens):
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -328,7 +328,7 @@ def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function that compares outputs of `model` with targets.
 
     That is `token_loss`, except after a strategy that changes the outputs has set
-    `model.token_loss`: under tensor parallelism the logits are those of a part of the vocabulary.
+    `model.token_loss`: under tensor parallelism a rank has the logits of a part of the vocabulary.
     """
     return getattr(model, "token_loss", token_loss)
 

@@ -1,4 +1,4 @@
-"""Who may look at whom: masks and positions for padded and for packed rows.
+"""Masks and positions for padded and for packed rows.
 
 A mask is boolean, [B, 1, T, T], True where the query (row) may look at the key (column). It goes to
 the model together with positions [B, T], so that neither padding nor a neighbour in the same row

@@ -60,8 +60,8 @@ class MoEConfig:
         every: of the layers above, each n-th has experts: 2 means every other layer.
         score: "softmax" over all experts, or "sigmoid" of each.
         normalise: True if the k weights of a token sum to 1.
-        balance: the tokens over which the balancing loss takes its means: those of each "sequence",
-            of the "microbatch" of a rank, or of that microbatch on all ranks ("batch",
+        balance: the tokens over which the balancing loss takes its means: tokens of each
+            "sequence", of the "microbatch" of a rank, or of that microbatch on all ranks ("batch",
             2501.11873); "none" for no loss.
         balance_weight: weight of the balancing loss.
         bias_speed: step of the bias in `Router.update_bias`; None for no bias.
@@ -120,7 +120,10 @@ class MoEConfig:
         return min(seq_len, math.ceil(exact))
 
     def num_parameters(self, width: int, active: bool = False) -> int:
-        """Return the parameters of router and experts; if `active`, those that one token passes."""
+        """Return the parameters of router and experts.
+
+        If `active`: the parameters that one token passes.
+        """
         experts = (self.top_k if active else self.num_experts) + self.num_shared
         return self.num_experts * width + 3 * experts * self.expert_size * width
 
@@ -389,7 +392,7 @@ def count_before(keys: Tensor, num_keys: int) -> Tensor:
 
 
 def combine(rows: Tensor, order: Tensor, routing: Routing, like: Tensor) -> Tensor:
-    """Weigh rows [N k, D], which lie in `order`, and add up those of each token -> [N, D]."""
+    """Weigh rows [N k, D], which lie in `order`; add up the rows of each token -> [N, D]."""
     tokens = order // routing.experts.shape[1]
     # In the router's dtype: sums of k in low precision lose digits.
     wide = rows * routing.weights.flatten()[order, None]

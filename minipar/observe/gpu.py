@@ -1,8 +1,8 @@
 """The kernels of this rank's GPU: torch.profiler times them, the recorder's spans name them.
 
 A GPU works after the Python that asked it to. So `timeline.record` runs torch.profiler beside the
-recorder. A kernel belongs to the span in which the host launched it. A kernel of NCCL belongs to
-the ledger's entry of the same place, in the order of launches.
+recorder. A kernel gets the name of the recorder's span in which the host launched it. NCCL's
+kernels get the names, axes and bytes of the recorder's comm spans, in the order of launches.
 """
 
 import tempfile
@@ -16,22 +16,22 @@ from minipar.observe.spans import Span, read_json
 
 
 def start_profiler() -> torch.profiler.profile | None:
-    """Return a running profiler where work may go to a GPU, else None."""
+    """Start and return a profiler where work may go to a GPU; else return None."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    # There is one cycle only, and no event is lost. Without acc_events, torch warns of lost ones.
+    # Without acc_events, torch warns of lost events, although there is one cycle only.
     profiler = torch.profiler.profile(activities=activities, acc_events=True)
     profiler.start()
     return profiler
 
 
 def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) -> list[Span]:
-    """Return the kernels that the profiler saw, named by the host's spans that launched them.
+    """Return the kernels that the profiler saw, with the names of the `host` spans around them.
 
-    Axes and bytes come from the ledger (the comm spans in `host`) where it has as many entries as
-    NCCL has kernels. Without any kernel, `host` comes back: the model was on the CPU.
+    Axes and bytes come from the ledger (the comm spans of `host`) if it has as many entries as NCCL
+    has kernels. Without any kernel the model was on the CPU: return `host`.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -39,7 +39,7 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         document = read_json(f"{folder}/trace.json")
-    # Kineto reads the wall clock, the recorder the monotonic one: their difference is constant.
+    # Kineto reads the wall clock, the recorder the monotonic one. Their difference is constant.
     base = document.get("baseTimeNanoseconds", 0)
     to_monotonic = 1e-9 * (base - time.time_ns() + time.monotonic_ns())
     found = _kernels(document["traceEvents"], rank, to_monotonic)
@@ -50,12 +50,12 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
     work = [span for span in in_order if span.kind != "comm"]
     _name_computing(found, work)
     has_comm = _name_communication(found, ledger)
-    # Where ranks share a GPU, gloo communicates for them, and the host has seen all of it.
+    # Ranks that share a GPU communicate over gloo: the host's ledger has the times.
     return [kernel for kernel, _ in found] + ([] if has_comm else ledger)
 
 
 Launched = tuple[Span, float | None]
-"""A kernel, and when the host launched it, where the profiler knows."""
+"""A kernel, and the time at which the host launched it; None if the profiler does not know."""
 
 
 def _kernels(events: list[dict[str, Any]], rank: int, to_monotonic: float) -> list[Launched]:
@@ -89,13 +89,11 @@ def _name_computing(found: list[Launched], work: list[Span]) -> None:
 
 
 def _name_communication(found: list[Launched], ledger: list[Span]) -> bool:
-    """Give NCCL's kernels the names, axes and bytes of the ledger. True if there are kernels."""
+    """Give NCCL's kernels the names, axes and bytes of the ledger; return True if there are any."""
     comm = [(kernel, launched) for kernel, launched in found if kernel.kind == "comm"]
-    # Two communicators may run their kernels in another order than the host launched them.
+    comm.sort(key=lambda pair: pair[0].start)
     if all(launched is not None for _, launched in comm):
-        comm.sort(key=lambda pair: pair[1])
-    else:
-        comm.sort(key=lambda pair: pair[0].start)
+        comm.sort(key=lambda pair: pair[1])  # two communicators may run kernels in another order
     if len(comm) == len(ledger):
         for (kernel, _), entry in zip(comm, ledger, strict=True):
             kernel.name, kernel.axis, kernel.num_bytes = entry.name, entry.axis, entry.num_bytes

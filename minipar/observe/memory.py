@@ -1,16 +1,15 @@
-"""Whose memory is it? A few words by which code says what its tensors are for.
+"""Purposes of memory: labels by which code says what its tensors are for.
 
 A ledger (`minipar.lab.memory.MemoryLedger`) sees every storage come and go, but not its purpose:
-that a flat buffer holds the gathered weights of a block, or that a tensor is the host's although
-host and device are the same CPU. Code that makes such a tensor says so here:
+that a flat buffer holds the gathered weights of a block, or that a tensor belongs to the host
+although host and device are the same CPU. Code that makes such a tensor says so:
 
     memory.tag("gathered", flat)
     memory.tag("parameters", master, on_host=True)
     with memory.on_host():
-        optimizer.step()                       # what this allocates is the host's
+        optimizer.step()                       # allocates on the host
 
-It costs an entry in a dictionary, which goes when the tensor goes. A parameter that may be several
-tensors in turn lists them all in `param.homes`.
+A tag costs an entry in a dictionary, which goes with the tensor.
 """
 
 from collections.abc import Callable
@@ -33,16 +32,16 @@ class Tag(NamedTuple):
 
 
 tags: WeakKeyDictionary[torch.UntypedStorage, Tag] = WeakKeyDictionary()
-"""The storages whose purpose was told, for as long as they live."""
+"""The storages with a tag, for as long as they live."""
 
 watchers: list[Callable[[torch.UntypedStorage, Tag], None]] = []
-"""Called with every tag: ledgers that are open."""
+"""Functions that are called with every tag: those of open ledgers."""
 
 
 def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
-    """Say what the storages of `tensors` are for: "gathered", "gradients" or any other word.
+    """Label the storages of `tensors`: "gathered", "gradients" or any other word.
 
-    They are taken to be the host's inside of `on_host()`, unless the argument says otherwise.
+    Inside of `on_host()` they belong to the host, unless the argument says otherwise.
     """
     word = Tag(category, is_on_host() if on_host is None else on_host)
     for tensor in tensors:
@@ -53,9 +52,10 @@ def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
 
 
 def watch_resize(notice: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
-    """Call ``notice(storage, bytes before)`` when one is resized: nothing is dispatched then.
+    """Call ``notice(storage, bytes before)`` after every `resize_`; return a function to end this.
 
-    Returns what ends it.
+    The only patch of torch here, while a ledger is open. A strategy frees a flat buffer by
+    `resize_(0)`, also a reader's own one in a notebook, and torch has no hook for that.
     """
     original = torch.UntypedStorage.resize_
 

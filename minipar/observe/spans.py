@@ -1,11 +1,13 @@
-"""Spans: who did what when, on one clock, and sent how many bytes; arithmetic on intervals."""
+"""Spans: which rank did what, when, and how many bytes it sent; arithmetic on intervals."""
 
 import gzip
 import json
+import math
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,14 @@ class Span:
 
 
 def moved(spans: list[Span], by: float) -> list[Span]:
-    """The same spans, `by` seconds later."""
+    """Return the same spans, `by` seconds later."""
     return [replace(s, start=s.start + by, end=s.end + by) for s in spans] if by else spans
 
 
 def clipped(
     spans: Iterable[Span], begins: Mapping[int, float], ends: Mapping[int, float]
 ) -> list[Span]:
-    """Cut spans to the time from ``begins[rank]`` to ``ends[rank]``: to one step of several.
+    """Cut spans to one step of several, from ``begins[rank]`` to ``ends[rank]``.
 
     The bytes of a span that began earlier belong to the step before.
     """
@@ -51,16 +53,14 @@ def clipped(
         begin, end = begins[s.rank], ends[s.rank]
         if s.start < end and s.end > begin:
             num_bytes = s.num_bytes if s.start >= begin else 0
-            words = {"start": max(s.start, begin), "end": min(s.end, end)}
-            found.append(replace(s, num_bytes=num_bytes, **words))
+            start, end = max(s.start, begin), min(s.end, end)
+            found.append(replace(s, start=start, end=end, num_bytes=num_bytes))
     return found
 
 
 # ---------------------------------------------------------------------- intervals
-
-
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same set of points as disjoint intervals in order."""
+    """Return the same set of points as disjoint intervals in order."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -71,12 +71,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered(spans: Iterable[Span]) -> list[Interval]:
-    """The time in which at least one of `spans` runs."""
+    """Return the time in which at least one of `spans` runs."""
     return union((span.start, span.end) for span in spans)
 
 
 def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Points in both; `a` and `b` are disjoint and in order, as `union` returns them."""
+    """Return the points in both; `a` and `b` are disjoint and in order, as `union` returns them."""
     result, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -90,29 +90,22 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Points of `a` that are not in `b`; both disjoint and in order."""
+    """Return the points of `a` that are not in `b`; both are disjoint and in order."""
     result = []
     for start, end in a:
-        first = max(0, bisect_right(b, (start, float("inf"))) - 1)
-        for hole_start, hole_end in b[first : bisect_left(b, (end,))]:
-            if hole_end <= start:
-                continue
-            if hole_start > start:
-                result.append((start, hole_start))
-            start = hole_end
-        if start < end:
-            result.append((start, end))
+        first = max(0, bisect_right(b, (start, math.inf)) - 1)  # `b` may be a thousand times longer
+        holes = b[first : bisect_left(b, (end,))]
+        edges = [-math.inf, *chain(*holes), math.inf]
+        result += intersect([(start, end)], list(zip(edges[::2], edges[1::2], strict=True)))
     return result
 
 
 def measure(disjoint: list[Interval]) -> float:
-    """Summed length."""
+    """Return the summed length."""
     return sum(end - start for start, end in disjoint)
 
 
 # ---------------------------------------------------------------------- files
-
-
 def read_json(path: str | Path) -> dict[str, Any]:
     """Return a chrome trace, plain or gzipped, as a dict with `traceEvents`.
 

@@ -1,6 +1,6 @@
-"""A stall: the states of all ranks, and which rank they say is missing.
+"""A stall: from the states of all ranks to the rank that is missing, and a report that says so.
 
-Pure: `minipar.observe.watchdog` collects the states; this file draws the conclusion.
+`minipar.observe.watchdog` collects the states. This file is pure: it only draws the conclusion.
 """
 
 import json
@@ -18,8 +18,7 @@ class Call:
     number: int  # the first collective of this rank on this axis is 1; messages count apart
     num_bytes: int  # on the wire
     seconds: float  # since it began, or since this rank waits in it
-    peers: tuple[int, ...] = ()  # of a message: who is at the other end
-    subject: str = ""  # what is sent, such as "weights of layers.0"
+    peers: tuple[int, ...] = ()  # of a message: the ranks at the other end
 
     @property
     def key(self) -> tuple:
@@ -27,11 +26,10 @@ class Call:
         return self.axis, self.ranks, bool(self.peers), self.number
 
     def __str__(self) -> str:
+        what = f" with {names(self.peers)}" if self.peers else ""
+        number = "" if self.peers else f" #{self.number}"
         size = f" ({_size(self.num_bytes)} on the wire)" if self.num_bytes else ""
-        size = f" of {self.subject}{size}" if self.subject else size
-        if self.peers:
-            return f"{self.verb} on {self.axis} with {names(self.peers)}{size}"
-        return f"{self.verb} #{self.number} on {self.axis}{size}"
+        return f"{self.verb}{number} on {self.axis}{what}{size}"
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class State:
     begun: tuple[Call, ...] = ()
     awaited: tuple[Call, ...] = ()
     stack: str = ""  # of its main thread; empty if the rank does not answer
-    silence: str = "it does not answer"  # ... and why, as far as one can see from outside
-    is_known: bool = True  # whether anything can be said of its calls
+    silence: str = "it does not answer"
+    is_known: bool = True  # False: nothing is known about its calls
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "State":
@@ -55,79 +53,71 @@ class State:
             values[name] = tuple(Call(**{**c, "peers": tuple(c["peers"])}) for c in calls)
         return cls(**values)
 
-    def number_on(self, axis: str, ranks: tuple[int, ...]) -> int:
-        """How many collectives this rank has begun on that axis."""
-        calls = (c for c in self.begun if (c.axis, c.ranks) == (axis, ranks) and not c.peers)
-        return max((call.number for call in calls), default=0)
+    def has_reached(self, call: Call) -> bool:
+        """True if this rank has begun the collective `call`, or a later one on the same axis."""
+        own = (c for c in self.begun if (c.axis, c.ranks) == (call.axis, call.ranks))
+        return any(c.number >= call.number for c in own if not c.peers)
 
 
 # ---------------------------------------------------------------------- the report
 def explain(states: Sequence[State]) -> str:
-    """Say who waits in what, for whom, and what those do instead. `states`: one of each rank."""
+    """Return the report: who waits in which call, for whom, and what the missing ranks do instead.
+
+    `states` has one of each rank.
+    """
     by_rank = {state.rank: state for state in states}
-    lines, guilty = [], []
-    for waiting in _waits(states):
-        call = waiting[0][1]
-        axis, ranks, number = call.axis, call.ranks, call.number
-        waiting = [(rank, own) for rank, own in waiting if own.verb == call.verb]
-        unknown = [r for r in ranks if not by_rank[r].is_known]
-        missing = [r for r in ranks if by_rank[r].number_on(axis, ranks) < number]
-        missing = [r for r in missing if r not in unknown]
-        others = _called_otherwise(call, [by_rank[rank] for rank in ranks])
-        who = _labels([by_rank[rank] for rank, _ in waiting])
-        seconds = max(call.seconds for _, call in waiting)
-        if missing:
-            lines.append(
-                f"{_labels([by_rank[r] for r in missing])} {_has(missing)} not reached {call}, in "
-                f"which {who} {_has(waiting)} waited for {_time(seconds)}."
-            )
-        elif unknown:
-            lines.append(
-                f"{who} {_has(waiting)} waited for {_time(seconds)} in {call}. Whether "
-                f"{_labels([by_rank[r] for r in unknown])} {_has(unknown)} reached it is unknown."
-            )
-        elif others:
-            lines.append(f"{who} called {call}, but {others}: they wait for each other.")
-        else:
-            lines.append(
-                f"{who} {_has(waiting)} waited for {_time(seconds)} in {call}, which all have "
-                f"reached, and which does not end."
-            )
-            missing = [r for r in ranks if not by_rank[r].stack]
-        guilty += missing + unknown
+    collectives = {c.key: c for state in states for c in state.awaited if not c.peers}
+    lines: list[str] = []
+    causes: list[State] = []
+    for call in collectives.values():
+        line, found = _explain_collective(call, [by_rank[rank] for rank in call.ranks])
+        lines.append(line)
+        causes += found
     for state in states:
         for call in state.awaited:
             if call.peers:
                 lines.append(f"{state.label} has waited for {_time(call.seconds)} in {call}.")
-                guilty += call.peers
-    # A rank that waits in turn is a victim: the stacks of the others are what one wants to see. If
-    # all wait for each other, those of all.
-    busy = [r for r in guilty if not by_rank[r].awaited or not by_rank[r].stack]
-    shown = dict.fromkeys(busy or [state.rank for state in states if state.awaited])
-    return "\n".join(["minipar: stalled", *lines, *(_doing(by_rank[rank]) for rank in shown)])
+                causes += [by_rank[peer] for peer in call.peers]
+    # Rank 0 waits for 1, which waits for 2: only the stack of 2 helps. In a circle, show all.
+    shown = [s for s in causes if not s.awaited or not s.stack] or [s for s in states if s.awaited]
+    lines += [_doing(by_rank[rank]) for rank in dict.fromkeys(s.rank for s in shown)]
+    return "\n".join(["minipar: stalled", *lines])
 
 
-def _waits(states: Sequence[State]) -> list[list[tuple[int, Call]]]:
-    """For each collective that a rank waits in: the ranks, and what they have called."""
-    waits: dict[tuple, list[tuple[int, Call]]] = {}
-    for state in states:
-        for call in state.awaited:
-            if not call.peers:
-                waits.setdefault(call.key, []).append((state.rank, call))
-    return list(waits.values())
+def _explain_collective(call: Call, states: Sequence[State]) -> tuple[str, list[State]]:
+    """Return a sentence on `call`, in which ranks wait, and the ranks that are the cause of it.
 
-
-def _called_otherwise(call: Call, states: Sequence[State]) -> str:
-    """Who has called something else where others called `call`, in words; empty if none has."""
-    return " and ".join(
+    `states` are those of the ranks of its axis.
+    """
+    waits = {
+        s.rank: c for s in states for c in s.awaited if (c.key, c.verb) == (call.key, call.verb)
+    }
+    waiting = [state for state in states if state.rank in waits]
+    seconds = _time(max(own.seconds for own in waits.values()))
+    unknown = [s for s in states if not s.is_known]
+    missing = [s for s in states if s.is_known and not s.has_reached(call)]
+    others = [
         f"{state.label} called {own}"
         for state in states
         for own in state.begun
         if own.key == call.key and own.verb != call.verb
-    )
+    ]
+    wait = f"{_labels(waiting)} {_has(waiting)} waited for {seconds}"
+    if missing:
+        sentence = f"{_labels(missing)} {_has(missing)} not reached {call}, in which {wait}."
+        return sentence, missing + unknown
+    if unknown:
+        who = f"{_labels(unknown)} {_has(unknown)} reached it"
+        return f"{wait} in {call}. Whether {who} is unknown.", unknown
+    if others:
+        how = f"{_labels(waiting)} called {call}, but {' and '.join(others)}"
+        return f"{how}: they wait for each other.", []
+    silent = [state for state in states if not state.stack]
+    return f"{wait} in {call}, which all have reached, and which does not end.", silent
 
 
 def _doing(state: State) -> str:
+    """Return what a rank does, with its stack."""
     last = min(state.begun, key=lambda call: call.seconds, default=None)
     ago = f"its last was {last}, begun {_time(last.seconds)} ago" if last else "it has called none"
     if not state.is_known:
@@ -137,7 +127,9 @@ def _doing(state: State) -> str:
     return f"{state.label}: {ago}. It is here:\n{state.stack}"
 
 
+# ---------------------------------------------------------------------- words
 def names(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 1, 2": at most eight of them."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8]))
@@ -145,12 +137,12 @@ def names(ranks: Sequence[int]) -> str:
 
 
 def _labels(states: Sequence[State]) -> str:
-    """ "rank 2 of 4 (dp=1, tp=0)", or "ranks 0, 1, 3"."""
+    """Return "rank 2 of 4 (dp=1, tp=0)", or "ranks 0, 1, 3"."""
     return states[0].label if len(states) == 1 else names([state.rank for state in states])
 
 
 def _size(num_bytes: int) -> str:
-    """ "4.0 MB", "12 kB" or "40 bytes"."""
+    """Return "4.0 MB", "12 kB" or "40 bytes"."""
     if num_bytes < 1e3:
         return f"{num_bytes} bytes"
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"

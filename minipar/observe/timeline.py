@@ -1,15 +1,15 @@
-"""Who computed, who talked, who waited: spans on one clock, and how much was hidden.
+"""The timeline: which rank computed, talked or waited when, and how much communication was hidden.
 
 Idea:   A training step is a set of spans (rank, kind, start, end). Communication that runs while
         the same rank computes is hidden and costs nothing; the rest is exposed and adds time.
 Record: `with record(model) as timeline:` around any step. Hooks mark forward and backward of each
         block and every optimizer; each verb of `collectives.py` reports itself with its bytes.
-Clock:  seconds of `time.monotonic()`, one clock for all processes of a machine. `Timeline.gather`
+Clock:  Seconds of `time.monotonic()`, one clock for all processes of a machine. `Timeline.gather`
         aligns the clocks of several machines at a barrier.
-Files:  `save` writes Chrome trace events, which Perfetto (https://ui.perfetto.dev) opens;
+Files:  `save` writes Chrome trace events, which Perfetto (https://ui.perfetto.dev) opens.
         `tools.traces.from_profiler` reads the traces that `torch.profiler` wrote in any training.
-GPU:    a GPU works after the Python that asked it to, so there `record` has `torch.profiler` time
-        the kernels, and takes from its own spans only the names and the bytes.
+GPU:    A GPU works after the Python that asked it to. So there `torch.profiler` times the kernels,
+        and `record` gives them the names and bytes of its own spans (`observe/gpu.py`).
 """
 
 import gzip
@@ -58,8 +58,8 @@ class Overlap:
 class Timeline:
     """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
-    `notes` are sentences on what was left out or guessed where the spans were read from files;
-    `steps`, by rank, the steps that a profiler was told of: name, start, end.
+    Spans that were read from files of others have `notes`, sentences on missing or guessed parts,
+    and `steps`: by rank, the name, start and end of every step that a profiler was told of.
     """
 
     def __init__(
@@ -84,38 +84,38 @@ class Timeline:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have spans, sorted."""
+        """Return the ranks that have spans, sorted."""
         return sorted({span.rank for span in self.spans})
 
     @property
     def start(self) -> float:
-        """Start of the first span in seconds."""
+        """Return the start of the first span in seconds."""
         return min((span.start for span in self.spans), default=0.0)
 
     @property
     def end(self) -> float:
-        """End of the last span in seconds."""
+        """Return the end of the last span in seconds."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
     def duration(self) -> float:
-        """Seconds from the first start to the last end, over all ranks."""
+        """Return the seconds from the first start to the last end, over all ranks."""
         return self.end - self.start
 
     def shifted(self, to: float = 0.0) -> "Timeline":
-        """The same spans, moved so that the first one starts at `to` seconds."""
+        """Return the same spans, moved so that the first one starts at `to` seconds."""
         return Timeline(moved(self.spans, to - self.start), self.label, self.notes)
 
     def select(self, **wanted: Any) -> "Timeline":
-        """Spans for which every word given is equal: `kind`, `rank`, `axis` or `name`."""
+        """Return the spans with these values of `kind`, `rank`, `axis` or `name`."""
         keep = (s for s in self.spans if all(getattr(s, k) == v for k, v in wanted.items()))
         return Timeline(keep, self.label)
 
     def overlap(self) -> list[Overlap]:
-        """Total, hidden and exposed communication per rank and axis.
+        """Return total, hidden and exposed communication per rank and axis.
 
-        Total is the measure of the *union* of the spans: where two collectives are in flight along
-        one axis together, time counts once. Hidden is the part in which the same rank computes.
+        The total is the length of the *union* of the spans: where two collectives are in flight
+        along one axis together, time counts once. Hidden is the part in which the rank computes.
         """
         comm: dict[tuple[int, str], list[Span]] = defaultdict(list)
         for span in self.spans:
@@ -131,14 +131,14 @@ class Timeline:
 
     @property
     def hidden_fraction(self) -> float:
-        """Hidden / total communication of all ranks, a rank's axes united; nan if there is none."""
+        """Return hidden / total communication of all ranks, a rank's axes united; nan if none."""
         united = (replace(s, axis="") if s.kind == "comm" else s for s in self.spans)
         rows = Timeline(united).overlap()
         total = sum(row.total for row in rows)
         return sum(row.hidden for row in rows) / total if total else float("nan")
 
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes sent along each axis, summed over the ranks."""
+        """Return the bytes sent along each axis, summed over the ranks."""
         result: dict[str, int] = defaultdict(int)
         for span in self.spans:
             if span.kind == "comm":
@@ -146,7 +146,7 @@ class Timeline:
         return dict(sorted(result.items()))
 
     def busy(self) -> dict[int, list[Interval]]:
-        """When each rank computes: disjoint intervals in order."""
+        """Return when each rank computes: disjoint intervals in order."""
         computing: dict[int, list[Span]] = {rank: [] for rank in self.ranks}
         for span in self.spans:
             if span.kind not in NOT_COMPUTE:
@@ -154,7 +154,7 @@ class Timeline:
         return {rank: covered(spans) for rank, spans in computing.items()}
 
     def table(self) -> str:
-        """`overlap()` as a table in plain text: milliseconds and megabytes per rank and axis."""
+        """Return `overlap()` as a table in plain text, in milliseconds and megabytes."""
         rows = [
             ("rank", "axis", "calls", "MB sent", "total ms", "hidden ms", "exposed ms", "hidden")
         ]
@@ -179,28 +179,27 @@ class Timeline:
         return f"{title}, {hidden}\n{self.table()}{notes}"
 
     def gather(self, axis: Any) -> "Timeline":
-        """The spans of all ranks along `axis` (an `Axis`), on each of them, which all call this.
+        """Return the spans of all ranks along `axis` (an `Axis`) on each of them. A collective.
 
-        Clocks of different machines are read right after a barrier and taken to agree there, which
-        is as exact as the latency of the network.
+        Clocks of different machines are read right after a barrier, and taken to agree there.
         """
         if axis.group is None:
             return Timeline(self.spans, self.label)
         every: list[Any] = [None] * axis.size
         with clock.paused():
             dist.barrier(group=axis.group)
-            mine = (boot_id() or platform.node(), time.monotonic(), self.spans)
+            mine = (machine(), time.monotonic(), self.spans)
             dist.all_gather_object(every, mine, group=axis.group)
-        clocks = {machine: clock for machine, clock, _ in reversed(every)}  # of its first rank
-        here = every[0][0]
-        shifted = (moved(spans, clocks[here] - clocks[machine]) for machine, _, spans in every)
+        clocks = {where: now for where, now, _ in reversed(every)}  # of its first rank
+        here = clocks[every[0][0]]
+        shifted = (moved(spans, here - clocks[where]) for where, _, spans in every)
         return Timeline((span for spans in shifted for span in spans), self.label)
 
     def save(self, path: str | Path) -> Path:
         """Write Chrome trace events for https://ui.perfetto.dev; gzipped if `path` ends with .gz.
 
-        A process per rank, with a thread for compute and one for communication; or more, because
-        the format wants the spans of a thread nested, and collectives may be in flight together.
+        Each rank is a process with a thread for compute and one for communication. Collectives in
+        flight together have more threads, because the format nests the spans of a thread.
         """
         zero, events, lanes = self.start, [], _lanes(self.spans)
         for rank in self.ranks:
@@ -243,35 +242,32 @@ class Timeline:
             raise ValueError(f"{path} is not what Timeline.save writes: {error!r}") from None
 
 
-# ---------------------------------------------------------------------- the recorder
-
+# ---------------------------------------------------------------------- recording
 _active: Recorder | None = None
 
 
 def active() -> Recorder | None:
-    """The recorder of this process, or None when nothing is recorded (the only cost then)."""
+    """Return the recorder of this process, or None when nothing is recorded."""
     return _active
 
 
 def span(kind: str, name: str) -> AbstractContextManager:
-    """Record the body as compute: `with span("compute", "loss"):`. Does nothing if none records."""
+    """Record the body as compute: ``with span("compute", "loss"):``; without a recorder, nothing.
+
+    The backward of a model's blocks is seen by itself. The backward of its loss is in no block:
+    ``with span("backward", "backward"): loss.backward()`` shows both.
+    """
     return nullcontext() if _active is None else _active.span(kind, name)
-
-
-def blocked() -> AbstractContextManager:
-    """In the body this thread waits for communication; see `Recorder.blocked`."""
-    return nullcontext() if _active is None else _active.blocked()
 
 
 @contextmanager
 def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline]:
     """Record this rank's work in the body; the yielded Timeline is filled when the body ends.
 
-    Communication and optimizers are always seen; with `model`, forward and backward of its blocks
-    (`recorder.blocks` says which) and what the model does between them. Recomputing a checkpointed
-    block is backward. What a loss computes outside of the model is idle unless it is in a `span`;
-    its backward is seen. A collective that still travels at the end of the body ends there; beside
-    torch's profiler, which runs where there is a GPU, it is waited for.
+    Communication and optimizers are always seen. With `model`, so are forward and backward of its
+    blocks (`recorder.blocks` says which), and its work between them. A recomputed block counts as
+    backward. A collective in flight at the end of the body ends there. Where there is a GPU,
+    torch's profiler runs as well, and `record` waits for the collective.
     Raises RuntimeError when this process is recording already.
     """
     global _active
@@ -286,19 +282,17 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
                 stack.callback(undo)
             _active = recorder
             calls.taps.append(recorder)
-            # An emulated device's clock stands still but for work and waiting: all else is work.
+            # An emulated device's clock moves only for work and waiting: all else is work.
             rest = recorder.open("compute", "step") if device is not None else None
-            patience = 5.0  # in vain where the body fails and the others do not come
             try:
                 yield timeline
-                patience = 60.0
             finally:
                 recorder.close(rest)
                 if profiler is not None:
-                    recorder.land(patience)
+                    recorder.wait_for_all(seconds=10.0)
                 recorder.finish()
                 calls.taps.remove(recorder)
-                _active, recorder.on = None, False
+                _active = None
     finally:
         slowdown, spans = getattr(device, "slowdown", 1.0), list(recorder.spans)
         spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
@@ -308,8 +302,6 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
 
 
 # ---------------------------------------------------------------------- files
-
-
 def _loaded(event: dict[str, Any]) -> Span:
     """Return the span of an event that `save` wrote."""
     kind, name, rank, args = (event[key] for key in ("cat", "name", "pid", "args"))
@@ -322,7 +314,7 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _lanes(spans: list[Span]) -> list[tuple[int, str]]:
-    """(tid, name) of each span: 0 for compute, then as many as communication in flight needs."""
+    """Return (tid, name) of each span: 0 for compute, 1, 3 ... for communication in flight."""
     free: dict[tuple[int, bool], list[float]] = defaultdict(list)  # when each lane ends
     result = []
     for span in spans:
@@ -335,7 +327,7 @@ def _lanes(spans: list[Span]) -> list[tuple[int, str]]:
     return result
 
 
-def boot_id() -> str:
-    """Return what Linux calls this boot of this machine, on which all share a clock; else ""."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+def machine() -> str:
+    """Return a name of this machine, whose processes share a clock: on Linux, that of its boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="utf-8") if boot.exists() else platform.node()

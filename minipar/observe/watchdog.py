@@ -1,12 +1,12 @@
-"""Watchdog: when a collective hangs, who waits in it, and which rank keeps the others waiting?
+"""The watchdog: when a collective hangs, it says which ranks wait and which rank is missing.
 
-A collective that one rank never calls hangs all the others, and minutes later all that they have to
-say is "timed out". The one to ask is the rank that did not come.
+If one rank never calls a collective, all others hang in it. Minutes later they say "timed out", and
+nothing about the rank that did not come. The watchdog asks that rank:
 
     with watch(60):                  # seconds; on every rank
         train()
 
-prints, once a rank has waited that long in one collective, from one of the ranks:
+prints, on one of the ranks, once a rank has waited for 60 s in one collective:
 
     minipar: stalled
     rank 2 of 4 (dp=1, tp=0) has not reached all_reduce #118 on dp (4.0 MB on the wire), in which
@@ -14,16 +14,15 @@ prints, once a rank has waited that long in one collective, from one of the rank
     rank 2 of 4 (dp=1, tp=0): its last was all_gather #40 on tp (1.0 MB on the wire), begun 62 s
     ago. It is here: ... (its Python stack)
 
-How. A tap on calls notes, per axis, the call that this rank began last, and the calls that it waits
-in: about a microsecond, and no message. A thread per rank looks at these notes now and then. A
-thread that sees a wait over the bound puts an alarm into the store through which the ranks met. The
-threads of all ranks answer through the store: with their notes and their stacks. `stalls.explain`
-makes the report of the answers. A rank that does not answer was stopped, or has ended. Where it is
-a process of the same machine, the report says which.
-
-Limits: on nccl it is the GPU that waits in a collective, not the process; there a hang is seen only
-in what the process itself waits for. In torch: the flight recorder of ProcessGroupNCCL, and
-`torch.distributed.monitored_barrier` of gloo.
+How:    A tap on calls notes this rank's last call on each axis, and the calls that it waits in: a
+        microsecond, and no message. A thread per rank looks at the notes now and then. A thread
+        that sees a wait over the bound puts an alarm into the store through which the ranks met.
+        The threads of all ranks answer through the store with their notes and stacks.
+        `stalls.explain` makes the report of the answers. A rank without an answer was stopped, has
+        ended, or is cut off.
+Limits: On NCCL the GPU waits in a collective, not the process. There the watchdog sees a hang only
+        in what the process itself waits for.
+In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier`.
 """
 
 import json
@@ -39,7 +38,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from minipar.comm import calls
@@ -47,9 +45,8 @@ from minipar.comm.mesh import Mesh
 from minipar.observe.stalls import Call, State, explain
 
 
-# ---------------------------------------------------------------------- the watchdog of this rank
 class Watchdog(calls.Tap):
-    """Notes what this rank calls, and watches its waits. Made by all ranks together, by `watch`."""
+    """Notes this rank's calls and watches its waits. All ranks make one together, by `watch`."""
 
     def __init__(
         self, seconds: float, tell: Callable[[str], None], dump: Path | None = None
@@ -57,11 +54,11 @@ class Watchdog(calls.Tap):
         self.seconds, self._tell, self._dump = seconds, tell, dump
         self.pause = min(seconds / 20, 5.0)  # between two looks
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Here the `seconds` of a call are the time of its begin, or of the begin of its wait.
+        # In these two, `seconds` is the time at which a call, or the wait for it, began.
         self._begun: dict[tuple, Call] = {}  # the last call by axis, messages apart
         self._awaited: dict[calls.Call, Call] = {}
-        self._alarms = 0  # that were raised so far, here or elsewhere
-        self._reported: set[tuple] = set()  # calls waited in that were part of an alarm
+        self._alarms = 0  # so far, of any rank
+        self._reported: set[tuple] = set()  # keys of calls that were part of an alarm
         self._places: list[Any] = [None] * self.size
         place = platform.node(), os.getpid(), time.monotonic_ns()
         dist.all_gather_object(self._places, place)
@@ -74,7 +71,7 @@ class Watchdog(calls.Tap):
 
     # ------------------------------------------------------------------ a tap
     def begin(self, call: calls.Call) -> None:
-        """Note that this rank calls, unless there is no other rank to wait for."""
+        """Note the call, unless no other rank takes part in it."""
         axis, peers = call.axis, call.peers
         if axis is None or (peers is not None and not peers):
             return
@@ -88,14 +85,15 @@ class Watchdog(calls.Tap):
             num_bytes=call.num_bytes,
             seconds=time.monotonic(),
             peers=tuple(axis.ranks[peer] for peer in peers or ()),
-            subject=_subject,
         )
 
     def wait(self, call: calls.Call) -> None:
+        """Note that this rank waits."""
         if self in call.notes:
             self._awaited[call] = replace(call.notes[self], seconds=time.monotonic())
 
     def end(self, call: calls.Call) -> None:
+        """Note that the wait is over."""
         self._awaited.pop(call, None)
 
     def close(self) -> None:
@@ -105,13 +103,13 @@ class Watchdog(calls.Tap):
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
-        # The store goes when the process that keeps it ends; then there is no rank left to talk to.
+        # The store ends with the process that keeps it. Then there is no rank left to talk to.
         with suppress(RuntimeError, OSError):
             while not self._stop.wait(self.pause):
                 alarm, me = f"alarm {self._alarms}", b"%d" % self.rank
                 if self._store.check([alarm]):
                     self._answer()
-                # Many wait together: the first to say so speaks for all.
+                # Many ranks wait together: the first one to raise the alarm reports.
                 elif self._waits_too_long() and self._store.compare_set(alarm, "", me) == me:
                     self._answer()
                     self._report(self._alarms - 1)
@@ -121,7 +119,7 @@ class Watchdog(calls.Tap):
         return any(c.seconds > self.seconds and c.key not in self._reported for c in awaited)
 
     def _answer(self) -> None:
-        """Put into the store what this rank does."""
+        """Put the state of this rank into the store."""
         state = self._state()
         self._reported |= {call.key for call in state.awaited}
         self._store.set(f"answer {self._alarms} {self.rank}", json.dumps(asdict(state)))
@@ -143,20 +141,20 @@ class Watchdog(calls.Tap):
 
     def _silent(self, rank: int) -> State:
         """Return the state of a rank that does not answer."""
-        host, pid, _ = self._places[rank]
+        pid = self._places[rank][1]
+        silence = f"its process {pid} does not answer: it was stopped, has ended, or is cut off"
         label = f"rank {rank} of {self.size}{self._where(rank)}"
-        is_here = host == platform.node()
-        return State(rank, label, silence=_condition(pid) if is_here else _SILENT, is_known=False)
+        return State(rank, label, silence=silence, is_known=False)
 
     def _report(self, alarm: int) -> None:
-        """Collect the answers of all ranks that answer soon, and tell the report."""
+        """Collect the answers of all ranks that answer soon, and tell their report."""
         limit = time.monotonic() + 3 * self.pause + 1
         keys = {rank: f"answer {alarm} {rank}" for rank in range(self.size)}
         states: dict[int, State] = {}
         while keys and time.monotonic() < limit and not self._stop.is_set():
             for rank, key in list(keys.items()):
                 if self._store.check([key]):
-                    # Not a pickle: any process that reaches the store can write there.
+                    # JSON and no pickle: any process that reaches the store can write there.
                     with suppress(ValueError, TypeError, KeyError):
                         states[rank] = State.from_json(self._store.get(key))
                         del keys[rank]
@@ -173,40 +171,13 @@ class Watchdog(calls.Tap):
 
 
 def _until_now(noted: dict[Any, Call]) -> tuple[Call, ...]:
-    """Return the calls with the seconds since the times that are noted in them."""
+    """Return the calls with the seconds that have passed since their noted times."""
     now = time.monotonic()
     return tuple(replace(call, seconds=now - call.seconds) for call in list(noted.values()))
 
 
-def _condition(pid: int) -> str:
-    """Return why the process `pid` of this machine does not answer, seen from outside."""
-    status = psutil.STATUS_ZOMBIE
-    with suppress(psutil.NoSuchProcess):
-        status = psutil.Process(pid).status()
-    if status == psutil.STATUS_ZOMBIE:
-        return f"its process {pid} has ended"
-    if status == psutil.STATUS_STOPPED:
-        return f"its process {pid} was stopped by a signal; kill -CONT {pid} lets it go on"
-    return f"its process {pid} does not answer ({status})"
-
-
-_SILENT = "it does not answer: was it stopped, has it ended, is its host down or cut off?"
 STACK_FRAMES = 12
 """Innermost frames of a rank that are shown."""
-
-
-_subject = ""  # of the calls that this rank begins now
-
-
-@contextmanager
-def about(subject: str) -> Iterator[None]:
-    """Calls in the body are about `subject`, such as "weights of layers.0", in a report."""
-    global _subject
-    before, _subject = _subject, subject
-    try:
-        yield
-    finally:
-        _subject = before
 
 
 def _print(report: str) -> None:
@@ -219,10 +190,10 @@ def watch(
 ) -> Iterator[None]:
     """Report ranks that wait longer than `seconds` in one collective called in the body.
 
-    A collective itself: all ranks enter it. `tell` is called with the report, by one of them, from
-    another thread, and once per wait; nothing is stopped. It also writes what all ranks did into
-    `dump`, for `minipar hang`. With 0 seconds, or alone, it does nothing. Raises `ValueError` for
-    less than 0.
+    All ranks enter `watch` together. One of them calls `tell` with the report, from another thread,
+    once per wait; nothing is stopped. It also writes the states of all ranks into `dump`, for
+    `minipar hang`. With 0 seconds, or on one rank, `watch` does nothing. Raises `ValueError` below
+    0 seconds.
     """
     if seconds < 0:
         raise ValueError(f"watch({seconds:g}): the seconds must be above 0, or 0 for no watchdog")

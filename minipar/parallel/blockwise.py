@@ -1,11 +1,11 @@
-"""Attention over keys that come block by block: what a rank multiplies while others travel.
+"""Attention over keys that come block by block: the products that hide a ring's messages.
 
 Math.   With scores s = q kT / sqrt(K), a block b of keys gives  lse_b = log sum exp s  and
         out_b = sum exp(s - lse_b) v.  Two blocks merge exactly:  lse = log(exp lse_a + exp lse_b)
         and  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
 Source. The merge: Milakov and Gimelshein 2018 (arXiv 1805.02867); the backward of a block: Dao
         2023, "FlashAttention-2" (arXiv 2307.08691), algorithm 2.
-Proved by tests/parallel/test_context.py. Nothing here talks to another rank: see context.py.
+Proved by tests/parallel/test_context.py. Nothing here talks to another rank; context.py does.
 """
 
 import math
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Rows of queries, rows of keys, and which key a query sees: by a mask, or causal, or all."""
+    """Rows of queries and of keys. A query sees the keys of `mask`, or of its past, or all."""
 
     mine: slice
     theirs: slice
@@ -31,13 +31,10 @@ class Block(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Facts about the softmax over *all* keys that the backward of one block needs.
+    """The softmax over *all* keys, which the backward of each block needs."""
 
-    The output and its gradient [B, H, t, K], and the log-sum-exp [B, H, t, 1].
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # [B, H, t, K]
+    lse: Tensor  # [B, H, t, 1]
     d_out: Tensor
 
 
@@ -47,8 +44,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute the softmax over one block of keys, and the log-sum-exp to merge it with others.
 
-    q [B, H, t, K]; k, v [B, G, s, K] -> output [B, H, t, K], log-sum-exp [B, H, t, 1]. `mask`, as
-    in `dense_core`, or `causal`. A query that may look at nothing here gets 0 and -inf.
+    q [B, H, t, K]; k, v [B, G, s, K] -> output [B, H, t, K], log-sum-exp [B, H, t, 1]. `mask` is
+    as in `dense_core`. A query that sees no key of the block gets 0 and -inf.
     """
     scores = _scores(_by_kv_head(q, k.shape[1]), k, mask, causal)  # [B, G, H/G * t, s]
     lse = scores.logsumexp(-1, keepdim=True)
@@ -83,12 +80,12 @@ def attend_backward(
 
 
 def _by_kv_head(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, t, K] -> [B, G, H/G * t, K]: heads that share keys become rows of one product."""
+    """Make heads that share keys rows of one product: [B, H, t, K] -> [B, G, H/G * t, K]."""
     return x.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """q kT / sqrt(K), -inf where a query may not look: [B, G, H/G * t, K] -> [..., s]."""
+    """Return q kT / sqrt(K), -inf where a query sees nothing: [B, G, H/G * t, K] -> [..., s]."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if causal:
         mask = torch.ones(2 * k.shape[2:3], dtype=torch.bool, device=q.device).tril()
@@ -99,19 +96,20 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """-inf - -inf would be nan: where nothing is visible, exp(-inf - finite) is the 0 we want."""
+    """Replace -inf, since -inf - -inf is nan; exp(-inf - finite) is the 0 we want."""
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
+# ---------------------------------------------------------------------- torch's kernels
 def fused_attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`attend` by torch's FlashAttention for the CPU, which never holds a whole block of scores."""
+    """Do `attend` by torch's FlashAttention for the CPU, which never holds a block of scores."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_bias(q, mask)
     )
     lse = lse.unsqueeze(-1)
-    if mask is not None:  # the kernel returns 0 for a query that may look at nothing
+    if mask is not None:  # the kernel returns 0 for a query that sees no key
         lse = lse.masked_fill(~mask.any(-1, keepdim=True), -math.inf)
     return out, lse
 
@@ -119,7 +117,7 @@ def fused_attend(
 def fused_backward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softmax: Softmax
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` by torch's FlashAttention for the CPU."""
+    """Do `attend_backward` by torch's FlashAttention for the CPU."""
     out, lse, d_out = softmax
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         d_out, q, k, v, out, _finite(lse).squeeze(-1), 0.0, causal, attn_mask=_bias(q, mask)
@@ -129,7 +127,7 @@ def fused_backward(
 def flash_attend(
     q: Tensor, k: Tensor, v: Tensor, mask: None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`attend` by torch's FlashAttention for GPUs: without a mask, see `best_kernel`."""
+    """Do `attend` by torch's FlashAttention for GPUs, which takes no mask."""
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return out, lse.unsqueeze(-1)
 
@@ -137,7 +135,7 @@ def flash_attend(
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, softmax: Softmax
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` by torch's FlashAttention for GPUs."""
+    """Do `attend_backward` by torch's FlashAttention for GPUs."""
     out, lse, d_out = softmax
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # not read without dropout
     lengths = None, None, q.shape[2], k.shape[2]  # sequences of one length need no offsets
@@ -155,7 +153,7 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
 def joined(blocks: list[Block]) -> list[Block]:
     """Join the blocks of one step, unless there are masks: fewer calls, fewer merges.
 
-    In "zigzag" the blocks fill a rectangle; in the first step all of it but the future.
+    The blocks of a "zigzag" step fill a rectangle; in the first step, without its future.
     """
     if len(blocks) < 2 or blocks[0].mask is not None:
         return blocks
@@ -165,10 +163,10 @@ def joined(blocks: list[Block]) -> list[Block]:
 
 
 class Kernel(NamedTuple):
-    """Multiplies one block: `attend` and `attend_backward`, or functions like them.
+    """A way to multiply blocks: functions like `attend` and `attend_backward`.
 
-    `arrange=joined` suits a kernel that leaves out the future by itself, and holds no block of
-    scores. A `narrow` kernel takes 16 bits, sums in fp32 inside, and rounds once for each block.
+    A kernel that skips the future by itself takes blocks `joined`. A `narrow` kernel takes 16 bits,
+    sums in fp32 inside, and rounds once per block.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -189,7 +187,7 @@ KERNELS = {
 
 
 def best_kernel(q: Tensor, mask: Tensor | None) -> KernelName:
-    """Return the kernel for q [B, H, T/n, K]; on "meta", which stands for a GPU, as there.
+    """Return the fastest kernel for q [B, H, T/n, K]; "meta" stands for a GPU.
 
     Torch's FlashAttention runs from Ampere on, compute capability 8.
     """
@@ -198,7 +196,6 @@ def best_kernel(q: Tensor, mask: Tensor | None) -> KernelName:
     is_new = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
     if fits and (is_new or q.is_meta):
         return "flash"
-    # A block of scores is not to be held on "meta", either.
     return "fused" if q.device.type in ("cpu", "meta") else "math"
 
 
@@ -206,7 +203,7 @@ def best_kernel(q: Tensor, mask: Tensor | None) -> KernelName:
 class OnlineSoftmax:
     """The softmax over the keys seen so far: output [B, H, T/n, K] and lse [B, H, T/n, 1].
 
-    In fp32 at least: rounded to bf16 at every step, they would be off by more on a longer ring.
+    In fp32 at least: if every step rounded to bf16, the error would grow with the ring.
     """
 
     def __init__(self, kernel: Kernel, q: Tensor) -> None:
@@ -217,7 +214,7 @@ class OnlineSoftmax:
     def add(self, kv: Tensor, blocks: list[Block]) -> None:
         """Multiply with the keys and values [2, B, G, T/n, K] of one rank."""
         k, v = self.kernel.inputs(kv)
-        with casts.off(k.device.type):  # autocast would round these back to bf16
+        with casts.off(k.device.type):  # autocast would round q and k back to bf16
             for mine, theirs, *who in self.kernel.arrange(blocks):
                 keys = k[:, :, theirs], v[:, :, theirs]
                 new = self.kernel.forward(self.q[:, :, mine], *keys, *who)

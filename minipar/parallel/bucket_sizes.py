@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 
 MOST_BUCKETS = 32
-FINEST = 64  # neighbours are joined up to a 64th of all bytes, before cuts are looked for
+FINEST = 64  # a bucket ends only where another 64th of all bytes is complete
 
 
 @dataclass(frozen=True)
@@ -75,39 +75,26 @@ def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> 
         ready: seconds at which each gradient may be sent; never falling.
         num_bytes: of each gradient.
     """
-    groups = _neighbours(num_bytes)
-    last = [end - 1 for end in accumulate(groups)]
-    upto = [0, *(list(accumulate(num_bytes))[i] for i in last)]
-    # for each beginning, the earliest end in so many buckets, and how many groups each then takes
-    earliest: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * len(groups)]
+    n, upto = len(ready), [0, *accumulate(num_bytes)]
+    part = max(upto[-1] / FINEST, 1)
+    ends = [j for j in range(1, n) if upto[j] // part > upto[j - 1] // part] + [n]
+    # For the first j gradients in so many buckets: the earliest end, and where each bucket ends.
+    earliest: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     best: tuple[float, list[int]] = (math.inf, [])
-    for calls in range(min(MOST_BUCKETS, len(groups))):
-        found: list[tuple[float, list[int]]] = [(math.inf, [])]
-        for j, i_last in enumerate(last, 1):
-            free = ready[i_last] + calls * costs.call
-            ends = (
-                (max(end, free) + costs.latency + (upto[j] - upto[i]) * costs.per_byte, i)
-                for i, (end, _) in enumerate(earliest[:j])
+    for calls in range(min(MOST_BUCKETS, len(ends))):
+        found = {}
+        for j in ends:
+            free = ready[j - 1] + calls * costs.call
+            cuts = (
+                (max(end, free) + costs.latency + (upto[j] - upto[i]) * costs.per_byte, [*cut, j])
+                for i, (end, cut) in earliest.items()
+                if i < j
             )
-            end, i = min(ends)
-            found.append((end, [*earliest[i][1], j - i]))
+            found[j] = min(cuts, default=(math.inf, []))
         earliest = found
-        end, cut = earliest[-1]
+        end, cut = earliest[n]
         best = min(best, (max(end, ready[-1] + (calls + 1) * costs.call), cut))
-    taken = iter(groups)
-    return [sum(islice(taken, many)) for many in best[1]]
-
-
-def _neighbours(num_bytes: Sequence[int]) -> list[int]:
-    """Join neighbours up to a `FINEST`-th of all bytes; return how many each group has."""
-    least, held, groups = sum(num_bytes) / FINEST, 0, [0]
-    for size in num_bytes:
-        held += size
-        groups[-1] += 1
-        if held >= least:
-            groups.append(0)
-            held = 0
-    return groups if groups[-1] else groups[:-1]
+    return [end - start for start, end in pairwise([0, *best[1]])]
 
 
 def compare(
@@ -125,7 +112,6 @@ def compare(
     return "\n".join([*lines, f"An all-reduce takes {price}."])
 
 
-# ---------------------------------------------------------------------- when gradients arrive
 def now(device: torch.device) -> Any:
     """Return a stamp of this moment; on a GPU, of when it gets to what was launched so far."""
     if device.type != "cuda":
@@ -137,8 +123,8 @@ def now(device: torch.device) -> Any:
 
 def seconds_since_first(stamps: Iterable[Any]) -> list[float]:
     """Return what stamps mean, in seconds after the first; waits for the last on a GPU."""
-    stamps = list(stamps)
-    if not stamps or isinstance(stamps[0], float):
+    stamps = [*stamps]
+    if not stamps or isinstance(stamps[0], float):  # a rank without samples has none
         return [stamp - stamps[0] for stamp in stamps]
     stamps[-1].synchronize()
     return [stamps[0].elapsed_time(stamp) / 1e3 for stamp in stamps]

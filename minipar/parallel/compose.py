@@ -1,23 +1,23 @@
 """All strategies together: `apply` puts what a `Plan` names on a model, in the right order.
 
-Idea.   Every strategy works along an axis of its own and keeps the names of parameters. So they
-        stack: each is applied to what the one before it left. Every gradient is summed over every
-        axis whose ranks compute a part of it.
-Order.  Experts, tensor, context, pipeline, data: `apply` says why. After backward the order turns:
-        data (ddp, zero or fsdp) finishes first, then tensor parallelism sums what it has left.
-Sums.   What ranks compute decides over which axes a gradient is summed:
+Idea.   Every strategy works along an axis of its own and keeps the names of parameters. So
+        strategies stack: each works on the parameters that the one before it left. Every gradient
+        is summed over every axis whose ranks compute a part of it.
+Order.  Experts, tensor, context, pipeline, data: `apply` says why. After backward the data strategy
+        (ddp, zero or fsdp) finishes first, because tensor parallelism sums finished gradients.
+Sums.   An axis decides over which ranks a gradient is summed:
 
           axis      what ranks have         the gradient of a parameter is summed
           dp, cp    other tokens            over both at once, for every parameter
           ep        other tokens, experts   as over dp, but for experts: each is on one rank of ep
           tp        other heads, words      for norms under sequence parallelism, which see T/n
                                             tokens, and keys and values that several ranks share
-          pp        other layers            for what two stages have: tied embeddings, or all
+          pp        other layers            for tied embeddings on two stages, and for all
                                             parameters where a schedule has two copies of the model
 
         `explain` prints this for each parameter, with bytes.
 Whole.  Weights, gradients and optimizer state all have the shape of a parameter. One `join` puts
-        each of them together: along dp and cp first, then along ep, tp and pp.
+        each together: the data strategy along dp and cp first, then `join` along ep, tp and pp.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 2024, "The Llama 3
         Herd of Models" (arXiv 2407.21783), section 3.3.2, for the order of the axes.
 In torch: `torchtitan`, `parallelize.py` of each model.
@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.mesh import AXES, Axis, Mesh, is_nccl
+from minipar.comm.mesh import AXES, Axis, Mesh
 from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
@@ -95,12 +95,6 @@ def apply(
     sizes = {axis: mesh[axis].size for axis in AXES}
     if any(size != getattr(plan, axis, 1) for axis, size in sizes.items()):
         raise ValueError(f"plan {plan} is for the mesh {plan.mesh_sizes()}, not {mesh.sizes}")
-    if plan.compression != "none" and mesh.size > mesh.dp.size and is_nccl():
-        raise ValueError(
-            f"compression={plan.compression} launches its calls from a thread, and NCCL would meet "
-            f"them in another order on each rank among those of {plan}: use dp={mesh.size} alone, "
-            f"or the backend gloo"
-        )
     data_axis = mesh.joint(*plan.data_axes)
     checkpoint_activations(model, plan.checkpointing)
     parts = Parts()
@@ -145,7 +139,6 @@ def apply(
             token_shards=plan.tp if plan.sequence_parallel else 1,
             paired=plan.dispatch == "paired",
         )
-        _check_all_train(model, mesh.pp)
     # 5. Data last: it sums gradients of the parameters that are left, and may cut them once more.
     #    Ranks of cp hold other tokens, as those of dp do: to gradients, both are one axis.
     #    Only now are weights cast, so that masters begin with all digits.
@@ -155,9 +148,14 @@ def apply(
     if plan.zero == 3:
         if plan.precision == "fp16" and plan.pp == 1:  # a stage receives the dtype of shards
             dtype = torch.float16
+        # A large table is gathered and freed as layers are; a small one is not worth a call.
+        ends = model.model.embed_tokens, model.lm_head
+        called = [m for m in ends if type(m) in (nn.Embedding, nn.Linear)]
+        tables = [m for m in called if m.weight.numel() >= 2**20]
         parts.data = fsdp.apply(
             model,
             data_axis,
+            blocks=[*fsdp.find_blocks(model), *tables],
             compute_dtype=dtype,
             # Gradients are summed up in float32 all the same, unless told otherwise.
             reduce_dtype=reduce_dtype or (torch.float32 if dtype else None),
@@ -187,17 +185,6 @@ def apply(
         if dtype is not None:
             masters.keep(model, optimizer, dtype)
     return Composed(model, mesh, data_axis, plan, parts, optimizer)
-
-
-def _check_all_train(model: Llama, axis: Axis) -> None:
-    """Raise `ValueError` on all ranks if one of the pipeline has nothing to train."""
-    trains = all_gather_object(any(p.requires_grad for p in model.parameters()), axis)
-    if any(trains) and not all(trains):
-        frozen = ", ".join(str(rank) for rank, some in enumerate(trains) if not some)
-        raise ValueError(
-            f"all that rank {frozen} along {axis.name}={axis.size} has of the model is frozen, and "
-            f"there is no gradient to share; use fewer ranks there, or unfreeze some of it"
-        )
 
 
 @dataclass
@@ -234,9 +221,8 @@ class Parts:
 class Composed(Strategy):
     """Several strategies that look like one; made by `apply`.
 
-    `optimizer` steps the parameters of this rank. Tokens are counted over `axis`, the data axis;
-    gradients are cut over `shard_axes`. A pipeline brings its own `run`, which replaces forward
-    and backward; without a pipeline `run` is None.
+    `optimizer` steps the parameters of this rank. `axis` is the data axis, over which tokens are
+    counted. With a pipeline, `run` replaces forward and backward.
     """
 
     def __init__(
@@ -253,7 +239,7 @@ class Composed(Strategy):
         self.rows = parts.data.rows
         if parts.pipeline is not None:
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
-        # In the order in which they finish a backward: tensor parallelism must not sum a gradient
+        # In this order strategies finish a backward: tensor parallelism must not sum a gradient
         # that data parallelism still sends.
         every = (parts.data, parts.expert, parts.tensor, parts.context, parts.pipeline)
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
@@ -293,8 +279,8 @@ class Composed(Strategy):
 
         If cp or tp cuts tokens, sequences are padded to a length that both divide, and positions
         [T/n] come third. Padding has no targets, and no other token attends to it. Raises
-        `ValueError` on every rank for sequences longer than the model allows, and for a length to
-        pad that comes with positions or a mask.
+        `ValueError` on every rank for sequences that are too long, and where positions or a mask
+        would need padding.
         """
         plan = self.plan
         if len(microbatch) == 2:
@@ -321,16 +307,13 @@ class Composed(Strategy):
 
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Put together what ranks of ep, tp and pp have, by name; a collective.
-
-        A tensor may be a weight, a gradient or a moment: all have the shape of a parameter.
-        """
+        """Join the weights (or gradients, or moments) of ranks of ep, tp and pp; a collective."""
         for part in filter(None, (self.parts.expert, self.parts.tensor, self.parts.pipeline)):
             own = part.join(own)
         return dict(own)
 
     def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Invert `join`: return what this rank of ep, tp and pp has."""
+        """Invert `join`: return the part of this rank of ep, tp and pp."""
         for part in filter(None, (self.parts.pipeline, self.parts.expert, self.parts.tensor)):
             whole = part.own(whole)
         return dict(whole)
@@ -352,15 +335,15 @@ class Composed(Strategy):
         """
         state = self.parts.data.full_optimizer_state(self.optimizer)
         own = unpack(state, self._own_names())
-        # 1. Every rank of pp tells the entries of its parameters; None stands for a moment.
+        # 1. Ranks of pp exchange the entries of their parameters; None stands for a moment.
         told = {
             self.serial_name(name): {k: None if _is_moment(v) else v for k, v in entries.items()}
             for name, entries in own.items()
         }
         whole: dict[str, dict[str, Any]] = {}
-        for theirs in reversed(all_gather_object(told, self.mesh.pp)):  # rank 0 comes last, counts
+        for theirs in reversed(all_gather_object(told, self.mesh.pp)):  # rank 0 wins
             whole |= theirs
-        # 2. Moments have the shape of a parameter, so `join` puts them together, kind by kind.
+        # 2. `join` puts moments together, kind by kind: they have the shape of a parameter.
         kinds = {key for entries in whole.values() for key, v in entries.items() if v is None}
         for key in sorted(kinds):
             mine = {name: e[key] for name, e in own.items() if _is_moment(e.get(key))}
@@ -370,9 +353,9 @@ class Composed(Strategy):
         return pack(whole, self.names, state["param_groups"])
 
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of what `full_optimizer_state` returned, under whichever plan.
+        """Take this rank's part of a `full_optimizer_state`, of any plan, by names of parameters.
 
-        Pairs by name. Raises `ValueError` for the state of other parameters.
+        Raises `ValueError` for the state of other parameters.
         """
         whole, part, own_names = unpack(state, self.names), {}, self._own_names()
         for name in itertools.chain(*own_names):
@@ -400,12 +383,6 @@ class Composed(Strategy):
     def _serial_names(self, order: list[str]) -> list[list[str]]:
         """Return the serial names of all ranks' parameters, by groups; a collective along pp."""
         told = all_gather_object(self._own_names(), self.mesh.pp)
-        if len(set(map(len, told))) > 1:
-            raise ValueError(
-                f"the optimizers of ranks along pp have {[*map(len, told)]} groups of parameters, "
-                f"and groups are paired by their order; let make_optimizer keep groups that are "
-                f"empty on a stage"
-            )
         groups = zip(*told, strict=True)
         found = [set(map(self.serial_name, itertools.chain(*group))) for group in groups]
         return [[name for name in order if name in names] for names in found]

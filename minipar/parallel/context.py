@@ -1,43 +1,38 @@
 """Context parallelism: every rank holds a part of each sequence; keys and values travel in a ring.
 
-Idea.   All of a Llama but attention treats tokens one by one, so T tokens may lie on n ranks. In
-        attention a query needs the keys and values of all tokens before it: these go around a ring,
-        one rank further in each step, while the ones at hand are multiplied. The softmax over all
-        keys is put together from blocks as they come by.
-Math.   Softmaxes over blocks of keys merge exactly: how, and how a block is multiplied, is in
-        blockwise.py.
-Order.  What lies in the future is masked, so blocks in which no query looks are not multiplied.
-        "plain", rank r holds the r-th of n pieces: the last rank multiplies n blocks, the first
-        one, and in every step one rank waits for another. "zigzag", rank r holds chunks r and
-        2n-1-r of 2n: each rank multiplies 2n+1 pairs of chunks, three in the first step and two in
-        all others. At n=4 these are 9 quarters of a block; the last rank of "plain" has 16.
+Idea.   Every part of a Llama but attention treats tokens one by one, so T tokens may lie on n
+        ranks. In attention a query needs the keys and values of all tokens before it. Keys and
+        values travel around a ring, one rank further in each step, while the rank multiplies the
+        block that it has. The softmax over all keys is merged from the blocks.
+Math.   blockwise.py has the exact merge of softmaxes, and the products of one block.
+Order.  Attention masks the future, so a rank skips blocks in which no query sees a key. In "plain"
+        order rank r holds the r-th of n pieces: the last rank multiplies n blocks, the first rank
+        one, and the others wait. In "zigzag" order rank r holds chunks r and 2n-1-r of 2n: each
+        rank multiplies 2n+1 pairs of chunks, three in the first step and two in every other. At
+        n=4 that is 9 quarters of a block; the last rank of "plain" has 16.
 
             plain, n=2   0 0 0 0 1 1 1 1         zigzag, n=2   0 0 1 1 1 1 0 0
 
 Shapes. tokens [B, T] V@cp -> [B, T/n]; hidden [B, T/n, D] V@cp; q [B, H, T/n, K], k and v
         [B, G, T/n, K] V@cp; parameters R@cp, their gradients P@cp: the data strategy sums them.
-Comms.  With A = 2 B G T K e bytes of all keys and values (G kv heads as they are, never repeated; e
-        bytes per number): forward (n-1)/n A; backward (n-1)/n (A + A'), where A' are their
-        gradients, which travel in fp32 at least. Per rank and layer, for "ring" and "gather" alike.
+Comms.  A = 2 B G T K e bytes of all keys and values (G kv heads, never repeated; e bytes per
+        number). Forward (n-1)/n A. Backward (n-1)/n (A + A'), where A' are the gradients of keys
+        and values, in fp32 at least. Per rank and layer, for "ring" and "gather" alike.
 Memory. Activations divided by n. Attention saves q, k, v, its output and lse, all of T/n tokens.
-        In flight: two more blocks of k and v, for "gather" all n; where no fused kernel multiplies
-        them, one block of scores, [B, H, T/n, T/n] for "plain", a quarter of that for "zigzag".
-Costs you. T divisible by n, by 2n for "zigzag". A mask has T/n x T entries. Computing T/n times
-        T/n scores must outlast sending T/n keys, or the ring is exposed: long sequences only.
+        In flight: two more blocks of k and v, for "gather" all n. The kernel "math" also holds one
+        block of scores: [B, H, T/n, T/n] for "plain", a quarter of that for "zigzag".
+Costs you. n must divide T, for "zigzag" 2n. A mask has T/n x T entries. Computing T/n times T/n
+        scores must outlast sending T/n keys, or the ring is exposed: long sequences only.
 Source. Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889);
         "gather": Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv 2407.21783), section
-        3.3.2.
-In torch: `torch.distributed.tensor.experimental.context_parallel`.
+        3.3.2. In torch: `torch.distributed.tensor.experimental.context_parallel`.
 Proved by tests/parallel/test_context.py and tests/law/test_law.py.
 
-Use. Ranks of `cp` hold different tokens, as those of `dp` do, so to the loss and to gradients both
-are one axis. One all-reduce over it, hidden behind backward as ever; zero and fsdp work as well::
+Use. Ranks of `cp` hold different tokens, as ranks of `dp` do. So the loss and the data strategy see
+both as one axis::
 
     data_axis = mesh.joint("dp", "cp")
-    strategies = [
-        context.apply(model, mesh.cp),
-        ddp.apply(model, data_axis, average=False),
-    ]
+    strategies = [context.apply(model, mesh.cp), ddp.apply(model, data_axis, average=False)]
     batch = context.shard_batch((inputs, targets), mesh.cp)      # targets are shifted already
     train_step(model, strategies, optimizer, [batch], data_axis)
 """
@@ -47,7 +42,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakIdKeyDictionary
 
 from minipar.comm.autograd import outside_of_graphs
 from minipar.comm.collectives import Pending, all_gather, connect, exchange, reduce_scatter
@@ -81,16 +75,15 @@ def apply(
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
     Args:
-        order: which tokens a rank holds, "zigzag" or "plain": that of `shard`.
-        exchange: "ring" passes keys and values on from rank to rank, hidden behind the products;
-            "gather" collects them first, in one call that nothing hides.
-        kernel: what multiplies a block: "math" runs anywhere; without a matrix of scores, and
-            faster, "fused" on the CPU, "flash" on a GPU, in 16 bits and without a mask. By default
-            the best there is.
+        order: which tokens a rank holds, "zigzag" or "plain", as in `shard`.
+        exchange: "ring" passes keys and values from rank to rank behind the products; "gather"
+            collects them first, in one call that nothing hides.
+        kernel: multiplies a block. "math" runs anywhere; "fused" (CPU) and "flash" (GPU, 16 bits,
+            no mask) are faster and hold no matrix of scores. None: the best that fits.
 
-    Inputs are those of `shard`; the model numbers the positions itself unless it is given some. A
-    mask, as in `masks.py`, is to be cut along its queries: [B, 1, T/n, T]. The strategy sends no
-    gradients: these are summed over ``mesh.joint("dp", "cp")`` by ddp, zero or fsdp.
+    Cut inputs with `shard`; the model numbers the positions itself unless it is given some. Cut a
+    mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
+    zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
 
     Raises `ValueError` for an unknown order, exchange or kernel, or a model without attention.
     """
@@ -136,8 +129,7 @@ def plan(
 def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) -> Tensor:
     """Cut this rank's tokens out of `dim`: [..., T] -> [..., T/n]. Sends nothing.
 
-    Tokens, targets, positions: whatever has a row for each token. Targets have to be those of the
-    whole sequence, shifted before they are cut: the last one of a chunk is the next chunk's token.
+    Shift targets before you cut them: the target of a chunk's last token is another chunk's token.
 
     Raises `ValueError` unless T is divisible by n, for "zigzag" by 2n.
     """
@@ -148,9 +140,9 @@ def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) ->
 
 
 def unshard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) -> Tensor:
-    """Collect the tokens of all ranks in the order of the text: [..., T/n] -> [..., T].
+    """Collect all tokens in the order of the text: [..., T/n] -> [..., T]; inverts `shard`.
 
-    A collective, of no gradient; the inverse of `shard`.
+    A collective, without a gradient.
     """
     chunks = all_gather(tensor, axis, dim).chunk(ORDERS[order] * axis.size, dim)
     numbers = [c for rank in range(axis.size) for c in chunks_of(rank, axis.size, order)]
@@ -165,7 +157,7 @@ def shard_batch(
 
 
 def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[list[Block]]:
-    """Return the blocks to be multiplied in each step: all in which a query sees a key.
+    """Return the blocks to multiply in each step of the ring: all in which a query sees a key.
 
     `mask` [B, 1, T/n, T], or None for causal; q [B, H, T/n, K] tells T/n.
     """
@@ -182,8 +174,11 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
             f"context.shard cuts it along dim 2"
         )
     width = length // per_rank
-    shown = None if mask is None else _shown(mask, width)
     rows = [slice(i * width, (i + 1) * width) for i in range(per_rank * axis.size)]
+    shown = None
+    if mask is not None:  # [chunks here, chunks in all]: True if any query sees any key
+        tiles = mask.unflatten(3, (-1, width)).unflatten(2, (-1, width))
+        shown = look(tiles.any(5).any(3).flatten(0, 1).any(0), on_meta=None)
     own, steps = chunks_of(axis.rank, axis.size, order), []
     for step, pairs in enumerate(plan(axis.rank, axis.size, order, causal=shown is None)):
         source = chunks_of((axis.rank - step) % axis.size, axis.size, order)
@@ -195,22 +190,6 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
                 causal = mask is None and mine == theirs
                 steps[-1].append(Block(rows[i], rows[j], seen, causal))
     return steps
-
-
-_found: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of masks
-
-
-def _shown(mask: Tensor, width: int) -> list[list[bool]] | None:
-    """Return [chunks here, chunks in all]: True if any query of the one sees a key of the other.
-
-    All layers ask this of the same mask, and a GPU would have to answer each of them.
-    """
-    known = None if mask.is_inference() else (mask._version, width)
-    if known is None or _found.get(mask, (None, None))[0] != known:
-        tiles = mask.unflatten(3, (-1, width)).unflatten(2, (-1, width))
-        # On "meta" there are no values to look at; masks that show the future are rare.
-        _found[mask] = known, look(tiles.any(5).any(3).flatten(0, 1).any(0), on_meta=None)
-    return _found[mask][1]
 
 
 # ---------------------------------------------------------------------- all blocks, in a ring
@@ -272,10 +251,7 @@ class RingAttention(torch.autograd.Function):
 
 
 class GatherAttention(torch.autograd.Function):
-    """The ring's steps without a ring: all keys come first, in one all-gather.
-
-    Backward gathers again, rather than keep all keys. Arguments are those of `RingAttention`.
-    """
+    """The steps of `RingAttention` after one all-gather of all keys, which backward repeats."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
@@ -309,7 +285,7 @@ EXCHANGES = {"ring": RingAttention, "gather": GatherAttention}
 
 # ---------------------------------------------------------------------- the model
 class ContextParallel(CutSequences):
-    """Attention to keys of other ranks, and the positions of this rank's tokens."""
+    """A Llama that attends to the keys of other ranks; made by `apply`."""
 
     def __init__(
         self,
@@ -328,7 +304,7 @@ class ContextParallel(CutSequences):
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attend by blocks instead of `core`; `mask` is that of own queries, [B, 1, T/n, T]."""
+        """Attend block by block instead of by `core`; `mask` has this rank's queries only."""
         if mask is not None and self.kernel == "flash":
             raise ValueError("kernel='flash' takes no mask; use kernel=None, which picks by it")
         kernel = KERNELS[self.kernel or best_kernel(q, mask)]

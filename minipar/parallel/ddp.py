@@ -20,6 +20,7 @@ Proved by tests/parallel/test_ddp.py; taught in notebooks/03_data_parallel.ipynb
 Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
+import math
 from collections.abc import Callable
 from itertools import accumulate, islice
 from typing import Any, Literal
@@ -33,13 +34,234 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import copies_axis, gradient_bytes, laid_out_as
-from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, flags, mark_summed
+from minipar.parallel.base.shards import copies_axis, gradient_bytes, in_groups, laid_out_as
+from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place
 
 
+# ---------------------------------------------------------------------- 1. one call per parameter
+class Naive(Strategy):
+    """After backward, one all-reduce per parameter.
+
+    Right, and slow twice over: each call pays the latency of the link, and nothing is computed
+    meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, average: bool = True) -> None:
+        super().__init__(model, axis)
+        self.op: Op = "avg" if average else "sum"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.watch(self.parameters)
+        if axis.size > 1:
+            self.hook_gradients(self.parameters)
+
+    def finish_backward(self) -> None:
+        # A rank that left out an unused parameter would leave the others waiting: all ranks reduce
+        # all parameters. A byte tells "used by no rank", which has no gradient, from zero.
+        used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
+        for p in self.parameters:
+            check_not_summed(p, self.axis)
+            if p.grad is None:
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+            copies = copies_axis(p, self.axis)
+            if self.op == "avg":  # over all ranks, also where few have copies
+                p.grad.mul_(copies.size / self.axis.size)
+            all_reduce(p.grad, copies, self.op, out=p.grad)
+        for p, is_used in zip(self.parameters, used_by_any(), strict=True):
+            if not is_used:
+                p.grad = None
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self.op == "sum":
+            mark_summed(self.parameters, self.axis)
+        super().finish_backward()
+
+
+# ---------------------------------------------------------------------- 2. fewer, larger calls
+class Bucket:
+    """Gradients that travel together: one flat buffer, and each ``p.grad`` is a view of it."""
+
+    def __init__(self, parameters: list[nn.Parameter], reduce: Reduce | None = None) -> None:
+        self.parameters, self.reduce = parameters, reduce or all_reduce_bucket
+        sizes, like = [p.numel() for p in parameters], parameters[0]
+        self.flat = like.new_zeros(sum(sizes), dtype=like.grad_dtype)
+        views = zip(parameters, self.flat.split(sizes), strict=True)
+        self.views = {p: laid_out_as(p, view) for p, view in views}
+        self.pending: Pending | None = None
+        self.missing = set(parameters)  # without a gradient in this backward
+
+    def add(self, p: nn.Parameter) -> None:
+        """Move the gradient of `p` into its view; from now on autograd adds to the view itself."""
+        if p.grad is not (view := self.views[p]):
+            p.grad, view.summed_over = view.copy_(p.grad.detach()), ()
+
+    def launch(self, axis: Axis, op: Op) -> None:
+        """Start to reduce. Gradients that this rank does not have are zero."""
+        for p in self.parameters:
+            if p.grad is None:
+                self.views[p].zero_()
+            else:
+                check_not_summed(p, axis)
+                self.add(p)
+        copies = copies_axis(self.parameters[0], axis)
+        if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
+            self.flat.mul_(copies.size / axis.size)
+        self.pending = self.reduce(self, copies, op)
+
+    def finish(self) -> None:
+        """Wait for the result."""
+        self.pending.wait()
+        self.pending, self.missing = None, set(self.parameters)
+
+
+def all_reduce_bucket(bucket: Bucket, axis: Axis, op: Op) -> Pending:
+    """Reduce exactly: one all-reduce."""
+    return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
+
+
+class Bucketed(Naive):
+    """After backward, one all-reduce per bucket of parameters: latency is paid a few times only."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        average: bool = True,
+        bucket_mb: float | None = None,
+        reduce: Reduce | None = None,
+    ) -> None:
+        super().__init__(model, axis, average)
+        num_bytes = sum(map(gradient_bytes, self.parameters))
+        self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
+        self.reduce = reduce
+        # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
+        order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
+        is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
+        self._use(fill_buckets([] if is_alone else order, self.capacity, reduce))
+
+    def _use(self, buckets: list[Bucket]) -> None:
+        self.buckets, self.launched = buckets, 0  # the first `launched` of them are on their way
+        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+
+    def finish_backward(self) -> None:
+        for bucket in self.buckets[self.launched :]:  # a rank that did not use it, too
+            bucket.launch(self.axis, self.op)
+        if self.reduce is not None:  # a compressor has a thread: until it ends, the axis is its own
+            for bucket in self.buckets:
+                bucket.pending.wait()
+        used_by_any = self.tell_used([p.grad is not None for p in self.bucket_of])
+        for bucket in self.buckets:
+            bucket.finish()
+        for p, is_used in zip(self.bucket_of, used_by_any(), strict=True):
+            if is_used and p.grad is None:
+                p.grad = self.bucket_of[p].views[p]
+        self.launched = 0
+        self._end_step()
+
+
+# ---------------------------------------------------------------------- 3. while computing goes on
+class Overlapped(Bucketed):
+    """A bucket is sent as soon as backward has filled it, while backward goes on.
+
+    All ranks must send the same buckets in the same order, whatever the order in which their
+    gradients are ready: a bucket waits for those before it.
+    """
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        super()._on_gradient(p)
+        bucket = self.bucket_of[p]
+        if bucket.pending is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
+                f"was sent. Call finish_backward() after each backward outside of no_sync(); and "
+                f"give checkpoint(...) use_reentrant=False, or a weight gets several gradients"
+            )
+        if p.grad.grad_fn is None:  # else it has a graph, for a penalty on gradients
+            bucket.add(p)
+        if self.synchronises:
+            bucket.missing.discard(p)
+            while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch(self.axis, self.op)
+                self.launched += 1
+
+
+# ---------------------------------------------------------------------- 4. in buckets that fit
+class Tuned(Overlapped):
+    """The cut into buckets that lets the step end first, on this model and this axis.
+
+    The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more
+    than two ranks depend in their last bit on where a bucket ends, so two runs may differ there.
+    """
+
+    said = "not tuned yet: the second backward tells when gradients arrive"
+    backwards = 0
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        super()._on_gradient(p)
+        if self.backwards == 1 and self.synchronises:
+            self.arrived_at[p] = bucket_sizes.now(self.device)
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        self.backwards += 1
+        if self.backwards == 1:
+            self.arrived_at: dict[nn.Parameter, Any] = {}
+        elif self.backwards == 2 and self.buckets and self.device.type != "meta":
+            self._tune()
+
+    def explain(self) -> str:
+        """Return what the chosen buckets and those of the rule are predicted to do."""
+        return self.said
+
+    def _tune(self) -> None:
+        seconds = bucket_sizes.seconds_since_first(self.arrived_at.values())
+        arrived, order = dict(zip(self.arrived_at, seconds, strict=True)), list(self.bucket_of)
+        own = [arrived.get(p, 0.0) for p in order]
+        own = torch.tensor(own, dtype=torch.float64, device=self.device)
+        slowest = look(all_reduce(own, self.axis, "max"), on_meta=None)
+        # A gradient that comes before its turn waits for the gradients before it.
+        ready, sizes = list(accumulate(slowest, max)), [gradient_bytes(p) for p in order]
+        costs = bucket_sizes.measure(self.axis, self.buckets[0].flat, int(self.capacity))
+        cut = bucket_sizes.best_cut(ready, sizes, costs)
+        by_rule = [len(bucket.parameters) for bucket in self.buckets]
+        self.said = bucket_sizes.compare(ready, sizes, costs, chosen=cut, rule=by_rule)
+        left = iter(order)
+        parts = [list(islice(left, many)) for many in cut]  # each is a bucket, if of one dtype
+        self._use([Bucket(own) for part in parts for own in in_groups(part, lambda _: math.inf)])
+
+
+VERSIONS: dict[str, type[Naive]] = {
+    "naive": Naive,
+    "bucketed": Bucketed,
+    "overlapped": Overlapped,
+    "tuned": Tuned,
+}
+
+
+def fill_buckets(
+    parameters: list[nn.Parameter], capacity: float, reduce: Reduce | None = None
+) -> list[Bucket]:
+    """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
+
+    The first is a quarter of that and the second a half, so that the link has something to do early
+    and never waits long for more; the last is a quarter, as no computation is left to hide it. A
+    parameter larger than a bucket has one to itself. Different dtypes, devices or ranks with copies
+    do not mix.
+    """
+    groups = in_groups(parameters, lambda i: capacity * min(1, 2**i / 4))
+    last, left = [], capacity / 4
+    if groups and sum(map(gradient_bytes, groups[-1])) > left:
+        while gradient_bytes(groups[-1][-1]) <= left:
+            left -= gradient_bytes(groups[-1][-1])
+            last.insert(0, groups[-1].pop())
+    return [Bucket(group, reduce) for group in [*groups, last] if group]
+
+
+# ---------------------------------------------------------------------- put on a model
 def apply(
     model: nn.Module,
     axis: Axis,
@@ -48,7 +270,7 @@ def apply(
     bucket_mb: float | None = None,
     average: bool = True,
     reduce: Reduce | None = None,
-) -> Strategy:
+) -> Naive:
     """Make `model` (any `nn.Module`) data parallel along `axis`, in place.
 
     Args:
@@ -75,279 +297,9 @@ def apply(
             f"version={version!r} reduces exactly; with reduce=, use version='overlapped' or "
             f"'bucketed'"
         )
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
+    if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
-    if version == "tuned" and len(kinds := {_kind(p) for p in trainable}) > 1:
-        raise ValueError(
-            f"version='tuned' cuts one row of gradients, and these are of {len(kinds)} dtypes, "
-            f"devices or groups of ranks; use version='overlapped'"
-        )
     claim(model, "ddp", axis)
     replicate(model, axis, is_data=True)
-    if version == "naive":
-        return Naive(model, axis, average)
-    return VERSIONS[version](model, axis, average, bucket_mb, reduce)
-
-
-# ---------------------------------------------------------------------- 1. one call per parameter
-class Naive(Strategy):
-    """After backward, one all-reduce per parameter.
-
-    Right, and slow twice over: each call pays the latency of the link, and nothing is computed
-    meanwhile.
-    """
-
-    def __init__(self, model: nn.Module, axis: Axis, average: bool = True) -> None:
-        super().__init__(model, axis)
-        self.op: Op = "avg" if average else "sum"
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.watch(self.parameters)
-        if axis.size > 1:
-            self.hook_gradients(self.parameters)
-
-    def finish_backward(self) -> None:
-        super().finish_backward()
-        # A rank that skips a parameter it did not use would leave the others waiting: all ranks
-        # reduce all parameters, and a byte tells "unused everywhere" from "zero".
-        self._tell_used({p for p in self.parameters if p.grad is None})
-        for p in self.parameters:
-            check_not_summed(p, self.axis)
-            if p in self.unused:
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-            copies = copies_axis(p, self.axis)
-            if self.op == "avg":  # over all ranks, also where few have copies
-                p.grad.mul_(copies.size / self.axis.size)
-            all_reduce(p.grad, copies, self.op, out=p.grad)
-        for p in self.unused.difference(self._used_elsewhere()):
-            p.grad = None
-        self._end_step()
-
-    def _end_step(self) -> None:
-        if self.op == "sum":
-            mark_summed(self.parameters, self.axis)
-        self.note_reduced()
-
-    def _tell_used(self, unused: set[nn.Parameter]) -> None:
-        """Start to tell all ranks which parameters this rank used: one byte for each."""
-        used = flags([p not in unused for p in self.parameters], self.device)
-        self.telling = all_reduce(used, self.axis, "max", out=used, async_op=True)
-        self.unused = unused
-
-    def _used_elsewhere(self) -> list[nn.Parameter]:
-        """Return the parameters that other ranks used, and this rank did not.
-
-        Looks at the bytes only if this rank has unused parameters. On "meta" all ranks are alike.
-        """
-        told, self.telling = self.telling.wait(), None
-        told = look(told, on_meta=[0] * len(told)) if self.unused else ()
-        pairs = zip(self.parameters, told, strict=False)
-        return [p for p, by_any in pairs if by_any and p in self.unused]
-
-
-# ---------------------------------------------------------------------- 2. fewer, larger calls
-class Bucket:
-    """Gradients that travel together: one flat buffer, and each ``p.grad`` is a view of it."""
-
-    def __init__(self, parameters: list[nn.Parameter], reduce: Reduce | None = None) -> None:
-        self.parameters, self.reduce = parameters, reduce or all_reduce_bucket
-        sizes, like = [p.numel() for p in parameters], parameters[0]
-        self.flat = like.new_zeros(sum(sizes), dtype=like.grad_dtype)
-        views = zip(parameters, self.flat.split(sizes), strict=True)
-        self.views = {p: laid_out_as(p, view) for p, view in views}
-        self.pending: Pending | None = None
-        self.missing = set(parameters)  # without a gradient in this backward
-        self.unused: set[nn.Parameter] = set()  # without a gradient when the bucket was sent
-
-    def add(self, p: nn.Parameter) -> None:
-        """Move the gradient of `p` into its view; from now on autograd adds to the view itself."""
-        if self.pending is not None:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
-                f"was sent. Call finish_backward() after each backward outside of no_sync(); and "
-                f"give checkpoint(...) use_reentrant=False, or a weight gets several gradients"
-            )
-        if p.grad.grad_fn is None:  # else it has a graph, for a penalty on gradients
-            self._move(p)
-
-    def _move(self, p: nn.Parameter) -> None:
-        if p.grad is not (view := self.views[p]):
-            p.grad, view.summed_over = view.copy_(p.grad.detach()), ()
-
-    def launch(self, axis: Axis, op: Op) -> None:
-        """Start to reduce."""
-        self.unused = {p for p in self.parameters if p.grad is None}
-        for p in self.parameters:
-            if p in self.unused:
-                self.views[p].zero_()
-            else:
-                check_not_summed(p, axis)
-                self._move(p)
-        copies = copies_axis(self.parameters[0], axis)
-        if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
-            self.flat.mul_(copies.size / axis.size)
-        self.pending = self.reduce(self, copies, op)
-
-    def finish(self) -> None:
-        """Wait for the result."""
-        self.pending.wait()
-        self.pending, self.missing = None, set(self.parameters)
-
-
-def all_reduce_bucket(bucket: Bucket, axis: Axis, op: Op) -> Pending:
-    """Reduce exactly: one all-reduce."""
-    return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
-
-
-def fill_buckets(
-    parameters: list[nn.Parameter], capacity: float, reduce: Reduce | None = None
-) -> list[Bucket]:
-    """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
-
-    The first is a quarter of that and the second a half, so that the link has something to do early
-    and never waits long for more; the last is a quarter, as no computation is left to hide it. A
-    parameter larger than a bucket has one to itself. Different dtypes, devices or ranks with copies
-    do not mix.
-    """
-    groups: list[list[nn.Parameter]] = []
-    room: dict[tuple, tuple[list[nn.Parameter] | None, float]] = {}
-    for p in parameters:
-        group, left = room.get(_kind(p), (None, 0.0))
-        if group is None or gradient_bytes(p) > left:
-            group, left = [], capacity * min(1, 2 ** len(groups) / 4)
-            groups.append(group)
-        group.append(p)
-        room[_kind(p)] = group, left - gradient_bytes(p)
-    last, left = [], capacity / 4
-    if groups and sum(map(gradient_bytes, groups[-1])) > left:
-        while gradient_bytes(groups[-1][-1]) <= left:
-            left -= gradient_bytes(groups[-1][-1])
-            last.insert(0, groups[-1].pop())
-    return [Bucket(group, reduce) for group in [*groups, last] if group]
-
-
-def _kind(p: nn.Parameter) -> tuple:
-    """Return what gradients must have in common to share a bucket."""
-    return p.grad_dtype, p.device, copies_axis(p, None)
-
-
-class Bucketed(Naive):
-    """After backward, one all-reduce per bucket of parameters: latency is paid a few times only."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        average: bool = True,
-        bucket_mb: float | None = None,
-        reduce: Reduce | None = None,
-    ) -> None:
-        super().__init__(model, axis, average)
-        num_bytes = sum(map(gradient_bytes, self.parameters))
-        self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
-        self.reduce = reduce
-        self.sent = 0  # buckets of this step
-        # Gradients come into being from the last layer to the first, and tied ones of a pipeline
-        # at the end.
-        order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
-        is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
-        self._use(fill_buckets([] if is_alone else order, self.capacity, reduce))
-
-    def _use(self, buckets: list[Bucket]) -> None:
-        self.buckets = buckets
-        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-
-    def _send_next(self) -> None:
-        """Send the bucket that comes next; behind the last one, which parameters were used."""
-        self.buckets[self.sent].launch(self.axis, self.op)
-        self.sent += 1
-        if self.sent == len(self.buckets) and self.reduce is None:  # else it may use a thread
-            self._tell_used({p for bucket in self.buckets for p in bucket.unused})
-
-    def finish_backward(self) -> None:
-        Strategy.finish_backward(self)
-        if not self.buckets:
-            return
-        while self.sent < len(self.buckets):
-            self._send_next()
-        for bucket in self.buckets:
-            bucket.finish()
-        if self.reduce is not None:
-            self._tell_used({p for bucket in self.buckets for p in bucket.unused})
-        for p in self._used_elsewhere():
-            p.grad = self.bucket_of[p].views[p]
-        self.sent = 0
-        self._end_step()
-
-
-# ---------------------------------------------------------------------- 3. while computing goes on
-class Overlapped(Bucketed):
-    """A bucket is sent as soon as backward has filled it, while backward goes on.
-
-    All ranks must send the same buckets in the same order, whatever the order in which their
-    gradients are ready: a bucket waits for those before it.
-    """
-
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        super()._on_gradient(p)
-        bucket = self.bucket_of[p]
-        bucket.add(p)
-        if self.synchronises:
-            bucket.missing.discard(p)
-            while self.sent < len(self.buckets) and not self.buckets[self.sent].missing:
-                self._send_next()
-
-
-# ---------------------------------------------------------------------- 4. in buckets that fit
-class Tuned(Overlapped):
-    """The cut into buckets that lets the step end first, on this model and this axis.
-
-    The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more
-    than two ranks depend in their last bit on where a bucket ends, so two runs may differ there.
-    """
-
-    said = "not tuned yet: the second backward tells when gradients arrive"
-
-    def __init__(self, model: nn.Module, axis: Axis, *options: Any) -> None:
-        super().__init__(model, axis, *options)
-        self.backwards = 0
-        self.arrived_at: dict[nn.Parameter, Any] = {}
-
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        super()._on_gradient(p)
-        if self.backwards == 1 and self.synchronises:
-            self.arrived_at[p] = bucket_sizes.now(self.device)
-
-    def finish_backward(self) -> None:
-        super().finish_backward()
-        self.backwards += 1
-        if self.backwards == 2 and self.buckets and self.device.type != "meta":
-            self._tune()
-
-    def explain(self) -> str:
-        """Return what the chosen buckets and those of the rule are predicted to do."""
-        return self.said
-
-    def _tune(self) -> None:
-        seconds = bucket_sizes.seconds_since_first(self.arrived_at.values())
-        arrived, order = dict(zip(self.arrived_at, seconds, strict=True)), list(self.bucket_of)
-        own = [arrived.get(p, 0.0) for p in order]
-        own = torch.tensor(own, dtype=torch.float64, device=self.device)
-        slowest = look(all_reduce(own, self.axis, "max"), on_meta=None)
-        # A gradient that comes before its turn waits for the gradients before it.
-        ready, sizes = list(accumulate(slowest, max)), [gradient_bytes(p) for p in order]
-        costs = bucket_sizes.measure(self.axis, self.buckets[0].flat, int(self.capacity))
-        cut = bucket_sizes.best_cut(ready, sizes, costs)
-        by_rule = [len(bucket.parameters) for bucket in self.buckets]
-        self.said = bucket_sizes.compare(ready, sizes, costs, chosen=cut, rule=by_rule)
-        parameters = iter(order)
-        self._use([Bucket(list(islice(parameters, many))) for many in cut])
-
-
-VERSIONS: dict[str, type[Naive]] = {
-    "naive": Naive,
-    "bucketed": Bucketed,
-    "overlapped": Overlapped,
-    "tuned": Tuned,
-}
+    options = () if version == "naive" else (bucket_mb, reduce)
+    return VERSIONS[version](model, axis, average, *options)

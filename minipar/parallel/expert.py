@@ -4,20 +4,20 @@ Idea.   A token passes k of E experts. So each of the n ranks of an axis keeps E
         ranks hold different tokens, as under data parallelism. A layer sends each token to the
         ranks of its experts (*dispatch*). They compute and send the results back (*combine*).
 Math.   As in moe.py. An expert sees the tokens of all n ranks, and backward brings it the gradients
-        of all of them. So its gradient is complete along this axis, and must neither be summed nor
-        averaged there again. The router and all dense weights have seen the tokens of their own
-        rank: their gradients are summed over the data axis, which contains this axis.
-Twice.  So the same ranks are seen twice. With dp=2, ep=2 (and cp as dp):
+        of all n ranks. So its gradient is complete along this axis: a sum or mean over the axis
+        would be wrong. The router and all dense weights see the tokens of their own rank: their
+        gradients are summed over the data axis, which contains this axis.
+Twice.  So the same ranks have two roles. With dp=2, ep=2 (and cp as dp):
 
           rank                      0      1      2      3
           dense: copies on          all four: the data axis "dp+ep"
           experts: which            0..3   4..7   0..3   4..7     of 8, along "ep"
           experts: copies on        {0, 2} and {1, 3}: "dp"       over which gradients are summed
 
-        `p.copies` of an expert names these ranks, and ddp, zero and fsdp heed it (`copies_axis`).
-        All ranks that hold different tokens may share experts, in any number that divides E: those
-        of ep, those of cp, and with sequence_parallel those of tp. That is "MoE Parallel Folding".
-        Where ranks of tp do not share experts, they have a part of each expert, or copies.
+        `p.copies` of an expert names these ranks; ddp, zero and fsdp read it (`copies_axis`). Any
+        ranks that hold different tokens may share experts, if their number divides E: ranks of ep,
+        of cp, and with sequence_parallel of tp ("MoE Parallel Folding"). Where ranks of tp do not
+        share experts, they have a part of each expert, or copies.
 Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
         after dispatch [R, D] V@ep, where R depends on the data; experts [E/n, ...] V@ep.
 Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them
@@ -41,8 +41,8 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
 Costs you. The host reads the counts once per layer and pass, because the host sets the sizes of
-        messages. On a GPU it waits there for all that was queued before; the shared experts compute
-        meanwhile ("overlapped" and "halves" keep these for the rows). "padded" knows sizes from the
+        messages. On a GPU the host then waits for all queued work; the shared experts compute
+        meanwhile ("overlapped" and "halves" keep them for the rows). "padded" knows sizes from the
         capacity c: nothing is read, empty seats travel, and full experts drop tokens. The slowest
         rank is the one with the most rows.
 Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandari et al. 2022,
@@ -92,21 +92,20 @@ def apply(
 ) -> "ExpertParallel":
     """Cut the experts of `model` along `axis`, in place; the values are those of its rank 0.
 
-    Parameters keep their names, and hold this rank's experts (`full_shape`, `shard_axes`). Apply
-    it before ddp, zero or fsdp, over an axis that contains `axis` and `copies`.
+    Parameters keep their names, and hold this rank's experts (`full_shape`, `shard_axes`). Then
+    apply ddp, zero or fsdp over an axis that contains `axis` and `copies`.
 
     Args:
         copies: the ranks with the same experts; by default, none.
         dispatch: how tokens meet experts: "gather"; "all_to_all"; "hierarchical", with one copy for
-            each node; "overlapped" with the shared experts, which compute while tokens travel; in
-            "halves", of which one computes while the other travels; "paired", which is "overlapped"
-            for a pipeline that computes another microbatch meanwhile; or "padded" to the capacity,
-            so that the host need not wait to know sizes.
+            each node; "overlapped", where shared experts compute while tokens travel; "halves",
+            where one half computes while the other travels; "paired", where a pipeline computes
+            another microbatch meanwhile; or "padded" to the capacity, so that the host knows sizes.
         nodes: number of nodes, for "hierarchical"; ranks 0 to n/nodes - 1 of `axis` are on node 0,
             and so on.
-        batch: the ranks that share a batch, over which the bias and the balance of the "batch"
-            count; by default those of `axis` and `copies`.
-        pieces: the ranks that share each sequence, which the other balances need; by default, none.
+        batch: the ranks that share a batch, over which routers count tokens for the bias and the
+            balance "batch"; by default the ranks of `axis` and `copies`.
+        pieces: the ranks that share each sequence, for the other balances; by default, none.
 
     Raises `ValueError` before the first collective: for a model without experts, or with experts
     that another strategy has already; for numbers that do not divide; for an unknown `dispatch`;
@@ -117,7 +116,7 @@ def apply(
         raise ValueError(f"{type(model).__name__} has no experts to spread over {axis.name}")
     if dispatch not in get_args(Dispatch):
         raise ValueError(f"dispatch={dispatch!r} is unknown; use {', '.join(get_args(Dispatch))}")
-    check_nodes(nodes, axis.size, axis.name)
+    check_divides("nodes", nodes, axis.name, axis.size)
     for name, p in model.named_parameters():
         other = f"expert along {axes_of(p)[0].name}" if hasattr(p, "copies") else None
         if other := other or next(iter(getattr(p, "claimed_by", ())), None):
@@ -153,11 +152,6 @@ def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
         )
 
 
-def check_nodes(nodes: int, n: int, name: str = "ep") -> None:
-    """Raise `ValueError` unless n ranks can be on so many nodes, as many on each."""
-    check_divides("nodes", nodes, name, n)
-
-
 def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise `ValueError` for a state with weights of other `shapes`, such as one rank's experts."""
     for name, shape in shapes.items():
@@ -172,7 +166,7 @@ def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     """Gather all tokens on all ranks, compute this rank's experts, and sum the results.
 
-    Tokens [N, D], as many on each rank -> the same.
+    Tokens [N, D], equally many on each rank -> [N, D].
     """
     config = moe.config
     every = Routing(
@@ -195,16 +189,16 @@ def experts_of(axis: Axis, num_experts: int) -> slice:
     return slice(axis.rank * per_rank, (axis.rank + 1) * per_rank)
 
 
-# ---------------------------------------------------------------------- 2. tokens go to theirs
+# ---------------------------------------------------------------------- 2. tokens go to experts
 class DispatchPlan:
-    """Who sends how many rows to whom, and back: from the slots of all ranks by expert, [n, E]."""
+    """The rows that this rank sends and receives, from the slots of all ranks by expert [n, E]."""
 
     def __init__(self, order: Tensor, counts: Tensor, axis: Axis) -> None:
         by_rank = counts.view(axis.size, axis.size, -1)  # [from, to, E/n], on the host
         self.send: list[int] = by_rank[axis.rank].sum(-1).tolist()  # rows to each rank
         self.receive: list[int] = by_rank[:, axis.rank].sum(-1).tolist()  # rows from each rank
         self.received = by_rank[:, axis.rank]  # [n, E/n]: rows arrive in this order
-        self.order = order[: sum(self.send)]  # this rank's slots by expert, without dropped ones
+        self.order = order[: sum(self.send)]  # this rank's slots by expert; dropped slots are last
 
     def compute(self, moe: MoE, rows: Tensor) -> Tensor:
         """Pass rows [R, D], sorted by rank and then by expert, through the experts; keep the order.
@@ -221,7 +215,7 @@ class DispatchPlan:
 
 
 def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
-    """Send each row to the rank of its expert, and back: tokens [N, D] -> the same."""
+    """Send each row to the rank of its expert, and back: tokens [N, D] -> [N, D]."""
     wait_for_plans = plan_dispatch(moe, axis, [routing])
     shared = moe.shared(x)  # while counts travel
     (plan,) = wait_for_plans()
@@ -263,15 +257,14 @@ def gather_counts(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Begin to gather `counts` [parts, E]; the returned function waits for [n parts, E]."""
     gathering = collectives.all_gather(counts, axis, async_op=True)
     arrived = send_to_host(gathering.wait, counts.device)
-    # The closure keeps `counts`: NCCL may read them late, and their memory must have no new owner.
+    # The closure keeps `counts` alive: NCCL may read their memory late.
     return lambda: (arrived(), counts)[0]
 
 
 def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
-    """Return counts on the host, which sets the sizes of messages; the only wait for values here.
+    """Return counts on the host, which sets the sizes of messages; the host waits for them.
 
-    On "meta" there are no values: all experts are used alike, by `num_slots` in each part of a
-    rank.
+    "meta" has no values: there the `num_slots` of each part are spread evenly over the experts.
     """
     if not table.is_meta:
         return to_host(table)
@@ -286,8 +279,8 @@ def evenly(num: int, parts: int) -> list[int]:
 
 # ---------------------------------------------------------------------- 3. sizes that are known
 def padded(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
-    """Send as many rows to each expert, from seats taken or not: tokens [N, D] -> the same."""
-    if routing.seats is None:  # in evaluation, which drops nothing
+    """Send all seats of each expert, taken or empty: tokens [N, D] -> [N, D]."""
+    if routing.seats is None:  # evaluation drops nothing
         return exchanged(moe, axis, x, routing)
 
     def compute(rows: Tensor) -> Tensor:  # [E, seats, D]: experts of the first to the last rank
@@ -299,10 +292,10 @@ def padded(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
 
 # ---------------------------------------------------------------------- 4. one copy for each node
 def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) -> Tensor:
-    """Send a token once to each node with experts of it, and from there on to their ranks.
+    """Send a token once to each node that has some of its experts, and there on to their ranks.
 
-    Between nodes, a rank talks to the ranks in its place on other nodes. They add up the results of
-    their node's experts before these go back. Tokens [N, D] -> the same.
+    Between nodes, a rank talks to the ranks in its place on other nodes. These add up the results
+    of their node's experts before they send one row back. Tokens [N, D] -> [N, D].
     """
     num_experts, per_node = moe.config.num_experts, moe.config.num_experts // nodes
     node, place = divmod(axis.rank, axis.size // nodes)
@@ -337,18 +330,17 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
 
 
 def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:
-    """Return on how many nodes a token's experts are, on average, if all are as likely."""
+    """Return the mean number of nodes that a token's experts are on, if all are equally likely."""
     elsewhere = math.comb(num_experts - num_experts // nodes, top_k)
     return nodes * (1 - elsewhere / math.comb(num_experts, top_k))
 
 
 # ---------------------------------------------------------------------- 5. while others compute
 def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1) -> Tensor:
-    """Exchange rows as `exchanged` does, and compute other things while they travel.
+    """Exchange rows as `exchanged` does, and compute while they travel.
 
     With one part, the shared experts compute meanwhile. With two `parts` of the tokens, experts
-    compute one part while the other travels. Backward runs all of it in reverse, with the same
-    overlap.
+    compute one part while the other travels. Backward has the same overlap, in reverse.
     """
     tokens, *cut = (t.tensor_split(parts) for t in (x, routing.experts, routing.weights))
     routings = [Routing(*pair) for pair in zip(*cut, strict=True)]

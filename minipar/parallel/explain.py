@@ -1,7 +1,8 @@
-"""Explain a plan: who has which piece of each parameter, and what a step sends for its gradient.
+"""Explain a plan: which rank has which piece of each parameter, and what a step sends for it.
 
-`explain` cuts a model without data (on the "meta" device) with the code that cuts a real model. So
-what it says is what ranks do, and it starts no process.
+`explain` cuts a model without data (on the "meta" device) by the code that cuts a real model. So it
+says what ranks do, and it starts no process. Under zero=3 a tied embedding that is a unit of its
+own is reduced twice, for the embedding and for the head; the table counts it once.
 
 Use::
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.parallel import expert, fsdp, matrices, tensor
+from minipar.parallel import expert, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
 from minipar.parallel.plan import Plan
@@ -44,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain`. It prints as a table; layers that are alike share a line."""
+    """The rows of a plan. Prints as a table, in which equal layers share a line."""
 
     plan: Plan
     rows: tuple[Row, ...]
@@ -83,10 +84,10 @@ def _runs(numbers: list[str]) -> str:
     runs: list[list[str]] = []
     for number in numbers:
         if runs and number and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1].append(number)
+            runs[-1] = [runs[-1][0], number]
         else:
             runs.append([number])
-    return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ",".join("-".join(run) for run in runs)
 
 
 # ---------------------------------------------------------------------- 2. how it is found
@@ -96,22 +97,15 @@ def explain(plan: Plan, config: LlamaConfig, dtype: torch.dtype = torch.float32)
     Raises `ValueError` for a plan that does not work.
     """
     plan.check(config)
-    with torch.device("meta"):
-        whole = Llama(config)
     found: dict[str, Row] = {}
     for stage_rank in range(plan.pp):
         with torch.device("meta"):
-            model = Llama(config).to(dtype)
+            model, whole = Llama(config).to(dtype), Llama(config)
         by_tensor, pipeline = _cut(model, plan, stage_rank)
         for name, p in model.named_parameters():
             if config.tie_embeddings and name == "lm_head.weight":
                 name = "model.embed_tokens.weight"
             found.setdefault(name, _row(plan, by_tensor, pipeline, name, p))
-    table = "model.embed_tokens.weight"
-    is_unit = plan.tp == 1 and whole.model.embed_tokens in fsdp.find_blocks(whole)
-    if plan.zero == 3 and config.tie_embeddings and is_unit:  # so is the head: both reduce it
-        row = found[table]
-        found[table] = replace(row, sent={axis: 2 * sent for axis, sent in row.sent.items()})
     return Explanation(plan, tuple(found[name] for name, _ in whole.named_parameters()))
 
 
@@ -144,18 +138,19 @@ def _row(
     name: str,
     p: nn.Parameter,
 ) -> Row:
-    copies, t, num_bytes = copies_axis(p, plan.axis(*plan.data_axes)), plan.tp, p.nbytes
-    n, data = copies.size, copies.name
+    """Describe the parameter `p` on this rank."""
+    copies, num_bytes = copies_axis(p, plan.axis(*plan.data_axes)), p.nbytes
+    n, t = copies.size, plan.tp
     cut = [axis.name for axis in axes_of(p)]
     stage_ranks = (0,) if pipeline is None else pipeline.twins.get(p, (pipeline.axis.rank,))
     summed, sent = {}, {}
     if n > 1:
         # ZeRO 2 and 3 reduce every microbatch: they keep no whole gradients.
         times = plan.microbatches if plan.zero > 1 else 1 if plan.zero else 2
-        summed[data] = "reduce-scatter" if plan.zero else "all-reduce"
-        sent[data] = times * num_bytes * (n - 1) // n
+        summed[copies.name] = "reduce-scatter" if plan.zero else "all-reduce"
+        sent[copies.name] = times * num_bytes * (n - 1) // n
         if plan.zero == 3:
-            cut.append(data)
+            cut.append(copies.name)
     if by_tensor is not None and name in (*by_tensor.summed, *by_tensor.copied):
         rows = by_tensor.model.config.num_kv_heads if name in by_tensor.copied else 1
         summed["tp"] = "all-reduce"
@@ -163,6 +158,7 @@ def _row(
     if len(stage_ranks) > 1:
         summed["pp"] = "exchange"
         sent["pp"] = num_bytes * (len(stage_ranks) - 1)
+    # Bytes of the whole, and the stage of ZeRO from which on each rank has 1/n.
     held = {"weights": (num_bytes, 3), "gradients": (num_bytes, 2), "optimizer": (2 * num_bytes, 1)}
     if plan.precision == "bf16" and plan.zero < 3:  # under 3 shards are the masters
         held |= {"weights": (2 * p.numel(), 3), "optimizer": (3 * num_bytes, 1)}

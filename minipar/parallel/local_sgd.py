@@ -1,10 +1,10 @@
-"""Local SGD: let every rank train alone for a while, and agree on one model now and then.
+"""Local SGD: every rank trains alone for a while, then all ranks agree on one model.
 
 Idea.   Data parallelism sends all gradients in every step. But ranks that start from one model and
         read similar data drift apart slowly. So they may train alone for H steps and then agree,
         which sends H times less (1 and 2). Or they agree in every step, one step late: the link has
         a whole step to bring the gradient (3).
-Math.   Rank r, n ranks, u_r its optimizer (state included, which is its own and never sent):
+Math.   Rank r of n; u_r is its optimizer, whose state is its own and never sent:
         1. local SGD      w_r <- u_r(w_r, g_r) H times; then w_r <- (1/n) sum_s w_s.
            post-local SGD   the same after a number of synchronous steps.
         2. DiLoCo         w_r as before, from a model w that all have agreed on. Then w itself takes
@@ -24,10 +24,10 @@ Comms.  Bytes that a rank sends per token, if it has K tokens in a step, n ranks
             streaming          the same, of which P/F at once: an even flow and no flood
           delayed gradients    2 (n-1)/n (P + 4 N) / K   behind a whole forward and backward
 
-Memory. DiLoCo: w and m, 2 P. While something is under way P more, or P/F.
+Memory. DiLoCo: w and m, 2 P. While an outer gradient travels P more, or P/F.
 Costs you. Another result than one device. The loss per token is higher, the more so with a large H,
-        many ranks and different data. Between agreements each rank has its own model, gradient
-        norm and optimizer state, so a checkpoint needs all of them.
+        many ranks and different data. Between agreements each rank has its own model, gradient norm
+        and optimizer state: a checkpoint would need all of them, so save after `finish`.
 Tokens. A loss that is divided by the tokens of *all* ranks (``average=False``, see train/) has
         gradients that are parts of a sum. A rank that steps alone multiplies its part by n. With
         H = 1 and SGD the average of the ranks is then exactly the synchronous step, also where
@@ -72,9 +72,9 @@ def apply(
 ) -> "LocalSGD | DelayedGradients":
     """Train `model` (any `nn.Module`) along `axis` by one of `METHODS`, in place.
 
-    `optimizer` steps the model's parameters, by any rule; it has no state yet. `options` are those
-    of the class that `METHODS` names, all with defaults. A loss scale that makes one rank skip a
-    step must make all ranks skip it: ``Precision("fp16", axes=(axis,))`` does.
+    `optimizer` steps the model's parameters, by any rule; it has no state yet. `METHODS` names the
+    class of each method; `options` go to the class. If a loss scale makes one rank skip a step, all
+    ranks must skip it: ``Precision("fp16", axes=(axis,))`` does so.
 
     Raises `ValueError` for an unknown method and for options that do not fit.
     """
@@ -98,7 +98,7 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass
 class Gradients:
-    """The gradients of one step, while they are averaged (or summed) over all ranks."""
+    """The gradients of one step while they travel."""
 
     parameters: list[nn.Parameter]
     used: list[bool]  # by this rank
@@ -119,7 +119,7 @@ class Gradients:
         gradients, users = self.pending.wait().tensor_split([-len(self.used)])
         pieces = unflatten(gradients, self.parameters)
         for p, piece, used, count in zip(self.parameters, pieces, self.used, users, strict=True):
-            # The value is read only where this rank had no gradient of its own.
+            # The host reads the count only where this rank had no gradient.
             exists = used or bool(look(count, on_meta=0))
             # Strides as the parameter's: fused optimizers do not look at strides.
             p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if exists else None
@@ -133,6 +133,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check(is_good: bool, message: str) -> None:
+    """Raise `ValueError` with `message` unless `is_good`."""
     if not is_good:
         raise ValueError(message)
 
@@ -143,8 +144,8 @@ class LocalSGD(Strategy):
 
     Post-local SGD: the first `synchronous_steps` share all gradients, while the model changes fast.
 
-    `average`: losses are means over the tokens of a rank; if not, of all ranks, see "Tokens".
-    Raises `ValueError` for numbers that are too small, and for an optimizer of another model.
+    `average`: the loss is a mean over the tokens of this rank; if False, of all ranks, see
+    "Tokens". Raises `ValueError` for numbers that are too small and an optimizer of another model.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class LocalSGD(Strategy):
         optimizer.register_step_post_hook(self._after_step)
 
     def finish_backward(self) -> None:
-        """Make gradients those of the batch at first; later, those of this rank's own tokens."""
+        """Average all gradients in synchronous steps; later, scale those of this rank's tokens."""
         super().finish_backward()
         for p in () if self.average else self.parameters:
             check_not_summed(p, self.axis)
@@ -226,22 +227,10 @@ class LocalSGD(Strategy):
         """Return the agreed model, the one to evaluate; buffers are this rank's.
 
         Under local SGD the average of all ranks at this moment; a collective. Under DiLoCo the
-        outer parameters, as of the last outer step. To resume, use `state_dict`.
+        outer parameters, as of the last outer step.
         """
         state, agreed = self.model.state_dict(keep_vars=True), self.agreed()
         return copied(state, lambda t: agreed.get(t, t).detach().to(t.dtype, copy=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of all that this rank needs to resume exactly, its own model included.
-
-        Every rank saves its own, and the state of its optimizer with it.
-        """
-        return {"steps": self.steps, "model": super().full_state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what `state_dict` returned on this rank."""
-        self.steps = state["steps"]
-        self.model.load_state_dict(state["model"])
 
 
 # ---------------------------------------------------------------------- 2. an outer optimizer
@@ -250,7 +239,7 @@ class Fragment:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.outer = flatten(parameters)  # [N], what the ranks last agreed on
+        self.outer = flatten(parameters)  # [N], the model that the ranks last agreed on
         self.momentum = torch.zeros_like(self.outer)
         self.pending: Pending | None = None
 
@@ -259,7 +248,7 @@ class Fragment:
         gradient = self.outer - flatten(self.parameters)  # V@dp -> R@dp
         self.pending = all_reduce(gradient, axis, "avg", out=gradient, async_op=True)
 
-    def receive(self, lr: float, momentum: float, mix: float = 0.0) -> None:
+    def receive(self, lr: float, momentum: float, mix: float) -> None:
         """Wait for the outer gradient, take the outer step, and move this rank's parameters."""
         gradient, self.pending = self.pending.wait(), None
         self.momentum.mul_(momentum).add_(gradient)
@@ -280,81 +269,16 @@ class DiLoCo(LocalSGD):
     """After `every` inner steps, one step of an outer optimizer along the way of all ranks.
 
     `optimizer` is the inner one, usually AdamW. `lr` and `momentum` are the outer ones; lr=1 and
-    momentum=0 are local SGD. Other arguments and errors as of `LocalSGD`.
-    """
+    momentum=0 are local SGD.
 
-    def __init__(
-        self, *common: Any, lr: float = 0.7, momentum: float = 0.9, **options: Any
-    ) -> None:
-        check(lr > 0, f"lr={lr} must be above 0; 0.7 is usual, and 1 without momentum")
-        check(0 <= momentum < 1, f"momentum={momentum} is not in [0, 1); 0.9 is usual")
-        super().__init__(*common, **options)
-        self.lr, self.momentum = lr, momentum
-        self.fragments = [Fragment(self.parameters)]
+    With a `delay` the outer gradient arrives that many steps after it was sent, and ranks train
+    meanwhile. A rank that then moved to the outer model would forget what it has learnt meanwhile;
+    a rank that stayed would never agree. So a rank keeps a share `mix` of its own.
 
-    def synchronise(self) -> None:
-        if self.steps % self.every == 0:
-            for fragment in self.fragments:
-                fragment.send(self.axis)
-                fragment.receive(self.lr, self.momentum)
+    With several `fragments` the parts of the model take turns, at even distances. The link then
+    carries little at a time, but most of the time. A fragment is a number of whole parameters.
 
-    def agreed(self) -> dict[nn.Parameter, Tensor]:
-        """Return the outer parameters."""
-        return {p: outer for fragment in self.fragments for p, outer in fragment.pairs()}
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Bring all ranks, and the outer model, to the average of the ranks; a collective.
-
-        The last steps are averaged without momentum, which is made for whole rounds.
-        """
-        for fragment in self.fragments:
-            flat = flatten(fragment.parameters)
-            fragment.outer = all_reduce(flat, self.axis, "avg", out=flat)
-            fragment.adopt()
-
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Start from this model: as the outer one, and as that of every rank."""
-        super().load_full_state_dict(state)
-        for fragment in self.fragments:
-            if fragment.pending is not None:
-                fragment.pending.wait()  # its buffer is in use until then
-        self.fragments = [Fragment(fragment.parameters) for fragment in self.fragments]
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `LocalSGD.state_dict`, and the outer optimizer; waits for messages under way."""
-        outer = [
-            {
-                "outer": fragment.outer.clone(),
-                "momentum": fragment.momentum.clone(),
-                "arrived": fragment.pending and fragment.pending.wait().clone(),
-            }
-            for fragment in self.fragments
-        ]
-        return super().state_dict() | {"outer": outer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what `state_dict` returned on this rank."""
-        super().load_state_dict(state)
-        for fragment, saved in zip(self.fragments, state["outer"], strict=True):
-            fragment.outer.copy_(saved["outer"])
-            fragment.momentum.copy_(saved["momentum"])
-            arrived = saved["arrived"]
-            fragment.pending = None if arrived is None else Pending(None, arrived.clone())
-
-
-class StreamingDiLoCo(DiLoCo):
-    """DiLoCo that talks while it trains: the outer gradient arrives `delay` steps after sending.
-
-    Meanwhile the ranks learn something that the outer model does not know. A rank that moved to
-    the outer model would forget it; a rank that stayed would never agree. So it keeps a share `mix`
-    of its own.
-
-    With ``fragments`` above 1 the fragments of the model take turns, at even distances. The link
-    then carries little at a time, but most of the time. A fragment is a number of whole parameters.
-
-    Raises `ValueError` as `DiLoCo`; for more fragments than steps or parameters; for a delay longer
-    than `every`; for a mix outside of [0, 1).
+    Raises `ValueError` as `LocalSGD`, and for numbers out of range.
     """
 
     def __init__(
@@ -364,45 +288,68 @@ class StreamingDiLoCo(DiLoCo):
         optimizer: Optimizer,
         every: int = 16,
         *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
         fragments: int = 1,
-        delay: int = 1,
+        delay: int = 0,
         mix: float = 0.5,
-        **options: Any,
+        average: bool = True,
     ) -> None:
         count = len(trainable(model))
-        most = min(every, count)
+        most = max(1, min(every, count))
+        check(lr > 0, f"lr={lr} must be above 0; 0.7 is usual, and 1 without momentum")
+        check(0 <= momentum < 1, f"momentum={momentum} is not in [0, 1); 0.9 is usual")
+        check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
         check(
-            every < 1 or 1 <= fragments <= most,  # DiLoCo says what `every` must be
+            1 <= fragments <= most or every < 1,  # LocalSGD says what `every` must be
             f"fragments={fragments} does not fit every={every} steps and {count} parameters; "
             f"use 1 to {most}",
         )
         check(
-            every < 1 or 0 <= delay <= every,
+            0 <= delay <= every or every < 1,
             f"delay={delay} does not fit every={every}; use 0 to {every} steps",
         )
-        check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
-        super().__init__(model, axis, optimizer, every, **options)
-        self.axis = with_own_group(axis, "late")
-        self.delay, self.mix = delay, mix if delay else 0.0
+        super().__init__(model, axis, optimizer, every, average=average)
+        if delay:  # nothing may queue behind a call that takes several steps
+            self.axis = with_own_group(axis, "late")
+        self.delay, self.outer_step = delay, (lr, momentum, mix if delay else 0.0)
         self.fragments = [Fragment(p) for p in divide(self.parameters, fragments)]
 
     def synchronise(self) -> None:
         for i, fragment in enumerate(self.fragments, start=1):
             since = self.steps - i * self.every // len(self.fragments)  # its first turn
             if fragment.pending and (since - self.delay) % self.every == 0:
-                fragment.receive(self.lr, self.momentum, self.mix)
+                fragment.receive(*self.outer_step)
             if since % self.every == 0:
                 fragment.send(self.axis)
                 if self.delay == 0:
-                    fragment.receive(self.lr, self.momentum)
+                    fragment.receive(*self.outer_step)
+
+    def agreed(self) -> dict[nn.Parameter, Tensor]:
+        """Return the outer parameters."""
+        return {p: outer for fragment in self.fragments for p, outer in fragment.pairs()}
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Take the outer steps that are under way; then as `DiLoCo`."""
+        """Take the outer steps that are under way; then bring all ranks to their average.
+
+        A collective. The average has no momentum, which is made for whole rounds.
+        """
         for fragment in self.fragments:
             if fragment.pending:
-                fragment.receive(self.lr, self.momentum, self.mix)
-        super().finish()
+                fragment.receive(*self.outer_step)
+        for fragment in self.fragments:
+            flat = flatten(fragment.parameters)
+            fragment.outer = all_reduce(flat, self.axis, "avg", out=flat)
+            fragment.adopt()
+
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Start anew from this model: as the outer one, and as that of every rank."""
+        super().load_full_state_dict(state)
+        for fragment in self.fragments:
+            if fragment.pending:
+                fragment.pending.wait()  # its buffer is in use until then
+        self.fragments = [Fragment(fragment.parameters) for fragment in self.fragments]
 
 
 def divide(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
@@ -435,7 +382,7 @@ class DelayedGradients(Strategy):
         self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
-        """Send the gradients of this step, put those of the last one in their place."""
+        """Send the gradients of this step; put the gradients of the last step in their place."""
         super().finish_backward()
         for p in self.parameters:
             check_not_summed(p, self.axis)
@@ -456,34 +403,13 @@ class DelayedGradients(Strategy):
         gradients.receive()
         mark_summed(self.parameters if self.op == "sum" else (), self.axis)
 
-    def late_norm(self) -> float:
-        """Return the norm of the gradient under way, which is waited for; equal on all ranks."""
-        if (late := self.under_way) is None:
-            return 0.0
-        gradients, _ = late.pending.wait().tensor_split([-len(late.used)])
-        return look(torch.linalg.vector_norm(gradients), on_meta=0.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the model and of the gradient under way; every rank saves its own."""
-        late = self.under_way
-        saved = None if late is None else (list(late.used), late.pending.wait().clone())
-        return {"model": self.full_state_dict(), "late": saved}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what `state_dict` returned on this rank."""
-        self.model.load_state_dict(state["model"])
-        self.under_way = None
-        if state["late"] is not None:
-            used, arrived = state["late"]
-            self.under_way = Gradients(self.parameters, used, Pending(None, arrived.clone()))
-
 
 METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
     "local sgd": LocalSGD,
     "post-local sgd": partial(LocalSGD, synchronous_steps=32),
     "diloco": DiLoCo,
-    "diloco delayed": StreamingDiLoCo,
-    "diloco streaming": partial(StreamingDiLoCo, fragments=4),
+    "diloco delayed": partial(DiLoCo, delay=1),
+    "diloco streaming": partial(DiLoCo, delay=1, fragments=4),
     "delayed gradients": lambda model, axis, optimizer, **options: DelayedGradients(
         model, axis, **options
     ),

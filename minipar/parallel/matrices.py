@@ -1,4 +1,4 @@
-"""Cut matrices: which rank has which piece, the borders around them, the vocabulary and its loss.
+"""Cut matrices: the piece of each rank, the borders around them, the vocabulary and its loss.
 
 tensor.py puts these parts into a Llama. V, R, I and P are the types of comm/autograd.py, along the
 axis that cuts.
@@ -110,8 +110,8 @@ class VocabEmbedding(nn.Module):
 def local_words(words: Tensor, start: int, count: int, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return row numbers in a table of `count` words from `start` on, and which `words` it has.
 
-    The first and the last rank also take numbers below 0 and beyond the vocabulary. So their
-    look-up fails as on one device; otherwise all ranks would add zero.
+    The first and the last rank also take words below 0 and beyond the vocabulary. So their look-up
+    fails as on one device; otherwise all ranks would add zero.
     """
     own = torch.ones_like(words, dtype=torch.bool)
     if axis.rank > 0:

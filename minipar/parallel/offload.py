@@ -1,10 +1,10 @@
 """CPU offload: the optimizer's state and the weights that the optimizer steps live on the host.
 
-Idea.   Adam keeps 8 bytes per parameter, and touches them once a step, by simple arithmetic. The
-        host has room for them and is fast enough. So the device keeps what forward and backward
-        need. Gradients leave for the host, the optimizer steps there, and new weights come back.
+Idea.   Adam keeps 8 bytes per parameter, and touches them once a step. The host has room for these
+        bytes, and is fast enough. So the device keeps what forward and backward need. Gradients
+        leave for the host, the optimizer steps there, and new weights come back.
 Math.   That of the optimizer, which does not know where its parameters live.
-Shapes. Those of the parameters; where they are shards (zero, fsdp), of the shards.
+Shapes. Those of the parameters; under zero and fsdp, of the shards.
 Comms.  Nothing between ranks. Over PCIe, per step and rank that holds P bytes of parameters: P of
         gradients down and P of weights up. With `shards_on_host` weights go up once per gather.
 Memory. Device: P bytes of weights and P of gradients (`step_on_host`); only blocks in use
@@ -12,14 +12,13 @@ Memory. Device: P bytes of weights and P of gradients (`step_on_host`); only blo
 Costs you. 2 P bytes over PCIe, and a step of the optimizer at the speed of the host: under torchrun
         that is one thread, unless OMP_NUM_THREADS says more.
 Source. Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), sections 4 and 5.1, without its one-step
-        delayed update, which computes something else; Rajbhandari et al. 2021, "ZeRO-Infinity"
-        (arXiv 2104.07857).
+        delayed update; Rajbhandari et al. 2021, "ZeRO-Infinity" (arXiv 2104.07857).
 In torch: `fully_shard(..., offload_policy=CPUOffloadPolicy())`.
 Proved by tests/parallel/test_offload.py and tests/law/test_law.py.
 
-Two versions: `step_on_host` moves everything when the optimizer steps, and fits around any
-strategy. `shards_on_host` spreads the copies over forward and backward of fsdp, and leaves no
-weights on the device.
+Two versions: `step_on_host` moves everything when the optimizer steps, and fits any strategy.
+`shards_on_host` spreads the copies over forward and backward of fsdp, and leaves no weights on the
+device.
 """
 
 import weakref
@@ -98,83 +97,82 @@ def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostS
     """Move the shards of an fsdp strategy to the host: weights, gradients, optimizer state.
 
     The optimizer, made before or after, then finds parameters of the host. Before each gather,
-    this rank's shard is copied to the device, P/n bytes. That copy starts while the block before is
-    being gathered, in the order of the last step. Each gradient of a shard leaves for the host
-    during backward. The device keeps blocks in use, and at most four shards that come.
+    this rank's shard is copied to the device. That copy starts while the block before is being
+    gathered, in the order of the last step. Each gradient of a shard leaves for the host during
+    backward. The device keeps blocks in use, and at most four shards that come.
 
-    `strategy` is what `fsdp.apply` returned, before its first step. Raises `ValueError` for one
-    without shards.
+    Call it before the first step. Raises `ValueError` for a strategy of another kind than fsdp.
     """
-    if not getattr(strategy, "flats", None):
-        raise ValueError(f"{type(strategy).__name__} has no flat shards; use fsdp.apply")
+    if not hasattr(strategy, "units"):
+        raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
     return HostShards(strategy, copies)
 
 
 class HostShards:
-    """Takes the place of `fetch`, `store` and `finish` of each flat buffer."""
+    """Takes the place of `fetch`, `store` and `finalize_backward` of each unit."""
 
     def __init__(self, strategy: Strategy, copies: HostCopy | None = None) -> None:
-        self.copies = copies or HostCopy(strategy.flats[0].shard.device)
+        self.copies = copies or HostCopy(strategy.device)
         self.order: list[Any] = []  # of the fetches in the last step
         self.fetched: list[Any] = []  # in this one
         self.coming: dict[Any, tuple[list[int], Copy]] = {}  # weights, and their versions
-        self.leaving: dict[Any, list[Copy]] = {flat: [] for flat in strategy.flats}  # gradients
+        self.leaving: dict[Any, list[Copy]] = {unit: [] for unit in strategy.rows}  # gradients
         self.region = ExitStack()
-        for flat in strategy.flats:
-            [shard] = self.copies.to_host([flat.shard]).wait()
+        for unit in strategy.rows:
+            [shard] = self.copies.to_host([unit.shard]).wait()
             memory.tag("parameters", shard, on_host=True)
-            flat.move(shard)
-            flat.fetch, flat.store = partial(self.fetch, flat), partial(self.store, flat)
-            flat.finish = partial(self.finish, flat, flat.finish)
-        self.parameters = {p for flat in strategy.flats for p in flat.pieces}
-        own = weakref.ref(self)
+            unit.move(shard)
+            unit.fetch, unit.store = partial(self.fetch, unit), partial(self.store, unit)
+            unit.finalize_backward = partial(self.finalize, unit, unit.finalize_backward)
+        self.parameters = {p for unit in strategy.rows for p in unit.pieces}
+        own = weakref.ref(self)  # torch keeps hooks for good
         register_optimizer_step_pre_hook(partial(_call, own, "before_step"))
         register_optimizer_step_post_hook(partial(_call, own, "after_step"))
 
     # weights, up
-    def fetch(self, flat: Any) -> Tensor:
-        """Return the shard of `flat` on the device; start to bring the one that comes after it."""
+    def fetch(self, unit: Any) -> Tensor:
+        """Return the shard of `unit` on the device; start to bring the one that comes after it."""
         at = len(self.fetched)
-        self.fetched.append(flat)
-        versions, copy = self.coming.pop(flat, (None, None))
-        if versions != _versions(flat):  # none on its way, or one of weights that have changed
-            copy = self.bring(flat)
-        if self.order[at : at + 1] == [flat] and at + 1 < len(self.order):
-            ahead = self.order[at + 1]
-            if ahead not in self.coming:
-                self.coming[ahead] = _versions(ahead), self.bring(ahead)
+        self.fetched.append(unit)
+        versions, copy = self.coming.pop(unit, (None, None))
+        if versions != [p._version for p in unit.pieces]:  # none comes, or weights have changed
+            copy = self.bring(unit)
+        if self.order[at : at + 1] == [unit]:
+            for ahead in self.order[at + 1 : at + 2]:
+                if ahead not in self.coming:
+                    self.coming[ahead] = [p._version for p in ahead.pieces], self.bring(ahead)
         return copy.wait()[0]
 
-    def bring(self, flat: Any) -> Copy:
-        """Start to copy the shard of `flat` to the device."""
+    def bring(self, unit: Any) -> Copy:
+        """Start to copy the shard of `unit` to the device."""
+        shard = unit.shard
         with torch.inference_mode(False):  # a thread writes into it, which is in no such mode
-            arriving = flat.full.new_empty(flat.shard.shape)
+            arriving = unit.full.new_empty(unit.shard.shape)
         memory.tag("gathered", arriving, on_host=False)
-        shard = flat.shard
         if shard.dtype != arriving.dtype:  # cast in memory that a GPU reads while it computes
             shard = self.copies.empty_like(arriving).copy_(shard)
         return self.copies.to_device([(shard, arriving)])
 
     # gradients, down
-    def store(self, flat: Any, gradient: Tensor) -> None:
+    def store(self, unit: Any, gradient: Tensor) -> None:
         """Send `gradient` to the host, and add it to the gradients of the microbatches before."""
         # Cast on the device, or backward would have to wait until there are numbers to cast.
-        copy = self.copies.to_host([gradient.to(flat.shard.dtype)])
+        copy = self.copies.to_host([gradient.to(unit.shard.dtype)])
         [on_host] = copy.tensors
         memory.tag("gradients", on_host, on_host=True)
-        if flat.gradient is None:
-            flat.gradient = on_host
-            self.leaving[flat].append(copy)
+        if unit.gradient is None:
+            unit.gradient = on_host
+            self.leaving[unit].append(copy)
         else:
-            self.finish(flat)
+            self.finalize(unit)
             copy.wait()
-            flat.gradient += on_host
+            unit.gradient += on_host
 
-    def finish(self, flat: Any, complete: Any = lambda: None) -> None:
-        """Wait until the gradient of `flat` is on the host."""
+    def finalize(self, unit: Any, complete: Any = lambda: None) -> None:
+        """Wait until the gradient of `unit` is on the host."""
         complete()
-        while self.leaving[flat]:
-            self.leaving[flat].pop().wait()
+        while self.leaving[unit]:
+            self.leaving[unit].pop().wait()
 
     # the step, on the host
     def before_step(self, optimizer: Optimizer) -> None:
@@ -188,11 +186,7 @@ class HostShards:
 
 
 def _call(own: "weakref.ref[HostShards]", method: str, optimizer: Optimizer, *_: Any) -> None:
-    """Call `method` around a step of the shards' optimizer, as long as they live."""
+    """Call `method` around a step of the shards' optimizer, as long as the shards live."""
     shards = own()
     if shards is not None and not shards.parameters.isdisjoint(stepped_by(optimizer)):
         getattr(shards, method)(optimizer)
-
-
-def _versions(flat: Any) -> list[int]:
-    return [p._version for p in flat.pieces]

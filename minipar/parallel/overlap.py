@@ -22,9 +22,9 @@ from minipar.model import casts
 
 
 def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """An all-gather that hands out every piece as it arrives: yields (rank it is of, piece).
+    """Gather pieces around a ring; yield (rank, piece of this rank) as each piece arrives.
 
-    While the caller works with one piece, the next one is on its way around the ring: n-1 steps.
+    While the caller works with one piece, the next piece travels: n-1 messages.
     """
     n, rank = axis.size, axis.rank
     for step in range(n):
@@ -38,9 +38,9 @@ def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
 
 
 def ring_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
-    """Return this rank's sum of ``part(0) ... part(n-1)``, each computed when it is needed.
+    """Return the sum over all ranks of ``part(r)`` for this rank r; parts are computed in turn.
 
-    The sum for rank r starts at rank r+1 and goes around the ring, and ends at rank r. While it
+    The sum for rank r starts at rank r+1, goes around the ring, and ends at rank r. While it
     travels, every rank computes its own part of the next sum.
     """
     n, rank = axis.size, axis.rank
@@ -57,7 +57,7 @@ def ring_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
 class _GatherLinears(torch.autograd.Function):
     """all_gather(x) Wᵀ for x [B, T/n, D] V and each of several W [F, D]: [B, T, F] V.
 
-    Every W multiplies a piece of x when it passes by. Of x, backward keeps the own piece alone.
+    Every W multiplies a piece of x as the piece arrives. Backward keeps this rank's piece only.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ class _LinearScatter(torch.autograd.Function):
 
 
 class _Multiplied(nn.Module):
-    """Stands for first matrix number `index` of a region, and hands out its finished product."""
+    """Stands for first matrix number `index` of a region, and returns its finished product."""
 
     def __init__(self, linear: nn.Linear, index: int) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """A plan: how many ranks each axis has, and which strategy works along it.
 
 Every strategy works along an axis of its own, so a plan is little more than one size per axis.
-Some choices do not go together: `Plan.problem` names the rule that a plan breaks, `Plan.nearest`
-the plan that works and changes least. compose.py carries a plan out; explain.py says for every
-parameter who has which part of it, and what a step sends.
+Some choices do not go together: `Plan.check` names the rule that a plan breaks. compose.py carries
+a plan out. explain.py says which rank has which part of each parameter, and what a step sends.
 
 Use::
 
@@ -13,18 +12,18 @@ Use::
 Proved by tests/parallel/test_compose.py and tests/law/test_plans.py.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args
 
 from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, tensor
+from minipar.parallel.base.shards import check_divides
 from minipar.parallel.compression.feedback import COMPRESSORS
-from minipar.parallel.pipeline import runtime, schedules
+from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
 
 MESH = ("pp", "dp", "cp", "ep", "tp")
@@ -35,9 +34,8 @@ OPTIONS = {
     "pp": ("schedule", "stages_per_rank"),
 }
 """Options that need several ranks of an axis, by axis."""
-EACH_NUMBER_ALONE = ("none", "fp16", "bf16")
-"""Compression that rounds each number by itself, without its neighbours in the bucket."""
-MOST_MICROBATCHES = 10_000  # a schedule lists every action of every microbatch
+MOST = {**dict.fromkeys(MESH, MOST_RANKS), "microbatches": 10_000}
+"""The largest number of ranks on each axis, and of microbatches, all of which a schedule lists."""
 
 
 # ---------------------------------------------------------------------- 1. the plan
@@ -81,7 +79,7 @@ class Plan:
     microbatches: int = 1
     """Microbatches per step, on every rank of dp."""
     compression: str = "none"
-    """How ddp compresses gradients on the wire: see compression/."""
+    """How ddp compresses gradients on the wire, along dp alone: see compression/."""
     precision: Literal["float32", "bf16", "fp16", "autocast-bf16"] = "float32"
     """The numbers of matmuls. bf16: weights and activations, too; the optimizer steps float32
     master weights. fp16, autocast-bf16: autocast casts inputs of matmuls, and weights stay."""
@@ -174,13 +172,11 @@ class Plan:
             return str(error)
 
     def _problems(self, config: LlamaConfig) -> Iterator[str]:
-        for name in (*MESH, "microbatches"):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be 1 or more"
+        for name, most in MOST.items():
+            if not 1 <= (own := getattr(self, name)) <= most:
+                yield f"{name}={own} must be {'1 or more' if own < 1 else f'at most {most:,}'}"
         if self.num_ranks > MOST_RANKS:
             yield f"{self.num_ranks:,} ranks are more than the {MOST_RANKS:,} of the largest plan"
-        if self.microbatches > MOST_MICROBATCHES:
-            yield f"microbatches={self.microbatches} must be at most {MOST_MICROBATCHES:,}"
         choices = {field.name: get_args(field.type) for field in fields(self)}
         choices["compression"] = ("none", *COMPRESSORS)
         for name, allowed in choices.items():
@@ -217,29 +213,27 @@ class Plan:
             yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
         name = " x ".join(axis for axis in ("ep", "cp", "tp") if axis in self.expert_axes)
         n = math.prod(getattr(self, axis) for axis in self.expert_axes)
-        if n > 1 and not config.has_experts:
-            yield f"{name}={n} spreads experts, and this Llama has none in any layer"
         if config.has_experts:
             expert.check_sizes(config.moe, n, name)
             pieces = self.cp * (self.tp if self.sequence_parallel else 1)
             expert.check_capacity(config.moe, self.dispatch, pieces)
+        elif n > 1:
+            yield f"{name}={n} spreads experts, and this Llama has none in any layer"
         if self.expert_tensor_parallel:
             tensor.check_experts(config.moe, self.tp)
         if self.dispatch != "all_to_all" and n == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
-        expert.check_nodes(self.expert_nodes, n, name)
+        check_divides("nodes", self.expert_nodes, name, n)
         if (self.dispatch == "hierarchical") != (self.expert_nodes > 1):
             yield (
                 f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}: hierarchical "
-                f"sends one copy to each of several nodes, and no other dispatch asks for them"
+                f"needs several nodes, and no other dispatch uses them"
             )
 
     def _problems_of_pipeline(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of pp."""
         if self.dispatch == "paired":
             schedules.check_pairs(self.make_schedule())
-            if self.zero == 3:
-                yield f"{runtime.PAIRED_FSDP} (zero=3, dispatch=paired); use zero=2"
         if self.pp == 1:
             return
         # Every schedule has at least this many stages. Counting first spares a huge schedule.
@@ -267,32 +261,23 @@ class Plan:
                 f"shards would begin elsewhere on every rank; pad the vocabulary to "
                 f"{-(-config.vocab_size // self.tp) * self.tp} words"
             )
-        shares = self._shares(config)
-        if self.zero == 3 and shares:
-            yield (
-                f"zero=3 reduces the gradients of one rank of pp at a time, but with "
-                f"schedule={self.schedule}, tie_embeddings={config.tie_embeddings} the same "
-                f"weights are on several, to be summed before"
-            )
+        if self.zero == 3 and self.pp > 1:
+            schedule = self.make_schedule()
+            is_simple = schedule.copies == 1 and not schedule.splits_backward
+            if config.tie_embeddings or not is_simple:
+                yield (
+                    f"zero=3 gathers weights for a whole backward, and reduces gradients before "
+                    f"ranks of pp with the same weights sum them: with pp={self.pp} it needs one "
+                    f"copy of the model, a schedule of F and B (this is {self.schedule}), and "
+                    f"tie_embeddings=False (this is {config.tie_embeddings})"
+                )
         if self.compression == "none":
             return
-        if self.zero:
+        if self.zero or self.num_ranks != self.dp:
             yield (
-                f"compression={self.compression} is for the buckets of ddp, and zero={self.zero} "
-                f"has others"
-            )
-        if self.dp == 1 and 1 in (self.cp, self.ep) and self.cp * self.ep > 1:
-            name = "cp" if self.cp > 1 else "ep"
-            yield (
-                f"compression={self.compression} launches from a thread of its own, and the model "
-                f"launches over {name}, too: ranks would launch in two orders; use dp=2 or more"
-            )
-        if self.compression not in EACH_NUMBER_ALONE and (self.tp > 1 or shares):
-            where = f"tp={self.tp}" if self.tp > 1 else f"pp={self.pp}"
-            yield (
-                f"compression={self.compression} rounds a number by its neighbours in a bucket; "
-                f"ranks of {where} hold copies of the same parameters beside different ones, and "
-                f"copies would drift apart"
+                f"compression={self.compression} is for ddp along dp alone (zero=0, "
+                f"dp={self.num_ranks}): ranks of other axes hold copies of a parameter beside "
+                f"different neighbours, would round them differently, and the copies drift apart"
             )
         if self.precision == "fp16" and COMPRESSORS[self.compression]().feedback:
             yield (
@@ -300,39 +285,27 @@ class Plan:
                 f"precision=fp16 scales the two by factors that differ"
             )
 
-    def _shares(self, config: LlamaConfig) -> bool:
-        """True if several ranks of the pipeline hold the same parameter."""
-        if self.pp == 1:
-            return False
-        schedule = self.make_schedule()
-        ends = schedule.rank_of[0], schedule.rank_of[schedule.num_stages - 1]
-        return schedule.copies > 1 or (config.tie_embeddings and ends[0] != ends[1])
-
     # ------------------------------------------------------------------ 3. a plan that works
     def nearest(self, config: LlamaConfig) -> "Plan":
-        """Return the plan for as many ranks that works and changes the fewest fields.
+        """Return a plan for as many ranks that works.
 
-        A change sets an option to its default, lowers `zero`, or takes another mesh.
+        It differs by one option (at its default, or a lower `zero`), else by its mesh, else by
+        both; dp takes the ranks if nothing else works.
         """
-        if self.num_ranks > MOST_RANKS:
-            return Plan(dp=MOST_RANKS)
-        changes = []
-        for name in (field.name for field in fields(self) if field.name not in MESH):
-            own, default = getattr(self, name), getattr(Plan, name)
-            values = range(min(own, 4) - 1, -1, -1) if name == "zero" else [default]
-            changes.append([{name: value} for value in values if value != own])
-        changes.append(sorted(meshes(max(1, self.num_ranks)), key=self._distance))
-        for count in range(1, 4):
-            for kinds in itertools.combinations(filter(None, changes), count):
-                for chosen in itertools.product(*kinds):
-                    plan = replace(self, **{k: v for change in chosen for k, v in change.items()})
-                    if plan.problem(config) is None:
-                        return plan
-        return Plan(dp=max(1, self.num_ranks))
+        n, own = min(max(1, self.num_ranks), MOST_RANKS), asdict(self)
+        plain = {name: getattr(Plan, name) for name in own if name not in MESH}
+        options = [{"zero": zero} for zero in range(min(self.zero, 4) - 1, -1, -1)]
+        options += [{name: value} for name, value in plain.items() if own[name] != value]
+        sizes = sorted(meshes(n), key=self._distance)
+        for change in (*options, *sizes, *(plain | mesh for mesh in sizes)):
+            plan = Plan(**own | change)
+            if plan.num_ranks == n and plan.problem(config) is None:
+                return plan
+        return Plan(dp=n)
 
-    def _distance(self, sizes: Mapping[str, int]) -> tuple[float, int]:
+    def _distance(self, sizes: dict[str, int]) -> tuple[float, int]:
         """Return how far another mesh is; of two as far away, the mesh with more dp is nearer."""
-        ratios = (n / max(1, getattr(self, axis)) for axis, n in sizes.items())
+        ratios = (size / max(1, getattr(self, axis)) for axis, size in sizes.items())
         return round(sum(abs(math.log(ratio)) for ratio in ratios), 6), -sizes["dp"]
 
 

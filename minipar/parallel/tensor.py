@@ -12,14 +12,14 @@ Shapes. Types along tp as in comm/autograd.py. Tensors between two matrices are 
           ``sequence``    x [B, T/n, D] V  -all_gather->  R  ...  P  -reduce_scatter->  V
 
         Megatron's sequence parallelism is this swap and nothing else, so it is an option here.
-        Norms and the residual stream, outside of the borders, are then cut along the tokens. So a
-        norm weight sees a part of the tokens: its gradient is P until `finish_backward` (T12).
+        Then norms and the residual stream, outside of the borders, are cut along the tokens. A norm
+        weight sees a part of the tokens, so its gradient is P until `finish_backward` (T12).
 Comms.  A = (n-1)/n of the bytes of one activation [B, T, D]. Per microbatch, forward and backward:
         (8 L + 4) A, plain or ``sequence``: an all-reduce is a reduce-scatter and an all-gather.
         A layer has 4 all-reduces, the embedding one and the head one. The loss adds 6 (n-1)/n of
         the bytes of [B, T] numbers in fp32. ``overlap`` adds 2 L A: backward gathers the inputs of
-        q, k, v and of gate, up again. A mixture of experts, which each rank computes whole, has 2
-        all-reduces less. ``experts`` cuts it and has them, and one of [B, T, k] in backward.
+        q, k, v and of gate, up again. A mixture of experts that each rank computes whole saves 2
+        all-reduces. With ``experts`` it has them, and one of [B, T, k] in backward.
         Per step, 2 (n-1)/n of: the norm weights' gradients with ``sequence``, else those of the
         norms of heads, if any; and with n > G the gradients of k and v. Only ``overlap`` hides.
 Memory. Bytes of matrices, gradients and optimizer state / n. Activations that a layer keeps for its
@@ -83,7 +83,7 @@ def apply(
 
     Each parameter keeps its name and its ties, and holds this rank's piece (`full_shape`,
     `shard_axes`). With gradients enabled the model returns the logits of this rank's words
-    [B, T, V/n]; `model.token_loss` compares them with targets. Under `no_grad` the model returns
+    [B, T, V/n]; `model.token_loss` compares these with targets. Under `no_grad` the model returns
     all logits, so sampling works unchanged.
 
     With other strategies: apply this one first and finish it last (``[ddp, tensor]`` in a list of
@@ -226,9 +226,9 @@ class TensorParallel(Strategy):
 
     # ------------------------------------------------------------------ gradients
     def _find_partial_gradients(self) -> None:
-        """List the parameters with partial gradients: each rank computes a part of the sum."""
+        """List parameters with partial gradients: each rank computes a part of the sum."""
         names, n = [name for name, _ in self.model.named_parameters()], self.axis.size
-        self.spread = {  # experts that ranks of this axis share: they have seen all tokens
+        self.spread = {  # experts of this rank alone, which have seen the tokens of all ranks
             name for name, p in self.model.named_parameters() if is_spread_over(p, self.axis)
         }
         for name in self.spread:

@@ -1,24 +1,24 @@
-"""Ulysses: tokens are apart all through the model; for attention alone, heads are apart instead.
+"""Ulysses: ranks hold different tokens all through the model, but different heads in attention.
 
-Idea.   Attention mixes tokens but not heads; all the rest mixes heads but not tokens. So each of n
-        ranks holds T/n tokens, and an all-to-all before attention gives it all tokens of H/n heads;
-        one after it goes back. Attention itself, on one device's kernel, does not notice.
+Idea.   Attention mixes tokens but not heads; the rest of the model mixes heads but not tokens. So
+        each of n ranks holds T/n tokens. An all-to-all before attention gives it all tokens of H/n
+        heads; another one after attention goes back. Attention itself runs as on one device.
 Math.   A permutation, and its inverse in backward. Key/value head g serves query heads g H/G to
-        (g+1) H/G - 1; where n does not divide G, every key/value head is repeated until there are
-        G' = lcm(G, n) of them, and its gradient is the sum over its copies.
+        (g+1) H/G - 1. Where n does not divide G, each key/value head is repeated until there are
+        G' = lcm(G, n) of them; its gradient is the sum over its copies.
 Shapes. tokens [B, T] V@cp -> [B, T/n], in plain order; q [B, H, T/n, K] V@cp -> [B, H/n, T, K];
         k, v [B, G', T/n, K] -> [B, G'/n, T, K]; parameters R@cp, their gradients P@cp.
 Comms.  With A = B T K e bytes for one head of the whole sequence (e bytes per number): forward
         (n-1)/n (2 H + 2 G') A / n, backward the same; per rank and layer, in 2 + 2 calls. Falls
         with n, unlike the ring's (n-1)/n 2 G A and tensor parallelism's 2 (n-1)/n B T D e per call.
 Memory. Activations divided by n. During attention: q, k, v and output of T tokens, H/n heads.
-Costs you. n divides H (and T). Nothing hides the calls: attention needs all of its input. Masks
+Costs you. n must divide H and T. Nothing hides the calls: attention needs all of its input. Masks
         are whole on every rank, [B, 1, T, T].
 Source. Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
 In torch: none by name; `torch.distributed.tensor` redistributes from tokens to heads.
 Proved by tests/parallel/test_ulysses.py and tests/law/test_law.py.
 
-Loss and gradients are those of context.py: over the joint axis of dp and cp::
+Use it as context.py, with the data strategy over the joint axis of dp and cp::
 
     data_axis = mesh.joint("dp", "cp")
     strategies = [ulysses.apply(model, mesh.cp), ddp.apply(model, data_axis, average=False)]
@@ -35,15 +35,16 @@ from minipar.comm.autograd import all_to_all
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Core
 from minipar.parallel.base.sequences import CutSequences, attentions_of, chunks_of_equal_length
+from minipar.parallel.base.shards import check_divides
 
 
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
-    Inputs are those of `shard`; the model numbers the positions itself unless it is given some. A
-    mask is that of the whole sequence, [B, 1, T, T]. Whatever computes attention now (such as
-    `dense_core`) goes on doing it, for a part of the heads. The strategy sends no gradients: these
-    are summed over ``mesh.joint("dp", "cp")`` by ddp, zero or fsdp.
+    Cut inputs with `shard`; the model numbers the positions itself unless it is given some. A mask
+    is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part of the
+    heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")`` sums
+    them.
 
     Raises `ValueError` for a model without attention, or heads that n ranks cannot share evenly.
     """
@@ -54,12 +55,7 @@ def apply(model: nn.Module, axis: Axis) -> "Ulysses":
 
 def check_heads(num_heads: int, axis: Axis) -> None:
     """Raise `ValueError` unless the ranks of `axis` can share `num_heads` query heads evenly."""
-    if num_heads % axis.size:
-        *good, last = (str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
-        raise ValueError(
-            f"{axis.name}={axis.size} does not divide num_heads={num_heads}, and all ranks get as "
-            f"many heads; use {', '.join(good)}{' or ' * bool(good)}{last}"
-        )
+    check_divides(axis.name, axis.size, "num_heads", num_heads)
 
 
 def check_mask(mask: Tensor | None, seq_len: int) -> None:
@@ -75,8 +71,7 @@ def check_mask(mask: Tensor | None, seq_len: int) -> None:
 def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """Cut this rank's tokens out of `dim`, the r-th of n equal parts: [..., T] -> [..., T/n].
 
-    Targets have to be those of the whole sequence, shifted before they are cut. Raises `ValueError`
-    unless n divides T.
+    Shift targets before you cut them. Raises `ValueError` unless n divides T.
     """
     why = f"{axis.name}={axis.size} does not divide"
     return chunks_of_equal_length(tensor, axis.size, dim, why)[axis.rank]
@@ -91,7 +86,7 @@ def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
 def heads_apart(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     """Swap some tokens of all heads for all tokens of some heads, of several tensors at once.
 
-    Each [B, H, T/n, K] -> [B, H/n, T, K]; n must divide H. H may differ between the tensors.
+    Each [B, H, T/n, K] -> [B, H/n, T, K]. H may differ between the tensors; n must divide each.
     """
     # One message: the heads that go to rank 0 (of q, of k, of v), those that go to rank 1, ...
     pieces = [x.unflatten(1, (axis.size, -1)) for x in tensors]  # [B, n, H/n, T/n, K]
@@ -108,7 +103,7 @@ def tokens_apart(tensor: Tensor, axis: Axis) -> Tensor:
 def repeated(kv: Tensor, size: int) -> Tensor:
     """Repeat key/value heads until `size` divides them: [B, G, T, K] -> [B, lcm(G, n), T, K].
 
-    Both G and n divide H, so G' = lcm(G, n) does, too: the copies of a head split its query heads
+    G and n divide H, so G' = lcm(G, n) divides H. So the copies of a head split its query heads
     evenly, and the r-th of n parts holds the keys of the r-th part of the query heads.
     """
     num_heads = kv.shape[1]
@@ -116,7 +111,7 @@ def repeated(kv: Tensor, size: int) -> Tensor:
 
 
 class Ulysses(CutSequences):
-    """All-to-alls around attention, and the positions of this rank's tokens."""
+    """A Llama with all-to-alls around its attention; made by `apply`."""
 
     def own_tokens(self, whole: Tensor) -> Tensor:
         return shard(whole, self.axis)

@@ -5,172 +5,112 @@ Idea.   Under data parallelism all ranks hold the same optimizer state and compu
         updates these alone, and hands them out. Adam's state is twice the model, and now n times
         less. Stage 2 frees gradients too, as soon as their owners have them.
 Math.   On rank r, whose slice of all parameters is w_r: g_r = slice r of sum_s g^(s) (divided by n
-        with ``average=True``); w_r <- w_r - update(g_r, state_r); w = [w_0 ... w_(n-1)]. An update
-        that acts on each number alone (SGD, Adam and their kin) gives the result of one device.
+        with ``average=True``); w_r <- w_r - update(g_r, state_r); w = [w_0 ... w_(n-1)].
 Shapes. A bucket is a flat buffer of N numbers: weights R@dp; gradients P@dp, reduce-scattered to
         [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. The n slices cut through parameters
         wherever they fall. This rank's part of a parameter is a *piece*: to the optimizer, a
         parameter like any other (see base/shards.py).
 Comms.  P bytes of parameters: reduce-scatter (n-1)/n P during backward and all-gather (n-1)/n P
-        during the next forward. The sum 2 (n-1)/n P is that of `ddp`. Besides, one byte for each of
-        N parameters (did any rank use it?): 2 (n-1)/n N. Stage 2 reduces each of m microbatches:
+        during the next forward, together the bytes of `ddp`. Besides, one byte for each of N
+        parameters (did any rank use it?): 2 (n-1)/n N. Stage 2 reduces each of m microbatches:
         (m + 1) (n-1)/n P. With bf16 weights and float32 masters, the all-gather is half as large.
 Memory. Bytes per rank at the highest point, for gradients G and optimizer state O (Adam: 2 P):
           ddp      P + G + O
           stage 1  P + G + O/n               gradients are whole until the end of backward
           stage 2  P + G/n + O/n             and two buckets: one travels, one is being filled
         On a CPU the slices of all ranks arrive in memory of their own: 3 more buckets, and 2.
-Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS. After
-        `finish_backward` gradients lie in the pieces, and ``p.grad`` is None. After a step weights
-        travel until the next forward: call `ShardedOptimizer.synchronize` before you read or write
-        them outside of a forward. Stage 2 wants as many backward passes on every rank.
-Source. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-        Models" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
+Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS. Gradients lie in
+        the pieces, and ``p.grad`` is None. After a step weights travel until the next forward: call
+        `ShardedOptimizer.synchronize` before you read or write them outside of a forward. Stage 2
+        wants as many backward passes on every rank.
+Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
 In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
 
-A `Bucket` lives through a step, a `ShardedOptimizer` steps all buckets, and three strategies bring
-the gradients, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
+A `Bucket` lives through a step. `Stage1` and `Stage2` bring the gradients. A `ShardedOptimizer`
+steps all buckets. Use::
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.collectives import Op, Pending, all_gather, all_reduce, reduce_scatter
+from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look
 from minipar.observe import memory
 from minipar.parallel.base.masters import master_of
-from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled, pack
+from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Layout, Row, copies_axis
-from minipar.parallel.base.strategy import Strategy, check_elementwise, claim, flags
-
-
-def apply(
-    model: nn.Module,
-    axis: Axis,
-    *,
-    optimizer: "ShardedOptimizer",
-    stage: int = 1,
-    average: bool = True,
-    working_dtype: torch.dtype | None = None,
-) -> Strategy:
-    """Make `model` (any `nn.Module`) data parallel along `axis`, at the traffic of `ddp`.
-
-    Args:
-        optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
-        stage: 1: gradients are whole until the end of backward; 2: they never are.
-        average: divide the sum of the gradients by the number of ranks.
-        working_dtype: compute in this dtype, and gather weights in it. The slices keep their dtype
-            and are the master weights of masters.py. Gradients are added up and sent in the dtype
-            of the masters. Frozen parameters are cast and have no master.
-
-    After a backward that an exception cut short, call `finish_backward` and
-    ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for another stage, an optimizer of
-    other parameters or along another axis, and for the models that `claim` refuses.
-    """
-    if stage not in STAGES:
-        raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
-    if not isinstance(optimizer, ShardedOptimizer) or optimizer.axis != axis:
-        raise ValueError(
-            f"optimizer= must be a ShardedOptimizer along {axis.name}={axis.size}, "
-            f"not {type(optimizer).__name__} along {getattr(optimizer, 'axis', None)}"
-        )
-    missing = {p for p in model.parameters() if p.requires_grad and p.numel()}
-    missing -= optimizer.bucket_of.keys()
-    if missing or optimizer.bucket_of.keys() - set(model.parameters()):
-        names = [name for name, p in model.named_parameters() if p in missing]
-        raise ValueError(
-            f"the optimizer must hold all trainable parameters of the model, and no others. It "
-            f"lacks {names[:3] or 'none'} ({len(names)} in all); hand them over, or freeze them "
-            f"with requires_grad_(False)"
-        )
-    claim(model, f"zero {stage}", axis)
-    replicate(model, axis, is_data=True)
-    if working_dtype is not None:
-        optimizer.work_in(model, working_dtype)
-    return STAGES[stage](model, axis, optimizer, average)
+from minipar.parallel.base.shards import Layout, Row, copies_axis, in_groups
+from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
 
 
 # ---------------------------------------------------------------------- 1. a bucket, cut n ways
 class Bucket(Row):
-    """Parameters one after the other in a flat buffer, of which this rank owns a slice.
+    """Parameters one after the other in a flat buffer; this rank owns, and steps, one slice.
 
-    The parameters are views of the buffer. The slice is a view of it too, until `work_in` gives the
-    slice memory of its own. The other methods stand in the order of a step.
+    The parameters are views of the buffer, and so are the pieces of this rank. The methods stand in
+    the order of a step.
     """
 
     def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
         axis = copies_axis(parameters[0], data_axis)
         self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
         layout = Layout([p.numel() for p in parameters], axis)
+        weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
+        super().__init__(parameters, layout, axis, weights.view(axis.size, -1)[axis.rank])
         self.parameters = parameters
-        self.weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
-        super().__init__(parameters, layout, axis, self.weights.view(axis.size, -1)[axis.rank])
-        self.has_masters = False  # in the slice
+        for p, piece in zip(parameters, self.pieces, strict=True):
+            p.piece = piece
+        self.bind(weights)
         self.whole: Tensor | None = None  # [N]: gradients of this rank
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
         self.reducing: Pending | None = None  # from `whole` to
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
-        self.used: set[nn.Parameter] = set()  # by this rank, in this step
         self.gathering: Pending | None = None  # slices of all ranks to `weights`
-        for p, piece in zip(parameters, self.pieces, strict=True):
-            p.piece = piece
-        self._bind(self.weights)
 
     @torch.no_grad()
-    def _bind(self, weights: Tensor) -> None:
+    def bind(self, weights: Tensor) -> None:
         """Make the parameters views of `weights` [N]; their values stay."""
-        self.weights, self.places = weights, self.split(weights)
-        for p, place in zip(self.parameters, self.places, strict=True):
+        self.weights = weights
+        for p, place in zip(self.parameters, self.split(weights), strict=True):
             p.data = place.copy_(p.data)
 
-    def work_in(self, dtype: torch.dtype) -> None:
-        """Keep the slice as master weights; parameters, and the all-gather, have `dtype`."""
-        self.has_masters = True
-        self.move(self.shard.clone())
-        memory.tag("optimizer", self.shard)
-        for p, piece in zip(self.parameters, self.pieces, strict=True):
-            p.data = p.data.to(dtype)
-            p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
-            p.part_of = partial(self.part_of, piece)
-        self._bind(torch.zeros_like(self.weights, dtype=dtype))
-
-    def _open(self) -> None:
+    def add(self, *with_gradients: nn.Parameter) -> None:
+        """Move gradients into the flat buffer, where autograd adds to them; in backward."""
         if self.whole is None:
             self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
             self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
+        for p in with_gradients:
+            if p.grad is not self.views[p]:
+                p.grad = self.views[p].copy_(p.grad.detach())
 
-    def add(self, p: nn.Parameter) -> None:
-        """In backward: move the gradient of `p` into the flat buffer, where it accumulates."""
-        self._open()
-        if p.grad is not self.views[p]:
-            p.grad = self.views[p].copy_(p.grad.detach())
+    def reduce(self, op: Op) -> list[nn.Parameter]:
+        """Start to sum the gradients, each slice for its owner; when all of them are there.
 
-    def reduce(self, op: Op) -> None:
-        """When all gradients are there: start to sum them, each slice for its owner."""
+        Returns the parameters that this rank has used.
+        """
         self.wait_for_reduce()  # of the microbatch before
-        self._open()
-        for p in self.parameters:
-            if p.grad is not None:
-                self.add(p)
-                self.used.add(p)
-                p.grad = None
+        own = [p for p in self.parameters if p.grad is not None]
+        self.add(*own)
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
         self.whole, self.views = None, {}  # freed when it has been sent
+        for p in own:
+            p.grad = None
+        return own
 
     def wait_for_reduce(self) -> None:
         """Wait for the sum of this microbatch; add it to that of the microbatches before."""
@@ -178,54 +118,172 @@ class Bucket(Row):
             own, self.reducing = self.reducing.wait(), None
             self.reduced = own if self.reduced is None else self.reduced.add_(own)
 
-    def hand_out(self, used: Collection[nn.Parameter]) -> None:
-        """In `finish_backward`: give gradients to pieces whose parameters any rank has used."""
-        for p, span in zip(self.parameters, self.layout.spans, strict=True):
-            if p in used and p.piece.grad is None:
-                p.piece.grad = self.reduced[span].view_as(p.piece)
-        self.used.clear()
+    def hand_out(self, p: nn.Parameter) -> None:
+        """Give the piece of `p` its gradient; in `finish_backward`."""
+        if p.piece.grad is None:
+            p.piece.grad = self.reduced[self.spans[p.piece]].view_as(p.piece)
 
     def gather(self) -> None:
-        """After the step: start to collect the slices of all ranks."""
-        for p, place in zip(self.parameters, self.places, strict=True):
-            if p.data_ptr() != place.data_ptr():
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} has got new memory since its optimizer "
-                    f"was made; move or cast the model first"
-                )
+        """Start to collect the slices of all ranks; after the step."""
+        if self.parameters[0].data_ptr() != self.weights.data_ptr():
+            raise RuntimeError(
+                "the model was moved or cast after its ShardedOptimizer was made, which does not "
+                "reach it any more; move or cast the model first"
+            )
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
 
-    def arrive(self) -> None:
-        """Before the next forward uses them: wait until all slices are in `weights`."""
+    def wait_for_gather(self) -> None:
+        """Wait until all slices are in `weights`; before the next forward uses them."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
     def drop(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients; in `zero_grad`."""
         self.wait_for_reduce()
         self.whole, self.views, self.reduced = None, {}, None
-        self.used.clear()
         for p in (*self.parameters, *self.pieces):
             p.grad = None
 
+    @torch.no_grad()
+    def work_in(self, dtype: torch.dtype) -> None:
+        """Keep the slice as master weights; parameters, and the all-gather, have `dtype`."""
+        self.move(self.shard.clone())
+        memory.tag("optimizer", self.shard)
+        self.bind(torch.zeros_like(self.weights, dtype=dtype))
+        for p, piece in zip(self.parameters, self.pieces, strict=True):
+            p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
+            p.part_of = partial(self.part_of, piece)
 
-# ---------------------------------------------------------------------- 2. a step, cut n ways
+
+# ---------------------------------------------------------------------- 2. while backward goes on
+class Stage1(Strategy):
+    """A bucket is reduced as soon as backward has filled it, while backward goes on.
+
+    All ranks send the buckets in the order of their list, as collectives pair up by order. Backward
+    waits for buckets that were sent long ago, so few are whole.
+    """
+
+    every_backward_sends = False  # under `no_sync`, too
+    most_in_flight = 2  # buckets: the link always has one to carry
+
+    def __init__(
+        self, model: nn.Module, axis: Axis, optimizer: "ShardedOptimizer", average: bool = True
+    ) -> None:
+        super().__init__(model, axis)
+        self.shard_axes, self.optimizer = (axis,), optimizer
+        self.op: Op = "avg" if average else "sum"
+        self.rows = self.buckets = optimizer.buckets
+        self.bucket_of = optimizer.bucket_of
+        # Gradients come from the last layer to the first. A bucket is complete with the gradient
+        # of its first parameter; in forward this is the first to be needed, too. Tied weights of a
+        # pipeline have theirs at the end.
+        place = {p: -i for i, p in enumerate(model.parameters())}
+        place |= {p: 1 for p in place if hasattr(p, "comes_last")}
+        self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
+        self.in_flight: deque[Bucket] = deque()
+        self.used: set[nn.Parameter] = set()  # by this rank, in this step
+        self._begin_round()
+        optimizer.names = {p: name for name, p in model.named_parameters()}
+        let_modules_wait(model, optimizer)
+        self.hook_gradients(self.bucket_of)
+        self.watch(self.with_gradients())
+        self.replaced(self.bucket_of, "step the ShardedOptimizer, which has their gradients")
+
+    def _begin_round(self) -> None:
+        """Begin a round, in which each bucket is sent once, when its gradients are there."""
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}  # in their order
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        super()._on_gradient(p)
+        bucket = self.bucket_of[p]
+        if self.optimizer.has_stepped or bucket not in self.missing:
+            raise RuntimeError(
+                "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
+                "as that of the model does not reach it; finish_backward() after each backward "
+                "outside of no_sync(); and one backward in each no_sync()"
+            )
+        if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
+            bucket.add(p)
+        if self.synchronises or self.every_backward_sends:
+            self.missing[bucket].discard(p)
+            while self.missing and not next(iter(self.missing.values())):
+                self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        bucket = next(iter(self.missing))
+        del self.missing[bucket]
+        self.used.update(bucket.reduce(self.op))
+        self.in_flight.append(bucket)
+        if len(self.in_flight) > self.most_in_flight:
+            self.in_flight.popleft().wait_for_reduce()
+
+    def _end_round(self) -> None:
+        """Reduce the buckets that are left, complete or not: other ranks may have them."""
+        while self.missing:
+            self._reduce_next()
+        self._begin_round()
+
+    def finish_backward(self) -> None:
+        self._end_round()
+        used_by_any = self.tell_used([p in self.used for p in self.bucket_of])
+        while self.in_flight:
+            self.in_flight.popleft().wait_for_reduce()
+        # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
+        for p, is_used in zip(self.bucket_of, used_by_any(), strict=True):
+            if is_used:
+                self.bucket_of[p].hand_out(p)
+        self.used.clear()
+        super().finish_backward()
+
+    def with_gradients(self) -> Iterable[nn.Parameter]:
+        return [piece for bucket in self.buckets for piece in bucket.pieces]
+
+    def members(self, optimizer: Optimizer) -> Members:
+        return self.optimizer.members()
+
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+# ---------------------------------------------------------------------- 3. gradients cut n ways
+class Stage2(Stage1):
+    """Every microbatch is reduced: whole gradients are freed while backward goes on.
+
+    When a bucket is sent, the bucket before it must have arrived: at most two are whole. Each
+    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds; a rank without
+    samples for its only microbatch sends zeros in `finish_backward`.
+    """
+
+    every_backward_sends = True
+    most_in_flight = 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
+            try:
+                yield
+            finally:
+                self._end_round()
+
+
+STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
+
+
+# ---------------------------------------------------------------------- 4. a step, cut n ways
 class ShardedOptimizer(Optimizer):
     """An elementwise `torch.optim` class, with its state and its work spread over `axis`.
 
     Args:
         params: parameters, pairs with names, or groups, as for `optimizer_class`; alike on all
-            ranks. Parameters among them that are frozen stay so.
-        optimizer_class: made on this rank's pieces, which lie where the parameters do.
-        bucket_mb: capacity of a bucket in MB (10^6 bytes); a larger parameter has one to itself. By
-            default an eighth of the parameters, at most 25 MB.
-        options: of `optimizer_class`.
+            ranks. Frozen ones among them stay so.
+        bucket_mb: capacity of a bucket in MB (10^6 bytes). By default an eighth of the parameters,
+            at most 25 MB.
+        options: of `optimizer_class`, which steps the pieces of this rank.
 
-    To schedulers it is an optimizer like any other; `param_groups` list the pieces. Raises
-    `ValueError` when nothing is trainable, for a bucket without capacity, and for an optimizer that
-    looks at whole matrices.
+    To schedulers it is an optimizer like any other. Raises `ValueError` when nothing is trainable,
+    for a bucket without capacity, and for an optimizer that looks at whole matrices.
     """
 
     elementwise = True  # as `optimizer_class` is
@@ -252,9 +310,8 @@ class ShardedOptimizer(Optimizer):
             raise ValueError("there is no trainable parameter to optimize")
         num_bytes = sum(p.nbytes for own in trainable for p in own)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
-        self.buckets = [
-            Bucket(members, axis) for own in trainable for members in fill_buckets(own, capacity)
-        ]
+        groups_of = [in_groups(own, lambda _: capacity) for own in trainable]
+        self.buckets = [Bucket(own, axis) for own in chain(*groups_of)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.has_stepped = False  # with the gradients that are here
         cut = [
@@ -270,23 +327,13 @@ class ShardedOptimizer(Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
-    def work_in(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Compute in `dtype`: slices become master weights, and parameters are cast copies."""
-        for bucket in self.buckets:
-            if bucket.shard.is_floating_point():
-                bucket.work_in(dtype)
-        for p in filter(torch.is_floating_point, model.parameters()):
-            if p not in self.bucket_of:  # frozen, or without numbers
-                p.data = p.data.to(dtype)
-
-    @torch.no_grad()
     def step(self) -> None:
         """Update this rank's slices, and start to hand them out, those of the first layer first."""
         if not self.names:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         self.synchronize()
-        for bucket in self.buckets:
-            for p in bucket.parameters if bucket.has_masters else ():
+        for p in self.bucket_of:
+            if hasattr(p, "master"):
                 master_of(p)  # takes over what was written into the parameter
         self.inner.step()
         for bucket in reversed(self.buckets):
@@ -296,7 +343,7 @@ class ShardedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait until all parameters are whole: to read or write them outside of a forward."""
         for bucket in self.buckets:
-            bucket.arrive()
+            bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, of parameters and of pieces."""
@@ -319,212 +366,88 @@ class ShardedOptimizer(Optimizer):
 
         Raises `ValueError` for the state of other parameters.
         """
-        members = self.members()
-        own = cut_state(state_dict, members, self.buckets)
-        cut = [[label for label, p in group.items() if p in self.bucket_of] for group in members]
-        self.inner.load_state_dict(pack(own, cut, state_dict["param_groups"], named=False))
+        own = cut_state(state_dict, self.inner, self.members(), self.buckets)
+        self.inner.load_state_dict(own)
         self._adopt()
 
 
-# ---------------------------------------------------------------------- 3. state cut n ways
-class Naive(Strategy):
-    """Stage 1 at its simplest: after backward, one reduce-scatter per bucket."""
+# ---------------------------------------------------------------------- put on a model
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    optimizer: ShardedOptimizer,
+    stage: int = 1,
+    average: bool = True,
+    working_dtype: torch.dtype | None = None,
+) -> Stage1:
+    """Make `model` (any `nn.Module`) data parallel along `axis`, at the traffic of `ddp`.
 
-    def __init__(
-        self, model: nn.Module, axis: Axis, optimizer: ShardedOptimizer, average: bool = True
-    ) -> None:
-        super().__init__(model, axis)
-        self.shard_axes = (axis,)
-        self.optimizer, self.op = optimizer, "avg" if average else "sum"
-        self.rows = self.buckets = optimizer.buckets
-        self.bucket_of = optimizer.bucket_of
-        # Gradients come from the last layer to the first. A bucket is complete with the gradient
-        # of its first parameter; in forward this is the first to be needed, too. Tied weights of a
-        # pipeline have theirs at the end.
-        place = {p: -i for i, p in enumerate(model.parameters())}
-        place |= {p: 1 for p in place if hasattr(p, "comes_last")}
-        self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
-        self.next = 0  # index of the bucket that is sent next
-        self.in_flight: deque[Bucket] = deque()
-        optimizer.names = {p: name for name, p in model.named_parameters()}
-        let_modules_wait(model, optimizer)
-        self.hook_gradients(self.bucket_of)
-        self.watch(self.with_gradients())
-        self.replaced(self.bucket_of, "step the ShardedOptimizer, which has their gradients")
+    Args:
+        optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
+        stage: 1: gradients are whole until the end of backward; 2: they never are.
+        average: divide the sum of the gradients by the number of ranks.
+        working_dtype: compute in this dtype, and gather weights in it. The slices keep their dtype
+            and are the master weights of masters.py; gradients are summed in their dtype. Frozen
+            parameters are cast and have no master.
 
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        super()._on_gradient(p)
-        if self.optimizer.has_stepped or self.bucket_of[p] in self.buckets[: self.next]:
-            raise RuntimeError(
-                f"a backward would add to a finished sum (a parameter of shape {tuple(p.shape)}): "
-                f"call zero_grad() of the ShardedOptimizer, as that of the model does not reach "
-                f"it; finish_backward() after each backward outside of no_sync(); and one "
-                f"backward in each no_sync()"
-            )
-
-    def finish_backward(self) -> None:
-        self._end_round()
-        # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
-        used = {p for bucket in self.buckets for p in bucket.used}
-        told = flags([p in used for p in self.bucket_of], self.device)
-        told = all_reduce(told, self.axis, "max", out=told)
-        if len(used) < len(self.bucket_of):  # only then wait for a GPU
-            by_any = look(told, on_meta=())  # where all ranks are alike
-            used |= {p for p, is_used in zip(self.bucket_of, by_any, strict=False) if is_used}
-        while self.in_flight:
-            self.in_flight.popleft().wait_for_reduce()
-        for bucket in self.buckets:
-            bucket.hand_out(used)
-        super().finish_backward()
-
-    def _end_round(self) -> None:
-        """Reduce the buckets that are left, complete or not: each is sent once in a round."""
-        while self.next < len(self.buckets):
-            self._reduce_next()
-        self.next = 0
-
-    def _reduce_next(self) -> None:
-        bucket = self.buckets[self.next]
-        bucket.reduce(self.op)
-        self.in_flight.append(bucket)
-        self.next += 1
-
-    def with_gradients(self) -> Iterable[nn.Parameter]:
-        return [piece for bucket in self.buckets for piece in bucket.pieces]
-
-    def members(self, optimizer: Optimizer) -> Members:
-        return self.optimizer.members()
-
-    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
-
-    def full_masters(self) -> dict[nn.Parameter, Tensor]:
-        found: dict[nn.Parameter, Tensor] = {}
-        for row in (row for row in self.buckets if row.has_masters):
-            joined = row.join({p.piece: master_of(p) for p in row.parameters}, row.shard.dtype)
-            found |= {p: joined[p.piece] for p in row.parameters}
-        return found
-
-    def load_masters(self, whole: Mapping[nn.Parameter, Tensor]) -> None:
-        for row in (row for row in self.buckets if row.has_masters):
-            for p in row.parameters:
-                p.piece.copy_(row.part_of(p.piece, whole[p]))
-
-
-# ---------------------------------------------------------------------- 4. while computing goes on
-class Stage1(Naive):
-    """A bucket is reduced as soon as backward has filled it, while backward goes on.
-
-    All ranks send the buckets in the order of their list, as collectives pair up by order. Backward
-    waits for buckets that were sent long ago, so few are whole.
+    After a backward that an exception cut short, and before a step is left out, call
+    `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for
+    another stage, an optimizer of other parameters or along another axis, and for the models that
+    `claim` refuses.
     """
-
-    every_backward_sends = False  # under `no_sync`, too
-    most_in_flight = 2  # buckets: the link always has one to carry
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
-
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        super()._on_gradient(p)
-        bucket = self.bucket_of[p]
-        if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
-            bucket.add(p)
-        if self.synchronises or self.every_backward_sends:
-            self.missing[bucket].discard(p)
-            while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
-                self._reduce_next()
-
-    def _reduce_next(self) -> None:
-        super()._reduce_next()
-        if len(self.in_flight) > self.most_in_flight:
-            self.in_flight.popleft().wait_for_reduce()
-
-    def _end_round(self) -> None:
-        super()._end_round()
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
-
-
-# ---------------------------------------------------------------------- 5. gradients cut n ways
-class Stage2(Stage1):
-    """Every microbatch is reduced: whole gradients are freed while backward goes on.
-
-    When a bucket is sent, the bucket before it must have arrived: at most two are whole. Each
-    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds; a rank without
-    samples for its only microbatch sends zeros in `finish_backward`.
-    """
-
-    every_backward_sends = True
-    most_in_flight = 1
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with super().no_sync():
-            try:
-                yield
-            finally:
-                self._end_round()
-
-
-STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
-
-
-# ---------------------------------------------------------------------- helpers
-def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
-    kinds: dict[tuple, list[nn.Parameter]] = defaultdict(list)
-    for p in parameters:
-        kinds[p.dtype, p.device, copies_axis(p, None)].append(p)
-    for members in kinds.values():
-        bucket, room = [], capacity
-        for p in members:
-            if bucket and p.nbytes > room:
-                yield bucket
-                bucket, room = [], capacity
-            bucket.append(p)
-            room -= p.nbytes
-        yield bucket
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
+    if getattr(optimizer, "axis", None) != axis:
+        raise ValueError(
+            f"optimizer= must be a ShardedOptimizer along {axis.name}={axis.size}, "
+            f"not {type(optimizer).__name__} along {getattr(optimizer, 'axis', None)}"
+        )
+    trainable = {p: name for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+    if trainable.keys() != optimizer.bucket_of.keys():
+        missing = [name for p, name in trainable.items() if p not in optimizer.bucket_of]
+        raise ValueError(
+            f"the optimizer must hold all trainable parameters of the model, and no others. It "
+            f"lacks {missing[:3] or 'none'} ({len(missing)} in all); hand them over, or freeze "
+            f"them with requires_grad_(False)"
+        )
+    claim(model, f"zero {stage}", axis)
+    replicate(model, axis, is_data=True)
+    if working_dtype is not None:
+        for bucket in optimizer.buckets:
+            if bucket.shard.is_floating_point():
+                bucket.work_in(working_dtype)
+        for p in filter(torch.is_floating_point, model.parameters()):
+            if p not in trainable:  # frozen, or without numbers
+                p.data = p.data.to(working_dtype)
+    return STAGES[stage](model, axis, optimizer, average)
 
 
 def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """Make modules of `model` wait, before they run, for weights that are still on their way.
+    """Make each module wait, before it runs, for those of its weights that are on their way.
 
-    A module may use a weight inside of it without calling the weight's own module, as
-    `nn.MultiheadAttention` uses `out_proj`. So the nearest module around a weight that is ever
-    called waits for it. The first forward, when all weights are there, shows which are called.
+    A weight may be used without a call of its module, as `nn.MultiheadAttention` uses `out_proj`.
+    So `model` itself waits for the weights of modules that were never called.
     """
-    named = model.named_parameters(remove_duplicate=False)
-    weights = [(name, optimizer.bucket_of[p]) for name, p in named if p in optimizer.bucket_of]
-    called: set[str] = set()  # paths of modules
-    needs: dict[str, set[Bucket]] = defaultdict(set)  # by the path of the module that waits
+    needs: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
+    for module in model.modules():
+        own = (optimizer.bucket_of.get(p) for p in module.parameters(recurse=False))
+        needs[module] = [bucket for bucket in own if bucket is not None]
+    never_called = WeakKeyDictionary(needs)
 
-    def wait(path: str) -> None:
-        if path not in called:
-            called.add(path)
-            needs.clear()
-            for name, bucket in weights:
-                around = name.rpartition(".")[0]
-                while around and around not in called:
-                    around = around.rpartition(".")[0]
-                needs[around].add(bucket)
-        for bucket in needs[""] | needs[path]:
-            bucket.arrive()
+    # One hook for all modules, or torch.compile would make a graph for each layer.
+    def wait(module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():  # inside of a graph no module is called
+            never_called.pop(module, None)
+            for bucket in needs.get(module, ()):  # none of a deep copy
+                bucket.wait_for_gather()
 
-    path_of: dict[int, str] = {}  # by the table of hooks, which a pipeline's shallow copies share
+    def wait_for_uncalled(module: nn.Module, _: Any) -> None:  # evaluation may call others
+        for bucket in chain(*never_called.values()) if module.training else optimizer.buckets:
+            bucket.wait_for_gather()
 
-    def hook(module: nn.Module, _: Any) -> None:
-        # Inside of a compiled graph no module is called; a module around the graph waits. It is one
-        # hook for all modules, or each layer would have a graph of its own.
-        if not torch.compiler.is_compiling():
-            path = path_of.get(id(module._forward_pre_hooks))
-            if path is not None:  # else it is a deep copy, which has weights of its own
-                wait(path)
-
-    model.register_forward_pre_hook(lambda *_: wait(""))
-    for path, module in model.named_modules():
-        if module is not model:
-            path_of[id(module._forward_pre_hooks)] = path
-            module.register_forward_pre_hook(hook)
+    model.register_forward_pre_hook(torch.compiler.disable(wait_for_uncalled))
+    for module in needs:
+        module.register_forward_pre_hook(wait)
     model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
     model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())

@@ -2,7 +2,9 @@
 
 import datetime
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +27,11 @@ def check_backend(backend: str, size: int) -> None:
     """Raise `ValueError` for an unknown backend, or nccl with fewer GPUs than ranks."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
-    if backend == "nccl":
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus < size:
-            raise ValueError(
-                f"backend=nccl needs a GPU per rank: {size} ranks but {gpus} GPUs; use gloo, "
-                f"which also lets several ranks share a GPU"
-            )
+    if backend == "nccl" and pick_backend(size) != "nccl":
+        raise ValueError(
+            f"backend=nccl needs a GPU per rank: {size} ranks but {torch.cuda.device_count()} "
+            f"GPUs; use gloo, which also lets several ranks share a GPU"
+        )
 
 
 def compute_device() -> torch.device:
@@ -52,8 +52,8 @@ def compute_device() -> torch.device:
 def init(backend: str, timeout: float, **where: Any) -> None:
     """Join the default process group; `where` says how the ranks meet.
 
-    Where NCCL carries the tensors of GPUs, gloo carries those of the host, and objects, whose
-    pickles would else be copied to every GPU.
+    NCCL carries the tensors of GPUs. Beside NCCL, gloo carries tensors of the host, and pickled
+    objects, which NCCL would first copy to a GPU.
     """
     if backend == "link":
         from minipar.emulate import link_group
@@ -66,15 +66,52 @@ def init(backend: str, timeout: float, **where: Any) -> None:
     Mesh.label = f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
+_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """True if it was the connection that failed: the process group is of no use any more."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+
+
 # ---------------------------------------------------------------------- ranks of torchrun
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets for each rank."""
+_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables by which srun and mpirun tell a task the number of tasks."""
+
+
 def under_torchrun() -> bool:
-    """True if torchrun (or another launcher that speaks its variables) started this process."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    """True if torchrun (or another launcher that speaks its variables) started this process.
+
+    Raises `ValueError` if srun or mpirun started several tasks without these variables: each task
+    would train alone.
+    """
+    if all(name in os.environ for name in VARIABLES):
+        return True
+    in_step = "SLURM_STEP_ID" in os.environ  # outside, these are the tasks of the whole job
+    for name in _NUM_TASKS:
+        num_tasks = os.environ.get(name, "1") if in_step or "SLURM" not in name else "1"
+        if num_tasks.isdecimal() and int(num_tasks) > 1:
+            raise ValueError(
+                f"{name}={num_tasks}: {'srun' if 'SLURM' in name else 'mpirun'} started "
+                f"{num_tasks} tasks, and nothing tells a task its rank; start one task on each "
+                f"host, and torchrun in it, or export {', '.join(VARIABLES)}"
+            )
+    return False
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return RANK and WORLD_SIZE. Raises `ValueError` for a rank that cannot be."""
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")
+    return rank, size
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those of its host; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun() else 0
+    """Return the number of this rank among the ranks of its host; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if "RANK" in os.environ else 0
 
 
 def restarts() -> int:
@@ -102,37 +139,60 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     others, so that none closes its connections while another still reads from them. After an error
     it does not wait. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this host
     has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the ranks
-    do not meet within `timeout` seconds.
+    do not meet within `timeout` seconds, or lose each other.
     """
-    rank, size = (_number(name) for name in ("RANK", "WORLD_SIZE"))
-    if not 0 <= rank < size:
-        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")
+    (rank, size), port = rank_and_size(), _number("MASTER_PORT")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port}: ports are 1 to 65535")
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_backend(backend, num_here)
     compute_device()  # nccl talks from there
     try:
-        init(backend, timeout, init_method="env://")
-    except (dist.DistError, RuntimeError) as error:
+        init(backend, timeout, store=_meet(timeout), rank=rank, world_size=size)
+    except (dist.DistError, RuntimeError, TimeoutError) as error:
         where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise ConnectionError(
             f"the {size} ranks do not meet at {where} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}"
+            f"{(str(error) or 'no answer').splitlines()[0]}"
         ) from None
     try:
         yield
         dist.barrier()
-    except BaseException:
+    except BaseException as error:
         if backend == "nccl":  # to destroy its groups would wait for ranks that do not come
             dist.distributed_c10d._abort_process_group()
+        if is_lost_connection(error):
+            lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
+            lost.__notes__ = getattr(error, "__notes__", [])
+            raise lost from None
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
+def _meet(timeout: float) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT.
+
+    A thread waits for it: torch itself would wait for ever where another program holds the port,
+    and says nothing.
+    """
+    found: Future = Future()
+
+    def look() -> None:
+        try:
+            seconds = datetime.timedelta(seconds=timeout)
+            found.set_result(next(dist.rendezvous("env://", timeout=seconds))[0])
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look, daemon=True).start()
+    return found.result(timeout + 1)
+
+
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is no number; torchrun sets RANK and WORLD_SIZE")
+        raise ValueError(f"{name}={text!r} is no number; torchrun sets {', '.join(VARIABLES)}")
     return int(text)

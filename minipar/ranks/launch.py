@@ -8,11 +8,9 @@ ranks find each other at a store in your process, whose port the system chooses.
 
 *Failure.* When a rank raises, the others get `grace` seconds to finish. Then they are stopped, even
 inside of a collective: a control thread in each rank aborts its process groups. If a rank has only
-lost its connection, or says that all ranks find the same, the others get 10 x `grace`. An `except`
-or `finally` is interrupted only after a second, so that locks and files are given back. A rank that
-does not answer is killed. Then the ranks make a new process group and keep their variables. If a
-rank is dead, all ranks are started anew. `RankError` shows the traceback of the rank that failed
-first.
+lost its connection, the others get 10 x `grace`. A rank that does not answer is killed. Then the
+ranks make a new process group and keep their variables. If a rank is dead, all ranks are started
+anew. `RankError` shows the traceback of the rank that failed first.
 
 *End.* No rank outlives your process, however it ends: the kernel ends a rank, and what it has
 started, when the pipe from your process closes.
@@ -32,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -50,6 +47,8 @@ RANK_BYTES = 100e6
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
 """Environment of the ranks, unless the user's says otherwise."""
+TO_STOP = 3.0
+"""Seconds in which a rank that is stopped must answer; else it is killed."""
 
 OutputSink = Callable[[int, str, Any], None]
 """Called as ``sink(rank, stream, payload)``; stream is "stdout", "stderr" or one of your own."""
@@ -67,7 +66,6 @@ class RankError(RuntimeError):
         alike: dict[tuple[str, str], list[Failure]] = {}
         for failure in self.failures.values():
             alike.setdefault((failure.kind, failure.message), []).append(failure)
-        # Of reports of one and the same failure, the one that tells most.
         return [
             f"{_who(same)}:\n{max((f.report for f in same), key=len)}" for same in alike.values()
         ]
@@ -95,11 +93,7 @@ def prefixed(rank: int, stream: str, text: str) -> None:
 
 
 def check_fits_here(size: int, weight_bytes: float = 0) -> None:
-    """Raise `ValueError` for more ranks than this machine can start.
-
-    `weight_bytes` is what each holds besides itself. Cores may be shared, within reason; memory
-    may not.
-    """
+    """Raise `ValueError` for more ranks, of `weight_bytes` each, than this machine can start."""
     cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
     rank_bytes = RANK_BYTES + weight_bytes
     most = min(max(64, cores), int(memory / rank_bytes))
@@ -172,9 +166,10 @@ class Ranks:
                 wait_for_workers=False,
                 master_listen_fd=os.dup(door.fileno()),
             )
+        environment = {**QUIET, **os.environ, "OMP_NUM_THREADS": str(threads)}
         self._setup = Setup(
             size, backend, timeout, threads, sink is not None, max_lines, self._store.port,
-            tuple(preload), {**QUIET, **os.environ, "OMP_NUM_THREADS": str(threads)}, device, strict
+            tuple(preload), environment, device, strict
         )  # fmt: skip
         self._processes: list[Process] = []
         atexit.register(self.close)
@@ -214,7 +209,7 @@ class Ranks:
     def restart(self) -> None:
         """End all ranks and start fresh ones in their place."""
         self._check_open()
-        with self.lock, Interrupts():
+        with self.lock, _interrupts_held():
             self._end()
             self._start()
 
@@ -224,7 +219,7 @@ class Ranks:
         A call that is running in another thread fails.
         """
         if self._pid != os.getpid():
-            return  # a fork of the process whose ranks they are
+            return  # this process is a fork; its parent owns the ranks
         self.closed = True
         for process in self._processes:
             process.kill()
@@ -250,8 +245,6 @@ class Ranks:
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError("these ranks have ended; start new ones with Ranks(...)")
-        if self._pid != os.getpid():
-            raise RuntimeError("these ranks obey the process that started them, not a fork of it")
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
@@ -298,27 +291,22 @@ class Ranks:
         call = Call(self._number, self.size, asked, set(asked), limit=limit or math.inf)
         if self.time_limit is not None and limit is None:
             call.deadline = time.monotonic() + self.time_limit
-        with Interrupts() as interrupts:
+        with _interrupts_held() as raise_interrupt:
             for rank in asked:
                 with suppress(OSError):  # a dead rank is found below
                     self._processes[rank].work.send((self._number, *messages[rank]))
             while call.waiting:
                 try:
-                    interrupts.check()
-                    self._listen(call, interrupts)
+                    raise_interrupt()
+                    self._listen(call)
                     self._press(call)
                 except BaseException as error:  # Ctrl-C, or an error of the sink
-                    if self.closed:
-                        raise
-                    (self._stop if call.interrupted is None else self._kill)(call)
+                    self._stop(call)
                     call.interrupted = error
             if self.closed:
                 raise RuntimeError("these ranks were ended during the call")
             if limit is None:
                 self._mend(call)
-        if isinstance(call.interrupted, TimeoutError):
-            for rank, report in sorted(call.stacks.items()):
-                call.interrupted.add_note(f"rank {rank} was stopped here:\n{report}")
         if call.interrupted is not None:
             raise call.interrupted
         if call.failures:
@@ -328,31 +316,20 @@ class Ranks:
         answers = [call.results.get(rank) for rank in range(self.size)]
         return [None if answer is None else unpack(answer) for answer in answers]
 
-    def _listen(self, call: "Call", interrupts: "Interrupts") -> None:
-        """Take in what the ranks have said by now; wait for half a second at most."""
-        seconds = min(call.deadline, call.limit) - time.monotonic()
+    def _listen(self, call: "Call") -> None:
+        """Take in what the ranks have said by now; wait for a tenth of a second at most."""
         asked = {rank: self._processes[rank] for rank in sorted(call.waiting)}
-        with interrupts.allowed():
-            signs = [sign for process in asked.values() for sign in process.signs]
-            ready = wait(signs, min(0.5, max(0.0, seconds)))
+        ready = wait([sign for process in asked.values() for sign in process.signs], 0.1)
         for rank, process in asked.items():
             try:
-                said = process.heard(ready)
+                kind, *content = process.heard(ready)
             except (EOFError, OSError):
                 call.died(rank, process.reap())
                 continue
-            for kind, messages in groupby(said, key=lambda message: message[0]):
-                self._take(call, rank, kind, [content for _, *content in messages])
-
-    def _take(self, call: "Call", rank: int, kind: str, contents: list[list]) -> None:
-        """Enter what a rank has said: its answer, or messages of one kind for the sink."""
-        if kind in ("result", "failure"):
-            call.answered(rank, *contents[0])
-            return
-        if kind in ("stdout", "stderr"):
-            contents = [["".join(text for (text,) in contents)]]
-        for (content,) in contents:
-            self.sink(rank, kind, content)
+            if kind in ("result", "failure"):
+                call.answered(rank, *content)
+            elif kind != "nothing":
+                self.sink(rank, kind, *content)
 
     def _press(self, call: "Call") -> None:
         """Once a rank has failed: wait, then stop the others, then kill them."""
@@ -362,23 +339,24 @@ class Ranks:
             call.interrupted = TimeoutError(f"ranks {late}: not done after {self.time_limit:g} s")
             self._stop(call)
         if call.failures and call.limit == math.inf:
-            call.limit = now + self.grace * (10 if call.is_felt_by_all else 1)
+            # A lost connection is a consequence: its cause, or a death, is still to be heard of.
+            is_cause = any(not failure.broken for failure in call.failures.values())
+            call.limit = now + self.grace * (1 if is_cause else 10)
         if call.dead and not call.stopped:
             call.limit = now  # a wait for the dead is in vain
         if now >= call.limit:
-            (self._kill if call.stopped else self._stop)(call)
+            self._stop(call)
 
     def _stop(self, call: "Call") -> None:
-        call.stopped, call.limit = True, time.monotonic() + 3
+        """Stop the ranks that have not answered; kill them if they were stopped before."""
         for rank in call.waiting:
-            with suppress(OSError):
-                self._processes[rank].control.send(call.number)
-
-    def _kill(self, call: "Call") -> None:
-        call.dead = call.stopped = True
-        call.limit = time.monotonic() + 3
-        for rank in call.waiting:
-            self._processes[rank].kill()
+            if call.stopped:
+                self._processes[rank].kill()
+            else:
+                with suppress(OSError):
+                    self._processes[rank].control.send(call.number)
+        call.dead |= call.stopped
+        call.stopped, call.limit = True, time.monotonic() + TO_STOP
 
 
 @dataclass
@@ -393,35 +371,33 @@ class Call:
     deadline: float = math.inf  # of the whole call
     results: dict[int, bytes] = field(default_factory=dict)  # pickled
     failures: dict[int, Failure] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)  # where ranks were stopped
     dead: bool = False  # one of the ranks
     left: bool = False  # one of the ranks has left our process group
     stopped: bool = False
     interrupted: BaseException | None = None
 
     def answered(self, rank: int, answer: bytes | Failure, joined: bool) -> None:
-        """Note an answer; a failure counts unless it is only a consequence of another.
-
-        A rank may answer late, since it took long to put its own failure into words.
-        """
+        """Note an answer; a failure counts unless it is only a consequence of another."""
         self.waiting.discard(rank)
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
         elif answer.stopped:
-            self.stacks[rank] = answer.report
+            if isinstance(self.interrupted, TimeoutError):
+                self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
         elif not (answer.broken and (self.stopped or self.dead)):
             self.failures[rank] = answer
 
     def died(self, rank: int, exitcode: int) -> None:
-        """Note that a process has ended; that outranks the errors of those who missed it."""
+        """Note that a process has ended. Connections that broke elsewhere are a consequence."""
         self.waiting.discard(rank)
         self.dead = True
         if self.stopped and self.failures:
             return  # we killed it ourselves
         message = f"the process ended by exit {exitcode}"
         if exitcode < 0:
-            message = f"the process ended by signal {-exitcode} ({signal_name(-exitcode)})"
+            names = {int(number): number.name for number in signal.Signals}
+            message = f"the process ended by signal {-exitcode} ({names.get(-exitcode, 'unknown')})"
         if exitcode == -signal.SIGABRT:
             message += (
                 "; gloo ends it where ranks call different collectives, or with other sizes: all "
@@ -433,74 +409,39 @@ class Call:
         self.failures = own | {rank: Failure(label, "Died", message, message, exitcode)}
 
     @property
-    def is_felt_by_all(self) -> bool:
-        """True if the others, too, should find the failure, or the death that is behind it."""
-        failures = self.failures.values()
-        return any(f.everywhere for f in failures) or all(f.broken for f in failures)
-
-    @property
-    def is_alike(self) -> bool:
-        """True if all ranks failed, with one and the same kind of error: they are in step."""
-        failures = self.failures.values()
-        return (
-            len(failures) == len(self.asked)
-            and len({failure.kind for failure in failures}) == 1
-            and not any(failure.broken for failure in failures)
-        )
-
-    @property
     def has_broken_group(self) -> bool:
-        """True if the ranks must make their process group anew."""
-        return self.stopped or self.left or (bool(self.failures) and not self.is_alike)
+        """True if the ranks must make their process group anew.
+
+        Not if all ranks failed, with one and the same kind of error: they are in step.
+        """
+        failures = self.failures.values()
+        is_alike = len(failures) == len(self.asked) and len({f.kind for f in failures}) == 1
+        in_step = not failures or (is_alike and not any(f.broken for f in failures))
+        return self.stopped or self.left or not in_step
 
 
-def signal_name(number: int) -> str:
-    """Return "SIGKILL" for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
-
-
-class Interrupts:
-    """Ctrl-C while ranks are supervised: obeyed at once where we only wait, else a little later.
+@contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back in the body; yield a function that raises it, if it was pressed.
 
     There is no recovery from a message that was cut in two, or from a half-made group.
     """
+    pressed: list[tuple] = []
+    usual = signal.getsignal(signal.SIGINT)
+    holds = threading.current_thread() is threading.main_thread() and callable(usual)
+    if holds:
+        signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
 
-    def __init__(self) -> None:
-        self._is_allowed, self._noted, self._usual = False, None, None
+    def raise_interrupt() -> None:
+        if pressed:
+            usual(*pressed.pop())
 
-    def __enter__(self) -> "Interrupts":
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and callable(signal.getsignal(signal.SIGINT)):
-            self._usual = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._usual is not None:
-            signal.signal(signal.SIGINT, self._usual)
-            self.check()
-
-    def _on_signal(self, *args: Any) -> None:
-        self._noted = args
-        if self._is_allowed:
-            self.check()
-
-    def check(self) -> None:
-        """Raise the interrupt that came meanwhile, if any."""
-        args, self._noted = self._noted, None
-        if args is not None:
-            self._usual(*args)
-
-    @contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Raise interrupts at once in the body."""
-        self._is_allowed = True
-        try:
-            yield
-        finally:
-            self._is_allowed = False
+    try:
+        yield raise_interrupt
+    finally:
+        if holds:
+            signal.signal(signal.SIGINT, usual)
+    raise_interrupt()
 
 
 def spawn(fn: Callable, size: int, *args: Any, **kwargs: Any) -> list[Any]:

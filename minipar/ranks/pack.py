@@ -1,6 +1,6 @@
-"""How a function and its arguments travel to a rank: pickled, by value if they are of `__main__`.
+"""Pickles for ranks: a function travels by value if it is of `__main__`, else by name.
 
-Both ends of the pipe are our own processes; nothing that comes from elsewhere is unpickled.
+Both ends of the pipe are our own processes. Nothing that comes from elsewhere is unpickled.
 """
 
 import functools
@@ -19,31 +19,7 @@ class CannotTravel(TypeError):
     """A function or an argument cannot be sent to the ranks; says why."""
 
     def _render_traceback_(self) -> list[str]:
-        return str(self).splitlines()  # in a notebook: the frames would all be those of pickle
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """True if the tensor is its numbers and nothing else."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.__dict__:
-        return False
-    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-        return False
-    is_freed = tensor.untyped_storage().nbytes() == 0 < tensor.numel()
-    return not (is_freed or tensor.is_quantized or tensor._backward_hooks)
-
-
-def _tensor(content: bytes, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
-    """Make the tensor of these bytes."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # a user may have another default
-    if content:
-        numbers = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        tensor.view(-1).view(torch.uint8).copy_(numbers)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _cached(fn: Callable, parameters: dict[str, Any]) -> Callable:
-    """Put `fn` under a cache of its own, which is empty."""
-    return functools.lru_cache(**parameters)(fn)
+        return str(self).splitlines()  # in a notebook; all frames would be frames of pickle
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -58,11 +34,33 @@ class _Pickler(cloudpickle.Pickler):
             if where.startswith("__main__.") or "<locals>" in where:
                 return _cached, (thing.__wrapped__, thing.cache_parameters())
         # torch would write a checkpoint file for each tensor, with all that a view is a part of.
-        if isinstance(thing, Tensor) and _is_plain(thing):
+        if type(thing) is Tensor and _is_plain(thing):
             numbers = thing.detach().contiguous().view(-1)
             content = numbers.view(torch.uint8).numpy().tobytes() if thing.numel() else b""
             return _tensor, (content, thing.dtype, thing.shape, thing.requires_grad)
         return super().reducer_override(thing)
+
+
+def _cached(fn: Callable, parameters: dict[str, Any]) -> Callable:
+    """Put `fn` under a cache of its own, which is empty."""
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True if the tensor is its numbers and nothing else."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_complex():
+        return False
+    is_freed = tensor.untyped_storage().nbytes() == 0 < tensor.numel()
+    return not (is_freed or tensor.is_quantized or tensor.__dict__ or tensor._backward_hooks)
+
+
+def _tensor(content: bytes, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
+    """Make the tensor of these bytes."""
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # a user may have another default
+    if content:
+        numbers = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        tensor.view(-1).view(torch.uint8).copy_(numbers)
+    return tensor.requires_grad_(requires_grad)
 
 
 def pack(thing: Any) -> bytes:

@@ -13,11 +13,12 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, Pipe
 from types import ModuleType
+from typing import Any
 
 from minipar.ranks.worker import Setup, rank_main
 
@@ -26,41 +27,30 @@ PRELOAD = ("minipar.ranks.preload",)
 """Modules that the fork server imports in any case."""
 
 
-def warm_up(modules: Sequence[str] = ()) -> None:
-    """Start the fork server, unless it runs; return while it imports torch and `modules`."""
-    if METHOD != "forkserver":
-        return
-    forkserver.set_forkserver_preload([*PRELOAD, *modules])
-    if len(tempfile.gettempdir()) > 50:  # the address of a Unix socket has 107 bytes at most
-        usual, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        util.get_temp_dir()  # of `multiprocessing`, which keeps it
-        tempfile.tempdir = usual
-    # The server must find the minipar that is imported here, and not one in the current folder.
-    here = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in here}
-    os.environ.update(here)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 @contextmanager
-def _nameless_program() -> Iterator[None]:
-    """Hide the user's program from `multiprocessing`, which would run its file in each rank.
-
-    Ranks need nothing of that file: functions travel by value. So a script starts ranks without
-    `if __name__ == "__main__"`.
-    """
-    program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+def _replaced(mapping: MutableMapping, **values: Any) -> Iterator[None]:
+    """Give some entries of `mapping` other values in the body."""
+    before = {name: mapping[name] for name in values if name in mapping}
+    mapping.update(values)
     try:
         yield
     finally:
-        sys.modules["__main__"] = program
+        mapping.update(before)
+        for name in values.keys() - before.keys():
+            del mapping[name]
+
+
+def warm_up(modules: Sequence[str] = ()) -> None:
+    """Start the fork server, unless it runs; return while it imports torch and `modules`."""
+    if METHOD == "forkserver":
+        forkserver.set_forkserver_preload([*PRELOAD, *modules])
+        if len(tempfile.gettempdir()) > 50:  # the address of a Unix socket has 107 bytes at most
+            with _replaced(vars(tempfile), tempdir="/tmp"):
+                util.get_temp_dir()  # of `multiprocessing`, which keeps it
+        # The server must find the minipar that is imported here, not one in the current folder.
+        path = os.pathsep.join(sys.path)
+        with _replaced(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):
+            forkserver.ensure_running()
 
 
 class Process:
@@ -73,35 +63,26 @@ class Process:
         streams = [Connection(os.dup(fd)) for fd in (1, 2)]  # where a rank prints for itself
         args = (setup, work, control, *streams)
         self._process = multiprocessing.get_context(METHOD).Process(target=rank_main, args=args)
-        try:
-            with _nameless_program():
-                self._process.start()
-        except (EOFError, ConnectionError) as error:
-            raise OSError(
-                "Python's fork server ended before it could fork a rank. Its own error stands "
-                "above: a module of preload= that fails, or too many processes (ulimit -u)"
-            ) from error
+        # `multiprocessing` would run the user's program in each rank. Ranks do not need it, because
+        # functions travel by value.
+        with _replaced(sys.modules, __main__=ModuleType("__main__")):
+            self._process.start()
         for end in (work, control, *streams):
             end.close()
         self.pid = self._process.pid
         # A rank that has ended closes its pipe, unless a child of its own still holds it.
         self.signs = [self.work, self._process.sentinel]
 
-    def heard(self, ready: list) -> list[tuple]:
-        """Return what the rank has said, if one of its signs is among those that are `ready`.
+    def heard(self, ready: list) -> tuple:
+        """Return a message of the rank, or ("nothing",) if none of its signs is `ready`.
 
-        A hundred messages at most, so that a rank that never stops talking lets others be heard.
         Raises `EOFError` or `OSError` when the rank has ended.
         """
-        if self.work not in ready:
-            if self._process.sentinel in ready:
-                raise EOFError
-            return []
-        said = [self.work.recv()]
-        with suppress(EOFError, OSError):  # it will be found again
-            while len(said) < 100 and self.work.poll():
-                said.append(self.work.recv())
-        return said
+        if self.work in ready:
+            return self.work.recv()
+        if self._process.sentinel in ready:
+            raise EOFError
+        return ("nothing",)
 
     def kill(self) -> None:
         """End the rank at once, and the processes that it has started."""

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device, strict
-from minipar.ranks.backends import compute_device, init
+from minipar.ranks.backends import compute_device, init, is_lost_connection
 from minipar.ranks.output import Output, Stream
 from minipar.ranks.pack import pack, unpack
 
@@ -44,12 +44,11 @@ class Failure:
     exitcode: int | None = None  # of a process that ended
     broken: bool = False  # it was the connection that failed, not the code
     stopped: bool = False  # because others had failed, not by itself
-    everywhere: bool = False  # the other ranks of the group find the same
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a rank must know to start."""
+    """The facts that a rank needs to start."""
 
     size: int
     backend: str
@@ -66,15 +65,7 @@ class Setup:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised inside a rank whose call was stopped because another rank failed."""
-
-
-CLEANING = 1.0
-"""Seconds in which a call that is to stop is not interrupted inside of an `except` or `finally`: it
-may be giving locks and files back."""
-
-_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
-"""Words of a communication error after which the process group cannot be used."""
+    """Raised inside a rank to stop its call, because another rank failed."""
 
 
 class _Worker:
@@ -82,10 +73,8 @@ class _Worker:
 
     def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
         self.setup, self.work, self.control = setup, work, control
-        self.pid = os.getpid()
         self.call = 0  # number of the latest call
         self.stopped = 0  # number of the latest call that was stopped
-        self.clean_by = 0.0  # until then, `except` and `finally` are not interrupted
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while the user's code runs
         self.lock = threading.Lock()
@@ -96,7 +85,7 @@ class _Worker:
         threading.Thread(target=self._obey, daemon=True).start()
         torch.set_num_threads(self.setup.threads)
         device.use(self.setup.emulated)
-        if self.setup.backend != "link":  # which carries what is on the CPU
+        if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()
         if self.setup.capture:
             sys.stdout, sys.stderr = Stream("stdout", self.output), Stream("stderr", self.output)
@@ -111,10 +100,6 @@ class _Worker:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):  # the function may have put anything in their place
                     stream.flush()
-            if os.getpid() != self.pid:  # a child of os.fork(): the answer is not for it to give
-                if answer[0] == "failure":
-                    os.write(2, f"{answer[1].report}\n".encode())
-                os._exit(answer[0] == "failure")
             self.output.end()
             self.say(*answer, dist.group.WORLD is self.world)
 
@@ -134,7 +119,7 @@ class _Worker:
 
     def _join(self, meeting: int) -> None:
         if dist.is_initialized() and self.setup.backend == "nccl":
-            dist.distributed_c10d._abort_process_group()  # others may never come to what is open
+            dist.distributed_c10d._abort_process_group()  # to destroy it would wait
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", self.setup.port, wait_for_workers=False)
@@ -147,7 +132,7 @@ class _Worker:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
         if not isinstance(report, str):
             add_hint(error)
-            # The first frames are this loop's; a reader wants those of the function.
+            # The first frames are frames of this loop; a reader wants the function's frames.
             tb = error.__traceback__
             for _ in range(2):
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
@@ -161,9 +146,8 @@ class _Worker:
             type(error).__name__,
             message,
             report,
-            broken=isinstance(error, RuntimeError) and any(word in message for word in _BROKEN),
+            broken=is_lost_connection(error),
             stopped=self.stopped == self.call,
-            everywhere=getattr(error, "everywhere", False) is True,
         )
 
     def say(self, kind: str, *content: Any) -> None:
@@ -182,8 +166,7 @@ class _Worker:
 
     # ------------------------------------------------------------------ being stopped
     def _on_signal(self, *_: object) -> None:
-        cleans = sys.exception() is not None and time.monotonic() < self.clean_by
-        if self.busy.is_set() and not cleans:
+        if self.busy.is_set():
             raise Stopped("stopped because another rank failed or the call was interrupted")
 
     def _obey(self) -> None:
@@ -193,14 +176,10 @@ class _Worker:
         try:
             while parent not in wait([self.control, parent]):
                 unwanted = self.control.recv()  # the number of the call to stop
-
-                def runs(unwanted: int = unwanted) -> bool:
-                    return self.busy.is_set() and self.call == unwanted
-
-                if runs():
-                    self.stopped, self.clean_by = unwanted, time.monotonic() + CLEANING
+                if self.busy.is_set() and self.call == unwanted:
+                    self.stopped = unwanted
                     abort_groups()
-                while runs():  # plain Python: loops and sleeps
+                while self.busy.is_set() and self.call == unwanted:  # in Python: loops and sleeps
                     signal.pthread_kill(main, signal.SIGUSR2)
                     time.sleep(0.1)
         finally:
@@ -242,7 +221,10 @@ def abort_groups() -> None:
 
 
 def _abort_together(groups: list[dist.ProcessGroup]) -> None:
-    """As torch's `_abort_process_group`: ended one by one, communicators may wait for another."""
+    """Abort groups over NCCL in one batch, as torch's `_abort_process_group` does.
+
+    Ended one by one, a communicator may wait for another.
+    """
     first = groups[0]._get_backend(torch.device("cuda"))
     first._group_start()
     for group in groups:
@@ -283,9 +265,6 @@ def say(kind: str, content: Any) -> None:
 
     Beyond `max_lines` of a call it is only counted.
     """
-    assert _worker is not None, "only a rank of a Ranks pool can speak to its parent"
-    if os.getpid() != _worker.pid:
-        raise RuntimeError("a process forked by a rank can print, but show no pictures")
     for stream in ("stdout", "stderr"):
         _worker.output.flush(stream)
     if _worker.output.make_room():
@@ -293,7 +272,7 @@ def say(kind: str, content: Any) -> None:
 
 
 def notify(kind: str, content: Any) -> None:
-    """As `say`, of what is no output: it is not counted."""
+    """Send a message that is no output, and is not counted."""
     _worker.say(kind, content)
 
 

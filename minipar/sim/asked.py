@@ -10,7 +10,8 @@ from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, hardware, load
+from minipar.sim import hardware
+from minipar.sim.job import Job
 
 LARGER = {
     "llama-3-70b": dict(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64),
@@ -43,21 +44,20 @@ class PlanConfig:
     global_batch: int = 512
     """Sequences of a step."""
     software: str = "any"
-    """Whose habits are assumed: any, compiled, minipar, megatron, megatron-core,
-    nanotron or llm-foundry."""
+    """The software that trains: any, compiled, minipar, megatron, megatron-core, nanotron or
+    llm-foundry. Only plans that it can carry out are searched."""
     top: int = 5
     """Plans to show."""
     fix: str = ""
     """Only plans such as tp=8,zero=1; microbatch is one of the words. Some words are varied by this
-    alone: tp_overlap, context, dispatch, most schedules, and more."""
-    experts: str = ""
-    """Tokens of each expert, as measured, in any unit: 90,40,...; or drawn by Zipf's law: zipf=1,
-    the i-th of them gets 1 / i of the first. Empty: as many each."""
+    flag alone: tp_overlap, context, dispatch, most schedules, and more."""
+    replay: bool = True
+    """Trace and replay minipar's own code under the best plans. The times order the plans, unless
+    --software names other code."""
     what_if: str = ""
     """Change the machine: nic=200 (Gb/s), nvlink=450 (GB/s), memory=141 (GB), gpus=72 (a node)."""
     explain: str = ""
-    """Say all about one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead; a microbatch in it
-    is held against --global-batch."""
+    """Explain one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead of a search."""
     json: bool = False
     """Print JSON."""
     out: str = "plan.png"
@@ -131,19 +131,7 @@ def read_plan(text: str, flag: str) -> tuple[Plan, int, list[str]]:
     return Plan.parse(",".join(words)), microbatch, names
 
 
-def load_of(text: str, model: LlamaConfig) -> load.Load:
-    """Return what `--experts` says of a model. Raises `ValueError`."""
-    law, _, exponent = text.partition("=")
-    try:
-        if law == "zipf" and model.moe and 0 <= float(exponent) <= 9:
-            return load.skewed(model.moe.num_experts, float(exponent))
-        found = tuple(float(word) for word in text.split(",") if word)
-    except ValueError:
-        raise ValueError(f"--experts {text[:60]}: write numbers, or zipf=1") from None
-    return load.check(found, model)
-
-
-def base_of(config: PlanConfig) -> cost.Job:
+def base_of(config: PlanConfig) -> Job:
     """Return what all plans have in common. Raises `ValueError` for what cannot be asked."""
     for name in ("gpus", "global_batch", "top"):
         if getattr(config, name) < 1:
@@ -158,5 +146,34 @@ def base_of(config: PlanConfig) -> cost.Job:
     machine = machine_of(config)
     dtype = "bf16" if "bf16" in machine.device.peak else "fp16"
     plan = Plan(precision="bf16" if dtype == "bf16" else "fp16")
-    experts = load_of(config.experts, model)
-    return cost.Job(model, plan, machine, software, seq, dtype=dtype, experts=experts)
+    return Job(model, plan, machine, software, seq, dtype=dtype)
+
+
+def explained(base: Job, config: PlanConfig) -> Job:
+    """Return the plan of `--explain`. Raises `ValueError` if it contradicts the question."""
+    if config.fix:
+        raise ValueError(
+            f"--fix {config.fix} is of a search, and --explain has one plan; leave out one of them"
+        )
+    plan, microbatch, names = read_plan(config.explain, "--explain")
+    own = base.plan.precision
+    if "precision" in names and plan.precision != own:
+        raise ValueError(
+            f"--explain precision={plan.precision}: {base.machine.name} is priced in {own} alone; "
+            f"use precision={own}, or leave it out"
+        )
+    plan = replace(plan, precision=own)
+    plan.check(base.config)
+    job = replace(base, plan=plan)
+    count = job.dp * plan.microbatches
+    if plan.num_ranks != config.gpus or config.global_batch % count:
+        raise ValueError(
+            f"--explain {plan}: it has {plan.num_ranks} ranks and {count} microbatches; use "
+            f"--gpus {plan.num_ranks} and a --global-batch that these divide"
+        )
+    if microbatch and count * microbatch != config.global_batch:
+        raise ValueError(
+            f"--explain {plan},microbatch={microbatch}: in {count} microbatches that is a batch of "
+            f"{count * microbatch}; use --global-batch {count * microbatch}"
+        )
+    return replace(job, microbatch=config.global_batch // count)

@@ -61,7 +61,7 @@ class Emulated:
     def seconds_of_collective(
         self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
     ) -> float:
-        """Seconds of `verb` among `ranks` ranks on `nodes` nodes; `num_bytes` is the whole's."""
+        """Return the seconds of `verb`; `num_bytes` is the whole tensor's."""
         wire = self.link
         if isinstance(wire, links.Topology):
             wire = wire.inter if nodes > 1 else wire.intra
@@ -91,7 +91,7 @@ def step(ranks: Ranks, config: LlamaConfig, plan: Plan, *, sequences: int = 1, s
 
 
 def _step(config: LlamaConfig, plan: Plan, sequences: int, seq_len: int) -> tuple:
-    """Called on every rank: begin and end of the step, how late it was, and all spans."""
+    """Return begin and end of the step, how late the rank was, and all spans."""
     mesh = Mesh(**plan.mesh_sizes())
     with devices.paused():
         actor = Actor(config, plan, mesh, sequences, seq_len, "cpu")

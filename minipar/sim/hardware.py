@@ -8,27 +8,24 @@ Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the be
             launch + max(2 m n k / (0.95 C fill), bytes / memory bandwidth)
 
         `fill` is the share of its waves that a product fills: outputs are cut into whole tiles, and
-        a wave is a tile for each of the device's processors. A collective that moves T seconds
-        worth of bytes at the bandwidth its algorithm gets, after a latency of A seconds, takes
+        a wave is a tile for each of the device's processors. A collective takes
 
-            A + T + ramp sqrt(A T)        A = launch + steps * latency per step
+            launch + steps * latency + bytes / (bandwidth * share)
 
-        which for ramp = 2 is a pipeline with the best number of chunks: (sqrt(A) + sqrt(T))^2. The
-        fastest algorithm of the network is taken: a ring, a tree (all-reduce only), or the switch.
+        with the steps and bytes of a ring, whose messages cross between nodes once per node.
 Units.  Seconds, bytes, FLOP/s, bytes/s in one direction; a tensor's bytes are the whole tensor's.
 Source. Williams et al. 2009 (the roofline); NVIDIA, "Matrix Multiplication Background" (tiles and
-        waves); nccl-tests, PERFORMANCE.md (bus bandwidth); Chan et al. 2007, section 7 (pipelines).
+        waves); nccl-tests, PERFORMANCE.md (bus bandwidth).
 
 Limits: collectives do not slow each other or the products beside them down; a network has no
-distance and no other users, and its switches reduce inside a node alone; no law knows a device's
-clock or power.
+distance and no other users, and no trees or switches that reduce; no law knows a device's clock.
 """
 
 import difflib
 import math
 import tomllib
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -39,7 +36,7 @@ from minipar.comm.collectives import wire_bytes
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
 """Bytes of an element, by the name that peaks and ceilings have in the files."""
 OF_CEILING = 0.95
-"""Of the best shape's rate (the ceiling), what large products of other shapes are held at."""
+"""Share of the best shape's rate (the ceiling) that large products of other shapes reach."""
 _NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _TREES = ("broadcast", "reduce", "scatter", "gather", "barrier")
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *_TREES, "send", "recv")
@@ -62,9 +59,9 @@ class Device:
     launch: float  # seconds of an operation that does nothing
     peak: dict[str, float]  # FLOP/s by type, as sold
     ceiling: dict[str, float] = field(default_factory=dict)  # FLOP/s of the best product
-    attention: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By kernel, the default first: `forward` and `backward`, shares of the peak that long
-    sequences reach, and `half_length`, the length at which half of that is reached."""
+    attention_forward: float = 0.0  # share of the peak that long sequences reach; 0: no kernel
+    attention_backward: float = 0.0
+    attention_half: float = 0.0  # tokens at which half of that share is reached
 
     def usable_memory(self) -> float:
         """Return the bytes left for tensors beside a process group."""
@@ -107,32 +104,26 @@ class Device:
 
     def seconds_of_attention(
         self, batch: float, heads: float, queries: float, keys: float, head_dim: float,
-        dtype: str = "bf16", *, causal: bool = True, backward: bool = False, kernel: str = "",
+        dtype: str = "bf16", *, causal: bool = True, backward: bool = False, fused: bool = True,
     ) -> float:  # fmt: skip
         """Return the seconds of softmax(Q Kᵀ) V for Q [batch, heads, queries, head_dim].
 
         A causal mask halves the FLOPs, and a backward needs 2.5 times those of a forward (both as
-        in the FlashAttention papers). `kernel` is one of `attention`, or "unfused", which writes
-        the scores to memory; the default is the first there is.
+        in the FlashAttention papers). Attention that is not `fused`, and any on a device without
+        such a kernel, writes the scores to memory.
         """
-        choices = [*self.attention, "unfused"]
-        kernel = kernel or choices[0]
-        if kernel not in choices:
-            raise ValueError(f"{self.name} has no attention {kernel!r}; use one of {choices}")
         dtype, passes = type_name(dtype), 2 if backward else 1
-        if kernel == "unfused":
+        if not (fused and self.attention_forward):
             scores = self.seconds_of_matmul(queries, keys, head_dim, dtype, batch=batch * heads)
             values = self.seconds_of_matmul(queries, head_dim, keys, dtype, batch=batch * heads)
             # Mask and softmax read and write the scores once each; in backward, softmax reads two.
             between = (3 + passes) * batch * heads * queries * keys * BYTES[dtype]
-            between = self.seconds_of_bytes(between)
-            return passes * (scores + values) + between
+            return passes * (scores + values) + self.seconds_of_bytes(between)
         _at_least_0(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim)
-        law = self.attention[kernel]
         flops = 4 * batch * heads * queries * keys * head_dim * (0.5 if causal else 1)
-        # At a rate share * peak * keys / (keys + half_length).
-        flops *= (2.5 if backward else 1) * (1 + law["half_length"] / max(keys, 1))
-        share = law["backward" if backward else "forward"]
+        # The rate is share * peak * keys / (keys + half).
+        flops *= (2.5 if backward else 1) * (1 + self.attention_half / max(keys, 1))
+        share = self.attention_backward if backward else self.attention_forward
         num_bytes = 2 * batch * heads * (queries + keys) * head_dim * BYTES[dtype] * passes
         compute = self.launch + flops / (share * self._peak(dtype))
         return max(compute, self.seconds_of_bytes(num_bytes))
@@ -146,30 +137,21 @@ class Device:
 # ---------------------------------------------------------------------- networks
 @dataclass(frozen=True)
 class Network:
-    """What connects the devices of a node, or nodes, with the keys of `networks.toml`."""
+    """The links between the devices of a node, or between nodes, with the keys of `networks.toml`.
+
+    The network "none" stands for links that nobody has measured or named: its use is an error.
+    """
 
     name: str
     bandwidth: float  # of one port, as sold
-    share: float  # of it, what rings reach with long messages,
-    tree: float  # trees,
+    share: float  # of it, what long messages reach
     launch: float  # seconds to start a collective
     latency: float  # seconds of one step of it
-    ramp: float  # how slowly long messages come to their share: the law above
-    nvls: float = 0.0  # of it, what a switch that reduces reaches; 0: it does not
     shared: float = 0.0  # 1: all devices of a node use one port (Ethernet); 0: each has its own
-    by_ranks: dict[str, float] = field(default_factory=dict)
-    """Bus bandwidth by number of ranks, where links are no crossbar (V100)."""
-
-    def bus(self, ranks: int) -> float:
-        """Return the bytes/s that the busiest port of a ring of `ranks` carries."""
-        return self.by_ranks.get(str(ranks), self.bandwidth * self.share)
 
     def with_ports(self, bandwidth: float) -> "Network":
-        """Return this network with a port of `bandwidth` bytes/s, as sold, for each device alone.
-
-        What was measured by the number of ranks holds for the old ports, and is dropped.
-        """
-        return replace(self, bandwidth=bandwidth, shared=0.0, by_ranks={})
+        """Return this network with a port of `bandwidth` bytes/s, as sold, for each device."""
+        return replace(self, bandwidth=bandwidth, shared=0.0)
 
 
 @dataclass(frozen=True)
@@ -189,7 +171,8 @@ class Machine:
 
         `num_bytes` is the whole tensor's. Every rank of a node does the same at the same time (as
         in a mesh), hence a port that a node's devices share is divided by all of them. Send and
-        recv are between two ranks, of one node or of two.
+        recv are between two ranks, of one node or of two. Raises `ValueError` for an unknown verb,
+        for ranks that do not fit on the nodes, and for a network that nobody has named.
         """
         if verb not in VERBS:
             near = difflib.get_close_matches(str(verb), VERBS, 1, 0.0)[0]
@@ -202,46 +185,39 @@ class Machine:
             )
         if ranks == 1:
             return 0.0
-        return min(self.algorithms(verb, num_bytes, ranks, nodes).values())
-
-    def algorithms(self, verb: str, num_bytes: float, ranks: int, nodes: int) -> dict[str, float]:
-        """Return the seconds of `verb` by algorithm, unchecked; the fastest is what is taken."""
         inside, between, local = self.inside, self.between, ranks / nodes
-        depth = math.ceil(math.log2(ranks))
-        outer, across = (between, math.ceil(math.log2(nodes))) if nodes > 1 else (inside, 0)
-        port = between.bandwidth / (self.gpus if between.shared else 1)
-
-        def bus(share: float) -> float:  # each rank of the node brings its port along
-            if nodes == 1:
-                return inside.bandwidth * share
-            return min(inside.bus(math.ceil(local)), local * port * share)
+        for where, used in (("inside", local > 1), ("between", nodes > 1)):
+            if used and getattr(self, where).name == "none":
+                raise ValueError(
+                    f"{self.name} has no network {where} its nodes, as nobody has measured one; "
+                    f'name one in its file, such as {where} = "nvlink4" or "ib-ndr"'
+                )
+        near = inside.bandwidth * inside.share
+        port = between.bandwidth * between.share / (self.gpus if between.shared else 1)
+        outer, busiest = (inside, near) if nodes == 1 else (between, port)
+        if nodes > 1 and local > 1:  # each rank of the node brings its port along
+            busiest = min(near, local * port)
+        across = math.ceil(math.log2(nodes))
+        depth = math.ceil(math.log2(ranks)) - across
 
         def law(inner_steps: float, outer_steps: float, on_wire: float) -> float:
-            wait = outer.launch + inner_steps * inside.latency + outer_steps * between.latency
-            return wait + on_wire + outer.ramp * math.sqrt(wait * on_wire)
+            waits = inner_steps * inside.latency + outer_steps * between.latency
+            return outer.launch + waits + on_wire
 
-        sent = wire_bytes("send" if verb == "recv" else verb, int(num_bytes), ranks)
-        ring = inside.bus(ranks) if nodes == 1 else bus(between.share)
         if verb in ("send", "recv"):
-            one = inside.bus(2) if nodes == 1 else port * between.share
-            return {"message": law(nodes == 1, nodes > 1, num_bytes / one)}
-        if verb in _TREES:
-            return {"tree": law(depth - across, across, sent / ring)}
+            return law(nodes == 1, nodes > 1, num_bytes / (near if nodes == 1 else port))
         if verb == "all_to_all":  # all pairs at once: what leaves the node waits for the ports
-            near = num_bytes * (local - 1) / ranks / inside.bus(math.ceil(local))
-            far = num_bytes * (ranks - local) / ranks / (port * between.share)
-            return {"pairs": law(depth - across, across, max(near, far if nodes > 1 else 0))}
+            own, other = num_bytes * (local - 1) / ranks, num_bytes * (ranks - local) / ranks
+            return law(depth, across, max(own / near, other / port if nodes > 1 else 0))
+        on_wire = wire_bytes(verb, int(num_bytes), ranks) / busiest
+        if verb in _TREES:
+            return law(depth, across, on_wire)
         rounds = 2 if verb == "all_reduce" else 1
-        outer_steps = rounds * (nodes - 1)
-        steps = rounds * (ranks - 1) - outer_steps
-        times = {"ring": law(steps, outer_steps, sent / ring)}
-        if verb == "all_reduce":
-            on_wire = 2 * num_bytes / bus(outer.tree)
-            times["tree"] = law(2 * (depth - across), 2 * across, on_wire)
-            if nodes == 1 and inside.nvls:  # (n + 1) / n of the bytes once, instead of 2 (n - 1)/n
-                on_wire = num_bytes * (1 + 1 / ranks) / (inside.bandwidth * inside.nvls)
-                times["nvls"] = law(2, 0, on_wire)
-        return times
+        ring = law(rounds * (ranks - nodes), rounds * (nodes - 1), on_wire)
+        if verb != "all_reduce":
+            return ring
+        # Short messages among many ranks go up and down a tree, whose ranks send twice.
+        return min(ring, law(2 * depth, 2 * across, 4 * num_bytes / busiest))
 
 
 @dataclass(frozen=True)
@@ -249,37 +225,27 @@ class Software:
     """What a family of training software adds to the hardware, with the keys of `software.toml`."""
 
     name: str
+    # Time.
     host: float  # seconds that the host needs to launch a layer, in one direction,
     host_tp: float  # more of them per doubling of tp, and
     host_across: float  # per doubling of tp where a pipeline beside it runs over several nodes
     passes: float  # bytes that a layer's elementwise operations move, as a multiple of the least
-    launched: float  # elementwise operations of a layer's forward, each of which takes a launch
-    routed: float  # more of them, where a layer has experts
-    exact_router: float  # 1: a router's product is in float32; 0: as those of attention
-    whole: float  # numbers per token and width that backward touches of sequences not yet cut
     attention: float  # seconds of attention, as a multiple of the kernel's
-    cudnn: float  # 1: attention is cuDNN's kernel, where the device has it; 0: its default
-    beside: float  # 1: collectives of tp run in parts beside the products that they belong to
-    per_node: float  # 1: a token travels once to each node with experts of it; 0: to each expert
-    norms: float  # numbers of 16 bits, per width and token, that a layer's two norms keep
-    fused: float  # 1: a gate's silu, which no product needs, is not kept
-    rows: float  # numbers, per width, that are read and written of a token's row for an expert
+    beside: float  # 1: inside a node, collectives of tp run beside the products they belong to
+    biases: float  # 1: a GPT has biases and dropout; 0: neither
     exposed: float  # share of data parallelism's collectives that hides behind nothing
+    bucket: float  # gradients in one collective of data parallelism, at least,
+    bucket_dp: float  # and as many for each rank of dp; ZeRO 3 sends layer by layer
     copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
-    reduced: float  # bytes per gradient that ZeRO 3 sends
     added: float  # bytes per gradient that others move, to add it to that of microbatches before
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
-    kept: float  # share of what backward needs that it keeps, but for scores
-    gathered: float  # numbers per width and token of which sequence parallelism keeps all
-    biases: float  # 1: a GPT has biases and dropout; 0: neither
-    even: float  # 1: stages have the same number of layers, where these can be shared out so
-    scattered: float  # 1: ranks of tp send a part each to the next stage, and gather it there
-    weights: float  # bytes per parameter; with those of
-    gradients: float
-    optimizer: float
-    buffered: float  # 1: ZeRO 1 has room for all gradients; 0: what one microbatch sends is freed
+    # Memory.
+    kept: float  # share of what backward needs that selective recomputation keeps, but for scores
+    fused: float  # 1: a norm is one kernel, and keeps its input alone; 2: so does a gate
+    gathered: float  # share of norms' results that sequence parallelism keeps whole
     logits: float  # bytes that the loss keeps of a logit
+    greedy: float  # 1: a stage takes layers until its share of the cost is passed; 0: balanced
 
 
 def _at_least_0(**numbers: float) -> None:
@@ -301,12 +267,8 @@ def type_name(dtype: str) -> str:
 _FOLDER = resources.files("minipar.sim") / "machines"
 _PARTS = {"device": Device, "network": Network, "software": Software, "node": Machine}
 _REFERS = {"device": "device", "inside": "network", "between": "network"}
-_POSITIVE = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficiency", "bandwidth"}
-_POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_length"}
-_POSITIVE |= {"forward", "backward", "passes", "attention"}
-_SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
-_SHARES |= {"forward", "backward", "selective", "kept", "cudnn", "beside", "fused", "per_node"}
-_SHARES |= {"buffered", "even", "exact_router"}
+_ABOVE_0 = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficiency", "bandwidth"}
+_ABOVE_0 |= {"share", "gpus", "peak", "ceiling", "passes", "attention", "bucket"}
 Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 """By kind and name: file and name, for errors, and the table."""
 
@@ -362,7 +324,7 @@ def networks() -> dict[str, Network]:
 def names() -> dict[str, tuple[str, str]]:
     """Return the names that `load` knows: of each, its node and its network between nodes."""
     nodes = {name: table for (kind, name), (_, table) in _built_in().items() if kind == "node"}
-    inside = {table["inside"] for table in nodes.values()}
+    inside = {"none", *(table["inside"] for table in nodes.values())}
     outside = [name for kind, name in _built_in() if kind == "network" and name not in inside]
     return {n + _suffix(network): (n, network) for n in nodes for network in ("", *outside)}
 
@@ -382,7 +344,7 @@ def _read(path: Any) -> Known:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise HardwareError(str(path), f"cannot be read as TOML ({error})") from None
-    _complete(found, {"sources", *_PARTS}, str(path), optional={"sources", *_PARTS})
+    _check_keys(found, {"sources", *_PARTS}, (), str(path))
     known: Known = {}
     for kind in _PARTS.keys() & found.keys():
         for name, table in _table(found[kind], f"{path}: {kind}").items():
@@ -392,7 +354,7 @@ def _read(path: Any) -> Known:
 
 
 def _make(kind: str, name: Any, known: Known, asked: str) -> Any:
-    """Return the part of that name, with what it takes from the one that it is like."""
+    """Return the part of that name, with everything that the part it is `like` has."""
     table: dict[str, Any] = {}
     chain: list[str] = []
     while name is not None:
@@ -405,29 +367,30 @@ def _make(kind: str, name: Any, known: Known, asked: str) -> Any:
         asked, name = f"{where}.like", more.get("like")
         table = {key: value for key, value in more.items() if key != "like"} | table
     where, cls = known[kind, chain[0]][0], _PARTS[kind]
-    depth = {f.name: str(f.type).count("dict[") for f in fields(cls)[1:]}
-    _complete(table, set(depth), where, ("ceiling", "attention", "nvls", "shared", "by_ranks"))
-    made = {}
+    own = {f.name: f for f in fields(cls)[1:]}
+    needed = [k for k, f in own.items() if f.default is MISSING and f.default_factory is MISSING]
+    _check_keys(table, own, needed, where)
+    made: dict[str, Any] = {}
     for key, value in table.items():
+        here, least = f"{where}.{key}", 1e-12 if key in _ABOVE_0 else 0.0
         if kind == "node" and key in _REFERS:
-            made[key] = _make(_REFERS[key], value, known, f"{where}.{key}")
+            made[key] = _make(_REFERS[key], value, known, here)
+        elif "dict" in str(own[key].type):
+            _check_keys(_table(value, here), BYTES, (), here)
+            made[key] = {t: _number(number, f"{here}.{t}", least) for t, number in value.items()}
         else:
-            made[key] = _numbers(value, where, key, key, depth[key])
-    for key in {"peak", "ceiling"} & set(made):
-        _complete(made[key], set(BYTES), f"{where}.{key}", BYTES)
-    for kernel, law in made.get("attention", {}).items() if depth.get("attention") else ():
-        _complete(law, {"forward", "backward", "half_length"}, f"{where}.attention.{kernel}")
+            made[key] = _number(value, here, least)
     return cls(chain[0], **made)
 
 
-def _complete(
-    table: dict[str, Any], keys: set[str], where: str, optional: Collection[str] = ()
+def _check_keys(
+    table: dict[str, Any], known: Collection[str], needed: Collection[str], where: str
 ) -> None:
-    """Raise unless `table` has all of `keys` but the optional ones, and no other."""
-    for key in sorted(set(table) - keys):
-        near = difflib.get_close_matches(key, keys, 1, 0.0)[0]
+    """Raise unless all keys of `table` are `known` and all `needed` ones are there."""
+    for key in sorted(set(table) - set(known)):
+        near = difflib.get_close_matches(key, known, 1, 0.0)[0]
         raise HardwareError(f"{where}.{key}", f"is not known here; did you mean {near}?")
-    for key in sorted(keys - set(table) - set(optional)):
+    for key in sorted(set(needed) - set(table)):
         raise HardwareError(f"{where}.{key}", "is missing")
 
 
@@ -437,20 +400,14 @@ def _table(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _numbers(value: Any, where: str, rule: str, key: str, depth: int) -> Any:
-    """Return the number of ``[number, "source"]``, or a table of them, within the bounds of `rule`
-    or of `key`, which is what it says."""
-    where = f"{where}.{key}"
-    if depth:
-        return {k: _numbers(v, where, rule, k, depth - 1) for k, v in _table(value, where).items()}
+def _number(value: Any, where: str, least: float) -> float:
+    """Return the number of ``[number, "source"]``."""
     match value:
         case [bool(), str()]:
             pass
         case [int() | float() as number, str(source)] if source:
-            lowest = 1e-12 if {rule, key} & _POSITIVE else 0
-            highest, whole = 1 if key in _SHARES else 1e21, key in ("gpus", "shared")
-            if lowest <= number <= highest and not (whole and number % 1):  # NaN is out of bounds
+            if least <= number <= 1e21:  # NaN is out of bounds
                 return float(number)
-            bounds = f"must be at least {lowest:g} and at most {highest:g}" + ", and whole" * whole
-            raise HardwareError(where, f"{str(number)[:40]} {bounds}")
+            problem = f"{str(number)[:40]} must be at least {least:g} and at most 1e21"
+            raise HardwareError(where, problem)
     raise HardwareError(where, f'must be [number, "source"], not {str(value)[:60]}')

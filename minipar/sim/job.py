@@ -1,27 +1,31 @@
-"""A plan for a model on a machine, and what follows for sizes: who computes how much of what.
+"""A plan for a model on a machine, and the sizes that follow: which rank computes how much of what.
 
-`cost.py` turns it into seconds, `footprint.py` into bytes.
+`cost.py` turns a job into seconds, `footprint.py` into bytes; both read the sizes from here.
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.pipeline import simulate, stages
-from minipar.parallel.pipeline.schedules import LOOPED, PAIRED, make
+from minipar.parallel.pipeline import stages
 from minipar.parallel.plan import Plan
-from minipar.sim import load
 from minipar.sim.hardware import Machine, Software
-from minipar.sim.load import Load
 
-FILLED = ("interleaved_zb", "zb_v", "dualpipe", "dualpipe_v")
-"""Schedules without a law of their own for how much of 1F1B's bubble few microbatches can fill.
-
-Of many, in pairs, dualpipe leaves (p/2 - 1)(F&B + B - 3W), as DeepSeek-V3 has it (arXiv 2412.19437,
-table 2), and dualpipe_v, two stages per rank of half the size, as much on twice as many ranks.
-"""
 V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
+"""Schedules whose first rank also has the last stage."""
+
+
+class Parameters(NamedTuple):
+    """Parameters that a rank has before ZeRO shards them; a layer is the mean of all layers."""
+
+    layer: float
+    experts: float  # of the layer's, those of routed experts,
+    shared: float  # and those of shared experts
+    table: float  # the embedding, or the head
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Job:
     gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
     flash: bool = True  # attention in one kernel
     ep: int = 1  # ranks of dp, cp and tp that share the experts, where no axis of the plan does
-    experts: Load = ()  # tokens of each
 
+    # ------------------------------------------------------------------ tokens
     @property
     def tokens(self) -> float:
         """Tokens of a microbatch on a rank."""
@@ -47,13 +51,18 @@ class Job:
 
     @property
     def dp(self) -> int:
-        """Ranks with sequences of their own: those of an axis of experts have, too."""
+        """Ranks with sequences of their own, which ranks of ep have as well."""
         return self.plan.dp * self.plan.ep
 
     @property
-    def wide(self) -> str:
-        """The type of all but a layer's products, which alone may have 8 bits or fewer."""
-        return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
+    def group(self) -> int:
+        """Ranks that hold the same parameters, but for experts."""
+        return self.dp * self.plan.cp
+
+    @property
+    def bucket(self) -> float:
+        """Gradients in one collective of data parallelism, at most."""
+        return max(self.software.bucket, self.software.bucket_dp * self.group)
 
     @property
     def tokens_of_step(self) -> int:
@@ -61,34 +70,58 @@ class Job:
         return self.dp * self.plan.microbatches * self.microbatch * self.seq_len
 
     @property
+    def wide(self) -> str:
+        """The type of everything but a layer's products, which alone may have 8 bits or fewer."""
+        return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
+
+    # ------------------------------------------------------------------ experts
+    @property
     def experts_over(self) -> int:
-        """Ranks among which experts are shared out."""
+        """Ranks that share the experts."""
         return max(self.ep, math.prod(getattr(self.plan, axis) for axis in self.plan.expert_axes))
 
     @property
     def experts_apart(self) -> int:
-        """The distance between two of those ranks: tp, or 1 where ranks of tp are among them."""
-        over_tp = self.plan.experts_over_tp or self.dp * self.plan.cp % self.experts_over
+        """The distance between two ranks that share experts: tp, or 1 if tp is among them."""
+        over_tp = self.plan.experts_over_tp or self.group % self.experts_over
         return 1 if over_tp else self.plan.tp
 
     @property
     def experts_copies(self) -> int:
-        """Ranks that have the same experts as this one, and sequences of their own."""
-        ranks = self.dp * self.plan.cp * self.plan.tp // self.experts_apart
-        return max(1, ranks // self.experts_over)
-
-    @property
-    def busiest(self) -> float:
-        """Rows of the rank with the most, for which all others wait, as a multiple of the mean."""
-        if self.plan.dispatch == "padded":  # to what the fullest expert may have
-            return self.config.moe.capacity_factor or 1.0
-        return load.busiest(self.experts, self.experts_over)[1]
+        """Ranks that hold the same experts and different sequences."""
+        return max(1, self.group * self.plan.tp // self.experts_apart // self.experts_over)
 
     @property
     def experts_cut(self) -> int:
-        """Into how many pieces tensor parallelism cuts an expert; 1: ranks have whole ones."""
+        """Parts into which tensor parallelism cuts an expert; 1: ranks have whole experts."""
         return self.plan.tp if self.plan.expert_tensor_parallel else 1
 
+    @cached_property
+    def kinds(self) -> list[tuple[float, "Job"]]:
+        """Shares of the layers with and without experts, each with a job of such layers alone."""
+        return [(share, replace(self, config=config)) for share, config in _kinds(self.config)]
+
+    def mean(self, numbers_of: Callable[["Job"], dict[str, float]]) -> dict[str, float]:
+        """Return the mean over all layers, with experts and without, of a layer's numbers."""
+        total: dict[str, float] = defaultdict(float)
+        for share, kind in self.kinds:
+            for part, number in numbers_of(kind).items():
+                total[part] += share * number
+        return dict(total)
+
+    # ------------------------------------------------------------------ parameters
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Parameters of a rank before ZeRO."""
+        found = self.mean(_layer_parameters)
+        table = self.config.vocab_size * self.config.hidden_size / self.plan.tp
+        return Parameters(sum(found.values()), found["experts"], found["shared"], table)
+
+    def shard(self, numbers: float, experts: float) -> float:
+        """Return how many of a rank's numbers ZeRO leaves it, `experts` of them being experts'."""
+        return (numbers - experts) / self.group + experts / self.experts_copies
+
+    # ------------------------------------------------------------------ the pipeline
     @property
     def chunks(self) -> int:
         """Stages of a rank of the pipeline."""
@@ -96,60 +129,55 @@ class Job:
         default = 2 if looped or self.plan.schedule in V_SHAPED else 1
         return self.plan.stages_per_rank or default
 
-    def kinds(self) -> list[tuple[float, "Job"]]:
-        """Return the shares of layers with experts and without, each with a job of these alone."""
-        return [(share, replace(self, config=config)) for share, config in _kinds(self.config)]
-
+    @cached_property
     def layers(self) -> list[float]:
-        """Return for each rank of the pipeline how many layers a microbatch goes through there.
+        """Layers that a microbatch passes on each rank of the pipeline.
 
-        Those of dualpipe are a mean: there are two copies, each for half of the microbatches.
+        For dualpipe this is a mean: it has two copies of the model, each for half the microbatches.
         """
         p, v = self.plan.pp, self.chunks
-        if self.software.even and not self.config.num_layers % (p * v):
-            return [self.config.num_layers / p] * p
+        greedy = bool(self.software.greedy)
         if self.plan.schedule == "dualpipe":
-            cut = _cut(self.config, p)
+            cut = _cut(self.config, p, greedy)
             return [(down + up) / 2 for down, up in zip(cut, reversed(cut), strict=True)]
         counts = [0.0] * p
-        for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers))):
+        for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers), greedy)):
             back = self.plan.schedule in V_SHAPED and part // p % 2
             counts[p - 1 - part % p if back else part % p] += count
         return counts
 
-    def bubble(self, weights: float = 1 / 3) -> float:
-        """Idle time of a pipeline in units of 1F1B's; W takes the share `weights` of F + I + W.
-
-        naive leaves M: its ranks compute one after the other, for each microbatch anew. With v
-        stages per rank the ends are idle for one stage, and M < p microbatches come round too soon
-        to fill the time between two stages of a rank. zb_h1 fills (p-1) W of it, and as much again
-        from p microbatches on. Schedules in the memory of zb_h2 are found by a search, and those
-        published had no bubble (Qi et al. 2023, arXiv 2401.10241, table 1); with fewer than 2p - 1
-        microbatches they have some. What `FILLED` schedules leave is simulated.
-        """
-        p, m, v, name = self.plan.pp, self.plan.microbatches, self.chunks, self.plan.schedule
-        if p == 1:
-            return 0.0
-        if name == "naive":
-            return m
-        if name == "zb_h1":
-            return 1 - weights * (1 + min(1, (m - 1) / (p - 1)))
-        if name == "zb_h2":
-            return (1 - weights) * max(0, 1 - (m - 1) / (2 * p - 2))
-        if name in FILLED:
-            few = min(m, 2 * p + m % p)  # after 2 p microbatches all goes on as before
-            paired = name in PAIRED and self.plan.dispatch == "paired"
-            none, third = _idle(name, p, few, v if name in LOOPED else None, paired)
-            return max(0.0, none + 3 * weights * (third - none))
-        return (1 + (v - 1) * max(0, p - m) / (p - 1)) / v
-
-    def ends(self, stage: int) -> tuple[bool, bool]:
+    def tables(self, stage: int) -> tuple[bool, bool]:
         """Return whether a rank of the pipeline has the embedding, and the head."""
         first, last = stage == 0, stage == self.plan.pp - 1
         if self.plan.schedule == "dualpipe":  # the model twice, once the other way round
             return first or last, first or last
         return first, first if self.plan.schedule in V_SHAPED else last
 
+    def bubble(self, weights: float = 1 / 3) -> float:
+        """Return the idle time of a pipeline in units of 1F1B's, (p - 1) (F + I + W).
+
+        Weight gradients take the share `weights` of F + I + W; zero-bubble schedules fill idle time
+        with them. zb_h1 fills (p-1) W, and as much again from p microbatches on (Qi et al. 2023,
+        arXiv 2401.10241, table 1); DualPipe's (p/2 - 1)(F&B + B - 3W) is as much (DeepSeek-V3,
+        arXiv 2412.19437, table 2). The published schedules with zb_h2's memory have no bubble from
+        2p - 1 microbatches on. naive leaves M: its ranks compute one after the other. With v stages
+        per rank the ends are idle for one stage, and M < p microbatches come round too soon to fill
+        the time between two stages of a rank.
+        """
+        p, m, v, name = self.plan.pp, self.plan.microbatches, self.chunks, self.plan.schedule
+        if p == 1:
+            return 0.0
+        if name == "naive":
+            return m
+        if name == "zb_h2":
+            return (1 - weights) * max(0, 1 - (m - 1) / (2 * p - 2))
+        filled = weights * (1 + min(1, (m - 1) / (p - 1)))
+        if name == "zb_h1" or name in V_SHAPED:
+            return 1 - filled
+        looped = (1 + (v - 1) * max(0, p - m) / (p - 1)) / v
+        return looped * (1 - filled) if name == "interleaved_zb" else looped
+
+    # ------------------------------------------------------------------ nodes
     def spread(self, inner: int, size: int) -> int:
         """Return on how many nodes `size` ranks lie of which neighbours are `inner` ranks apart."""
         return math.ceil(size / max(1, self.machine.gpus // inner))
@@ -160,32 +188,27 @@ class Job:
         return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 
-@cache
-def _idle(name: str, p: int, m: int, v: int | None, paired: bool) -> tuple[float, float]:
-    """Return `Job.bubble` of a schedule on paper, where W takes nothing, and where F = I = W.
-
-    Between the two it is a line. Of each rank, the time from its first action to its last counts.
-    """
-    try:
-        schedule = make(name, p, m, v)
-    except ValueError:  # there is none: `Plan.problem` says why
-        return 1.0, 1.0
-    found = []
-    for weights in (0.0, 1 / 3):
-        half = (1 - weights) / 2
-        costs = simulate.Costs(half, half, weights).per_rank(schedule)
-        starts, ends = [math.inf] * p, [0.0] * p
-        for _, rank, start, end in simulate.events(schedule, costs, paired):
-            starts[rank], ends[rank] = min(starts[rank], start), max(ends[rank], end)
-        longest = max(end - start for start, end in zip(starts, ends, strict=True))
-        found.append((longest - m) / (p - 1))
-    return found[0], found[1]
+def _layer_parameters(job: Job) -> dict[str, float]:
+    c, moe, matrices = job.config, job.config.moe, 2 + job.gated
+    own = float(c.layer_parameters())
+    found = {"experts": 0.0, "shared": 0.0}
+    if moe is None:
+        own -= (3 - matrices) * c.intermediate_size * c.hidden_size
+    else:
+        one = moe.expert_size * c.hidden_size
+        own -= 3 * (moe.num_experts + moe.num_shared) * one
+        cut = job.experts_cut
+        found["experts"] = matrices * moe.num_experts * one / (job.experts_over * cut)
+        found["shared"] = matrices * moe.num_shared * one / cut
+    return found | {"own": own / job.plan.tp}
 
 
 @cache
 def _kinds(config: LlamaConfig) -> list[tuple[float, LlamaConfig]]:
     moe, count = config.moe, config.num_layers
-    sparse = 0 if moe is None else sum(map(moe.is_sparse, range(count))) / count
+    if moe is None:
+        return [(1.0, config)]
+    sparse = sum(map(moe.is_sparse, range(count))) / count
     found = [(1 - sparse, replace(config, moe=None))] if sparse < 1 else []
     if sparse:
         found.append((sparse, replace(config, moe=replace(moe, first_dense=0, every=1))))
@@ -193,14 +216,22 @@ def _kinds(config: LlamaConfig) -> list[tuple[float, LlamaConfig]]:
 
 
 @cache
-def _cut(config: LlamaConfig, parts: int) -> tuple[int, ...]:
+def _cut(config: LlamaConfig, parts: int, greedy: bool = False) -> tuple[int, ...]:
     """Return the layers of each stage, for the least time of the slowest: the last has the head.
 
-    As `stages.balance`, of layers that are alike: hundreds of plans want another cut each.
+    `greedy`: a stage takes layers until its share of the cost is passed, as nanotron does.
+    Otherwise the cut is that of `stages.balance` for layers that are alike.
     """
     if parts == 1:
         return (config.num_layers,)
     *_, layer, head = stages.estimate_costs(config)
+    if greedy:
+        counts, share = [0] * parts, (config.num_layers * layer + head) / parts
+        stage = 0
+        for n in range(1, config.num_layers + 1):
+            counts[stage] += 1
+            stage += n * layer > share * (stage + 1)
+        return tuple(counts)
 
     def slowest(last: int) -> tuple[float, int]:
         return max(-(-(config.num_layers - last) // (parts - 1)), last + head / layer), -last

@@ -1,8 +1,8 @@
 """Does it fit? What a rank must hold to train a model, in closed form.
 
 Idea.   A training step holds the *model state*, which depends on the number of parameters alone,
-        and *activations*, which depend on the batch. Of the model state ddp keeps a whole copy on
-        every rank; each ZeRO stage cuts one more part of it into n shards.
+        and *activations*, which depend on the batch. Data parallelism keeps a whole copy of the
+        model state on every rank; each ZeRO stage shards one more part of it over n ranks.
 Math.   P parameters, n ranks, and p, g and o bytes per parameter of each kind:
 
             ddp    (p + g + o) P            zero2  p P + (g + o) P / n
@@ -12,8 +12,8 @@ Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5 and figure
         "ZeRO-Offload" (arXiv 2101.06840), section 3, for what the host can hold instead;
         Korthikanti et al. 2022 (arXiv 2205.05198), table 2, for activations.
 
-Everything is in bytes, as floats: shards are not rounded up to whole elements. Nothing here looks
-at a model or a device; `minipar.lab.memory` measures the same categories in a run.
+Everything is in bytes, as floats: shards are not rounded up to whole elements. `footprint.py` adds
+up these laws for the fullest rank of a plan; `minipar.lab.memory` measures the same categories.
 """
 
 from collections.abc import Collection
@@ -42,11 +42,10 @@ class Recipe:
 MIXED_ADAM = Recipe("mixed-precision Adam", 2, 2, 12)
 """Half-precision weights and gradients; in fp32 a copy of the weights and Adam's two moments."""
 MASTER_ADAM = Recipe("bf16 weights, fp32 masters", 2, 4, 12)
-"""What `minipar train --precision bf16` does, up to ZeRO 2; gradients are summed in fp32. Under
-ZeRO 3 shards are the masters, with no weights beside them: `FP32_ADAM`, with blocks in use in bf16.
-"""
+"""The recipe of `minipar train --precision bf16` up to ZeRO 2: gradients are summed in fp32. Under
+ZeRO 3 the shards are the masters (`FP32_ADAM`), and blocks in use are in bf16."""
 FP32_ADAM = Recipe("fp32 Adam", 4, 4, 8)
-"""What `minipar train` does otherwise, also under autocast, which casts during a forward only."""
+"""The recipe of `minipar train` otherwise, also under autocast, which casts in a forward only."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,12 @@ class Held:
 
     @property
     def device_bytes(self) -> float:
-        """All that the device of this rank holds."""
+        """Bytes on the device of this rank."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> float:
-        """All that the host holds for this rank."""
+        """Bytes on the host, held for this rank."""
         return sum(self.host.values())
 
 
@@ -76,17 +75,17 @@ def model_state(
     offload: Collection[str] = (),
     largest_block: float = 0,
 ) -> Held:
-    """What one of `size` ranks holds of a model's state.
+    """Return the model state that one of `size` ranks holds.
 
     Args:
         num_parameters: of the whole model; tied ones count once.
         strategy: "ddp", "zero1", "zero2" or "zero3"; fsdp is zero3.
         offload: parts of the state ("parameters", "gradients", "optimizer") whose shards live on
-            the host. What is in flight between the two is not counted.
+            the host. Bytes in flight between the two are not counted.
         largest_block: zero3 gathers blocks before their use, two at a time, each of at most so many
             parameters, in the category "gathered".
 
-    Raises `ValueError` for unknown names, or sizes that are none.
+    Raises `ValueError` for unknown names and for sizes below 0 parameters or 1 rank.
     """
     _check_choice("strategy", strategy, STRATEGIES)
     for part in offload:
@@ -120,12 +119,12 @@ def activation_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """What the backward pass needs of one transformer layer, kept in half precision.
+    """Return the bytes that backward needs of one GPT layer, kept in half precision.
 
-    For a GPT layer (F = 4 D, dropout masks of one byte): T B D (34 + 5 H T / D) bytes. Tensor
-    parallelism cuts 24 of the 34 and all of attention's T x T matrices, sequence parallelism the
-    other 10 as well. `recompute="selective"` keeps nothing of these matrices (as flash attention
-    does not), "full" keeps the layer's input only: 2 T B D.
+    For F = 4 D and dropout masks of one byte: T B D (34 + 5 H T / D) bytes. Tensor parallelism cuts
+    24 of the 34 and all of attention's T x T matrices; sequence parallelism cuts the other 10 as
+    well. `recompute="selective"` keeps nothing of these matrices (as flash attention does not),
+    "full" keeps the layer's input only: 2 T B D.
 
     Source: Korthikanti et al. 2022, equations 1 to 4 and table 2. Raises `ValueError` for an
     unknown `recompute`.
@@ -148,8 +147,9 @@ def llama_activations(
     experts: bool = False,
     bytes_per_number: float = 2,
     fused_norm: bool = True,
+    fused_gate: bool = False,
 ) -> dict[str, float]:
-    """What the backward pass needs of one layer of a Llama, by part, for so many tokens of a batch.
+    """Return the bytes that backward needs of one Llama layer, by part, for so many tokens.
 
     As the paper's table 2, for other layers: no dropout, no stored T x T matrix (SDPA), G key/value
     heads for H query heads, and a gated hidden layer. In numbers per token, on a rank:
@@ -158,18 +158,18 @@ def llama_activations(
         attention  (2 H + 2 G) K / tp      q, k, v and the result; at least one head of k and v
         mlp        4 F / tp                gate, silu(gate), up and their product
 
-    With `sequence`, norms keep their inputs in pieces and their results as gathered, 2 D/tp + 2 D;
-    with `overlap` they gather again in backward, 4 D/tp. The latter is what the paper computes for
-    sequence parallelism. Without `fused_norm` a norm keeps a copy of its input, as on CPUs.
+    With `sequence`, norms keep their inputs as shards and their results gathered, 2 D/tp + 2 D;
+    with `overlap` backward gathers the results again, 4 D/tp. The latter is what the paper computes
+    for sequence parallelism. Without `fused_norm` a norm also keeps its input in float32. With
+    `fused_gate`, as torch.compile does, backward computes silu(gate) again.
 
     A layer with experts has instead of the last, for k choices of a token, and k' = k + num_shared:
 
         mlp        2 k D + 4 k' F     rows and the experts' answers, which are weighed
         routing    4 E + 40 k + 4 bytes    scores, weights, choices and their order
 
-    It is whole on each rank of `tp`; with `sequence`, each computes its own tokens; with `experts`
-    ("expert tensor parallelism"), F is cut and all tokens are there. Over ep it is the same, as
-    long as the load is even.
+    Experts are whole on each rank of `tp`; with `sequence`, each rank computes its own tokens; with
+    `experts` ("expert tensor parallelism"), F is cut and all tokens are there.
 
     Left out: numbers per token and head (log-sum-exp) or per token and norm. Source: Korthikanti et
     al. 2022, section 4. Raises `ValueError` for `tp` below 1, or `overlap` without `sequence`.
@@ -178,19 +178,20 @@ def llama_activations(
         raise ValueError(f"tp={tp}; use 1 or more")
     if overlap and not sequence:
         raise ValueError("overlap=True gathers what sequence=True has cut; set both")
-    inputs = config.hidden_size * (2 if fused_norm else 4)
+    inputs = 2 * config.hidden_size * (1 if fused_norm else 1 + 4 / bytes_per_number)
     results = 2 * config.hidden_size
     heads = 2 * config.num_heads / tp + 2 * max(config.num_kv_heads / tp, 1)
+    gate = 3 if fused_gate else 4
     numbers = {
         "norms": inputs / (tp if sequence else 1) + results / (tp if overlap else 1),
         "attention": heads * config.head_dim,
-        "mlp": 4 * config.intermediate_size / tp,
+        "mlp": gate * config.intermediate_size / tp,
     }
     moe, routing = config.moe, {}
     if moe is not None:
         own = tp if sequence else 1  # parts into which tokens are cut where they are routed
         parts = tp if experts else own
-        hidden = 4 * (moe.top_k + moe.num_shared) * moe.expert_size
+        hidden = gate * (moe.top_k + moe.num_shared) * moe.expert_size
         rows = 2 * moe.top_k * config.hidden_size
         numbers["mlp"] = rows / (1 if experts else own) + hidden / parts
         # A router multiplies its own tokens; of what is gathered, shared experts keep a copy.

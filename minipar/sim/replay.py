@@ -11,16 +11,15 @@ Streams. A device computes on one, and has another for each process group, where
 Host.   It launches kernels ahead of the device, and no layer is over before its host has launched
         it, in so many seconds for a forward, a recomputation and a backward each.
 Ranks.  One of each place on the pipeline is played; the others of its dp, cp and tp do the same at
-        the same time. Of a slow rank all its pipeline is played, too, and calls wait for the last.
-Steps.  Two are played, and the second is told: what the first leaves to be waited for is in it.
+        the same time.
+Steps.  Two are played, and the second is returned: it waits for what the first has left in flight.
 
 Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
 """
 
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -82,27 +81,14 @@ def replay(
     *,
     host: float = 0.0,
     attention: float = 1.0,
-    slow: Mapping[int, float] | None = None,
 ) -> Simulated:
     """Play a step on `machine`.
 
     Args:
         host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
         attention: its seconds in training, as a multiple of those of the kernel by itself.
-        slow: ranks that compute slower than the others, and how many times; from 1 up.
-
-    Raises `ValueError` for ranks that there are not, and for factors that would make time run back.
     """
-    slow = dict(slow or {})
-    size = traces.plan.num_ranks
-    for rank, factor in slow.items():
-        if not 0 <= rank < size or not 1 <= factor < math.inf:
-            raise ValueError(f"slow: rank {rank} x {factor}; use ranks 0 to {size - 1}, from 1 up")
-    if not 0 <= host < math.inf:
-        raise ValueError(f"host={host} must be a number of 0 or more")
-    if not 0 < attention < math.inf:
-        raise ValueError(f"attention={attention} must be a number above 0")
-    stage = _Stage(_Prices(traces, machine, host, attention), slow)
+    stage = _Stage(_Prices(traces, machine, host, attention))
     stage.play(2)
     first, last = stage.ends
     seconds = max(last.values()) - max(first.values())
@@ -124,18 +110,16 @@ class _Prices:
 
     def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
         self.traces, self.machine, self.host, self.attention = traces, machine, host, attention
-        # What an emulated machine does in another way: it magnifies, has lanes for messages, and
-        # may move bytes by what computes (`seconds_of_moving`: in which a rank does not compute).
+        # An emulated machine differs: it magnifies, and has lanes for messages.
         self.counted = getattr(machine.device, "counted", int)
         self.has_lanes = getattr(machine, "has_lanes", False)
-        self.moving = getattr(machine, "seconds_of_moving", lambda num_bytes: 0.0)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}
         self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
         self.segments: dict[Segment, list[tuple]] = {}
 
     def words(self, segment: Segment) -> list[tuple]:
-        """Work that follows on each other in one block is one; what takes no time is left out."""
+        """Return the words of a segment: consecutive work of one block is one word of `seconds`."""
         if segment not in self.segments:
             self.segments[segment] = list(self._words(segment))
         return self.segments[segment]
@@ -158,15 +142,13 @@ class _Prices:
                     seconds = 0.0
             elif type(event) is Launch:
                 yield "launch", event
-                if moving := self.moving(event.num_bytes):
-                    yield "work", "copy", event.verb, moving
             else:
                 yield "wait", *event
         if seconds:
             yield "work", *block, seconds
 
     def compute(self, event: Compute) -> float:
-        """Seconds of an operation."""
+        """Return the seconds of an operation."""
         key = event[2:]
         if key not in self.known:
             slower = self.attention if event.work == "attention" else 1
@@ -174,7 +156,7 @@ class _Prices:
         return self.known[key]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks along an axis, or along several at once, that `rank` is one of."""
+        """Return the ranks along an axis, or along several at once, that `rank` is one of."""
         if (rank, axis) not in self.groups:
             own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
             places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
@@ -183,10 +165,8 @@ class _Prices:
         return self.groups[rank, axis]
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
-        """Seconds of a collective, or of a message, among `ranks`."""
-        if launch.among:
-            ranks = [ranks[place] for place in launch.among]
-        num_bytes = max(launch.num_bytes, launch.arriving)
+        """Return the seconds of a collective, or of a message, among `ranks`."""
+        num_bytes = launch.num_bytes
         key = launch.verb, launch.axis, num_bytes, tuple(ranks)
         if key not in self.known:
             nodes = len({rank // self.machine.gpus for rank in ranks})
@@ -221,7 +201,7 @@ class _Made:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known when it is over."""
+        """True if it is known when it is over."""
         return all(call.span for call in self.calls)
 
 
@@ -231,7 +211,6 @@ class _Player:
 
     rank: int
     trace: Trace
-    slowness: float
     clock: float = 0.0
     host: float = 0.0
     computing: float = 0.0
@@ -244,16 +223,12 @@ class _Player:
 class _Stage:
     """All players, and what is between them."""
 
-    def __init__(self, prices: _Prices, slow: Mapping[int, float]) -> None:
+    def __init__(self, prices: _Prices) -> None:
         self.prices, traces = prices, prices.traces
-        stride, sizes = traces.plan.num_ranks // traces.plan.pp, prices.sizes
-        self.players: dict[int, _Player] = {}
-        on_cp = (rank_at({a: c * (a == "cp") for a in sizes}, sizes) for c in traces.along_cp)
-        for column in sorted({0, *on_cp, *(rank % stride for rank in slow)}):
-            ranks = traces.along_cp.get(coordinates(column, sizes).get("cp"), traces.ranks)
-            for place, trace in ranks.items():
-                rank = place * stride + column
-                self.players[rank] = _Player(rank, trace, slow.get(rank, 1.0))
+        stride = traces.plan.num_ranks // traces.plan.pp
+        self.players = {
+            place * stride: _Player(place * stride, trace) for place, trace in traces.ranks.items()
+        }
         self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
         self.spans: list[Span] = []
@@ -261,7 +236,7 @@ class _Stage:
         self.num_moves = 0  # events that have happened
 
     def play(self, steps: int) -> None:
-        """Let all ranks do their step, so many times."""
+        """Play the step of all ranks, so many times."""
         for _ in range(steps):
             runs = [self._run(player) for player in self.players.values()]
             while runs:
@@ -271,7 +246,7 @@ class _Stage:
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
 
     def _run(self, player: _Player) -> Iterator[bool]:
-        """A step of a player; yields where others have to move first."""
+        """Play a step of one rank; yield where other ranks have to move first."""
         player.host = player.clock  # it has read the loss of the step before
         player.computing, player.waited = 0.0, defaultdict(float)
         player.turns = [player.clock] * AHEAD
@@ -296,13 +271,12 @@ class _Stage:
             player.latest[segment.family] = calls
 
     def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
-        seconds *= player.slowness
         start, player.clock = player.clock, player.clock + seconds
         player.computing += seconds
         self.spans.append(Span(kind, block, player.rank, start, player.clock))
 
     def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
-        """The ranks of each of its calls: a group, or the ends of a message, or of several."""
+        """Return the ranks of each of its calls: a group, or the ends of messages."""
         group = self.prices.group(own, launch.axis)
         ends = [(own, group[peer]) for peer in launch.peers]
         if launch.verb == "exchange":  # both ways at once
@@ -347,7 +321,7 @@ class _Stage:
         return made
 
     def _begin(self, call: _Call) -> None:
-        """Let a call that all have made run, if those before it have, and then those after it."""
+        """Start a call that all ranks have made, once the calls before it have run."""
         if unknown := [other for other in call.before if other.span is None]:
             unknown[0].after.append(call)
             return

@@ -8,11 +8,10 @@ Trace.  A list of segments, each a list of events in their order: see `tracer.py
 Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
         pipeline, ranks with as many layers are alike, too: one of them runs, and the others follow
         their own rows of the schedule with what it did, while `Mail`, the real one, sends messages.
-        Other ranks of dp, cp and tp do as their first does.
+        Other ranks of dp, cp and tp do as their first does. (A ring computes blocks of another
+        shape on each rank of cp: some percent, where kernels are short.)
 Steps.  One that others have gone before is recorded: the first learns orders (ddp, fsdp), and what
         one step sends may be awaited in the next (zero).
-
-`python -m minipar.sim.trace` prints a table: what each refinement changes in a step.
 
 Limits: an optimizer is one pass over its bytes, as a fused one is. Elementwise operations are not
 fused, but for norms. Loaders, checkpoints and what Python does between operations take no part.
@@ -21,30 +20,27 @@ fused, but for norms. Loaders, checkpoints and what Python does between operatio
 import copy
 import gc
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.comm.calls import taps
-from minipar.comm.mesh import Mesh, rank_at
+from minipar.comm.mesh import Mesh
 from minipar.emulate import operations
-from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
 from minipar.parallel.pipeline.runtime import Pipeline
 from minipar.parallel.pipeline.simulate import SPAN_KIND
 from minipar.parallel.plan import Plan
-from minipar.sim import load
-from minipar.sim.load import Load
 from minipar.sim.tracer import Compute, Event, Launch, Memory, Segment, Tracer
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
@@ -60,7 +56,7 @@ class Trace:
     held: dict[str, int]  # bytes by category, between two steps
 
     def events(self) -> Iterator[Event]:
-        """All events of the step."""
+        """Yield all events of the step."""
         for segment in self.segments:
             yield from segment.events
 
@@ -70,7 +66,7 @@ class Trace:
         return sum(e.flops for e in self.events() if type(e) is Compute)
 
     def sent(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by axis."""
+        """Return the bytes that this rank sends in a step, by axis."""
         totals: dict[str, int] = defaultdict(int)
         for event in self.events():
             if type(event) is Launch:
@@ -78,7 +74,7 @@ class Trace:
         return dict(totals)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by category when the rank holds the most."""
+        """Return the bytes by category when the rank holds the most."""
         now, highest, total = dict(self.held), dict(self.held), sum(self.held.values())
         most = total
         for event in self.events():
@@ -92,49 +88,43 @@ class Trace:
 
 @dataclass(frozen=True)
 class Traces:
-    """Of a plan: the step of each distinct rank, the first of each place on the pipeline."""
+    """The steps of a plan: one rank for each place on the pipeline."""
 
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
-    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # the same, by place on cp
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by category when the fullest rank is at its fullest."""
+        """Return the bytes by category when the fullest rank is at its fullest."""
         peaks = [trace.at_peak() for trace in self.ranks.values()]
         return max(peaks, key=lambda held: sum(held.values()))
 
 
 # ---------------------------------------------------------------------- the rank that is played
-_turn = threading.RLock()
-"""Groups, taps on calls and the load of experts belong to the process: one thread traces."""
-
-
 @contextmanager
 def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
-    """Be one rank of a group with all ranks of `plan`, of which no other exists.
+    """Play one rank of a group with all ranks of `plan`, of which no other exists.
 
-    Another thread that pretends is waited for. Raises `ValueError` in a process that is a rank.
+    Raises `ValueError` in a process that is a rank.
     """
-    with _turn:
-        if dist.is_initialized():
-            raise ValueError(
-                "a trace plays a rank of a group that does not exist, and this process is a rank "
-                "of one that does; trace in a process of its own"
-            )
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake", too
+    if dist.is_initialized():
+        raise ValueError(
+            "a trace plays a rank of a group that does not exist, and this process is a rank of "
+            "one that does; trace in a process of its own"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake", too
 
-        label, hook = Mesh.label, sys.excepthook
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_ranks)
-        try:
-            yield Mesh(**plan.mesh_sizes())
-        finally:
-            dist.destroy_process_group()
-            Mesh.label, sys.excepthook = label, hook
+    label, hook = Mesh.label, sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_ranks)
+    try:
+        yield Mesh(**plan.mesh_sizes())
+    finally:
+        dist.destroy_process_group()
+        Mesh.label, sys.excepthook = label, hook
 
 
 class Actor:
-    """A model under all that `plan` says, ready to step: on meta, of a rank without values."""
+    """A model under a plan, ready to step; on meta, the model of a rank without values."""
 
     def __init__(
         self,
@@ -144,18 +134,19 @@ class Actor:
         sequences: int,
         seq_len: int,
         device: str = "meta",
+        bucket_mb: float | None = None,
     ) -> None:
         with torch.device(device):
             self.model = Llama(config)
         make = partial(make_optimizer, lr=1e-4, weight_decay=0.1)
-        self.strategy = compose.apply(self.model, mesh, plan, make)
+        self.strategy = compose.apply(self.model, mesh, plan, make, bucket_mb=bucket_mb)
         self.precision = Precision(plan.autocast, device)
         tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=device)
         self.microbatch = self.strategy.shard((tokens, tokens))
         self.plan = plan
 
     def step(self, microbatches: int = 0) -> None:
-        """One training step, of as many microbatches as the plan says."""
+        """Run one training step, of as many microbatches as the plan says."""
         train_step(
             self.model,
             [self.strategy],
@@ -174,27 +165,19 @@ def trace(
     *,
     sequences: int = 1,
     seq_len: int,
-    every_cp: bool = False,
-    experts: Load = (),
     on_cpu: bool = False,
+    bucket_mb: float | None = None,
 ) -> Traces:
     """Trace a training step of a Llama under `plan`; weights are float32, as `minipar train` does.
 
     Args:
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
-        every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
-            where kernels are short that makes a difference of some percent.
-        experts: tokens of each expert, see `load.py`; of ranks that share experts out, the busiest
-            is traced, and taken to be what all of them wait for.
         on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
+        bucket_mb: capacity of a bucket of gradients, as in `compose.apply`.
 
-    Raises `ValueError` for a plan or a load that does not work, and in a process that is a rank of
-    a group.
+    Raises `ValueError` for a plan that does not work, and in a process that is a rank of a group.
     """
     plan.check(config)
-    is_uneven = bool(load.check(experts, config))
-    if is_uneven and (plan.expert_axes != ("ep",) or plan.dispatch == "hierarchical"):
-        raise ValueError(f"plan {plan}: a load is for experts over ep alone, and for one trip each")
     if plan.dispatch == "paired":
         raise ValueError(
             f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
@@ -208,24 +191,20 @@ def trace(
     alike: dict[Any, list[int]] = defaultdict(list)
     for place in range(plan.pp):
         alike[_kind_of(config, plan, place)].append(place)
-    found: dict[int, dict[int, Trace]] = defaultdict(dict)
-    sizes = plan.mesh_sizes()
-    for c in range(plan.cp if every_cp else 1):
-        for places in alike.values():
-            own = {"pp": places[0], "cp": c, "ep": load.busiest(experts, plan.ep)[0]}
-            rank = rank_at({a: own.get(a, 0) for a in sizes}, sizes)
-            norms = nullcontext() if on_cpu else operations.fused_norms()
-            with pretend(plan, rank) as mesh, load.assumed(experts), norms:
-                actor = Actor(config, plan, mesh, sequences, seq_len)
-                found[c] |= _record(actor, places, Tracer(is_uneven))
-                del actor
-        found[c] = dict(sorted(found[c].items()))
+    found: dict[int, Trace] = {}
+    for places in alike.values():
+        rank = places[0] * (plan.num_ranks // plan.pp)  # pp is the outermost axis
+        norms = nullcontext() if on_cpu else operations.fused_norms()
+        with pretend(plan, rank) as mesh, norms:
+            actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
+            found |= _record(actor, places, Tracer())
+            del actor
     tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
-    return Traces(plan, tokens, found.pop(0), dict(found))
+    return Traces(plan, tokens, dict(sorted(found.items())))
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
-    """What the rank of a place on pp has of the model, and does with it: others do the same."""
+    """Return a key that is equal for places on pp whose ranks hold and do the same."""
     if plan.pp == 1:
         return None
     schedule = plan.make_schedule()
@@ -242,7 +221,7 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
 
 @contextmanager
 def _garbage_gone() -> Iterator[None]:
-    """What the body leaves in cycles is gone after it. To look for it among all takes longer."""
+    """Collect the cycles that the body leaves. A full collection would take longer."""
     was_enabled = gc.isenabled()
     gc.disable()  # which would call old what has just been made
     try:
@@ -254,7 +233,7 @@ def _garbage_gone() -> Iterator[None]:
 
 
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
-    """The steps of ranks that are alike, of which `actor` is the first."""
+    """Return the steps of ranks that are alike, of which `actor` is the first."""
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
     # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
@@ -284,7 +263,7 @@ Programs = dict[int, list[Segment]]  # by place
 
 
 def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
-    """A step without a pipeline: the third of four microbatches, as often as there are."""
+    """Play a step without a pipeline; the third of four microbatches stands for all others."""
     count, done = actor.plan.microbatches, [tracer.begin_segment("before")]
 
     def run(model: nn.Module, *args: Any, **options: Any) -> Tensor:
@@ -304,13 +283,13 @@ def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int
 
 
 def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
-    """A step of a pipeline: few microbatches are computed, and then all ranks follow their rows."""
+    """Play a step of a pipeline: compute few microbatches, then let all ranks follow their rows."""
     pipeline, schedule = actor.strategy.parts.pipeline, actor.strategy.parts.pipeline.schedule
     own, done = schedule.stages_on(places[0]), {}
     roles = [_roles(schedule, stage, distinct) for stage in own]
 
     def hidden(action: Action) -> Tensor | None:
-        """What an action hands over, without computing it."""
+        """Return what an action hands over, without computing it."""
         return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
 
     def play(lowered: Schedule, microbatches: Sequence[Any], methods: Mapping) -> None:
@@ -340,7 +319,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
         del pipeline._play
 
     def follow(place: int) -> list[Segment]:
-        """What another rank does: its messages are sent, its computing is that of this one."""
+        """Return the step of another rank: its own messages, and the computing of this one."""
         twin, theirs = copy.copy(pipeline), schedule.stages_on(place)
         twin.axis = replace(pipeline.axis, rank=place)
         roles = [_roles(schedule, stage, DISTINCT) for stage in theirs]
@@ -369,7 +348,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
 
 
 def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
-    """The microbatches of a stage that are computed, and their numbers up to `DISTINCT`."""
+    """Return the microbatches of a stage that are computed, and their numbers up to `DISTINCT`."""
     row = schedule.actions[schedule.rank_of[stage]]
     last = schedule.last_gradient(stage)
     if last is None:  # more stages than microbatches
@@ -381,54 +360,3 @@ def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
     for kind in {*backward.values()} - {backward[m] for m in few}:
         few += [m for m in others if backward[m] == kind][:1]
     return {m: i for i, m in enumerate(few)} | {last.microbatch: DISTINCT}
-
-
-# ---------------------------------------------------------------------- before and after
-REFINEMENTS: dict[str, str] = {  # the plan
-    "ddp in float32": "dp=8",
-    "  recompute full": "dp=8,checkpointing=full",
-    "ddp, autocast to bf16": "dp=8,precision=autocast-bf16",
-    "ddp, bf16 and masters": "dp=8,precision=bf16",
-    "ZeRO 3 in float32": "dp=8,zero=3",
-    "  bf16 working weights": "dp=8,zero=3,precision=bf16",
-    "  and recompute full": "dp=8,zero=3,precision=bf16,checkpointing=full",
-}
-"""By what they are called."""
-
-
-class Totals(NamedTuple):
-    """What a rank does in a step, in numbers: operations, and bytes."""
-
-    operations: int
-    moved: int  # read and written by them
-    sent: int
-    held: int  # at the peak
-    activations: int  # of these, with the logits
-
-
-def refined(config: LlamaConfig, seq_len: int) -> dict[str, Totals]:
-    """Return the step of a rank that has one sequence, with each of `REFINEMENTS`.
-
-    None of them looks at a value: on the meta device that would fail.
-    """
-    found = {}
-    for name, text in REFINEMENTS.items():
-        step = trace(config, Plan.parse(text), seq_len=seq_len).ranks[0]
-        moved = [event.num_bytes for event in step.events() if type(event) is Compute]
-        held, sent = step.at_peak(), sum(step.sent().values())
-        peak, activations = sum(held.values()), held.get("activations", 0)
-        found[name] = Totals(len(moved), sum(moved), sent, peak, activations)
-    return found
-
-
-def table(rows: dict[str, Totals]) -> str:
-    """Return the numbers of `refined`, line by line, in GB."""
-    lines = ["".join([f"{'a step of one rank, GB':30}", *(f"{f:>13}" for f in Totals._fields)])]
-    for name, (count, *sizes) in rows.items():
-        numbers = "".join(f"{size / 1e9:13.1f}" for size in sizes)
-        lines.append(f"{name:30}{count:13,}{numbers}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table(refined(PRESETS["llama-3.2-1b"], seq_len=4096)))

@@ -13,7 +13,7 @@ collectives by `comm.collectives`, storages as they come and go.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,8 +46,7 @@ class Compute(NamedTuple):
 class Launch(NamedTuple):
     """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it.
 
-    `among`, too: of an all-to-all that has no rows for others, those that take part. With a
-    `purpose` it is in another process group than others along the axis.
+    With a `purpose` it is in another process group than others along the axis.
     """
 
     verb: str
@@ -55,8 +54,6 @@ class Launch(NamedTuple):
     size: int
     num_bytes: int
     peers: tuple[int, ...] = ()
-    arriving: int = 0  # bytes, of an all-to-all that is uneven
-    among: tuple[int, ...] = ()
     purpose: str = ""
 
 
@@ -98,9 +95,8 @@ class _Holding:
 class Tracer(TorchDispatchMode, Tap):
     """Writes down every operation, collective and storage that passes by, into `segment`."""
 
-    def __init__(self, is_uneven: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_uneven = is_uneven  # what all-to-alls deal out
         self.recorder = Recorder()  # knows which block is at work, and in which phase
         self.segments: list[Segment] = []
         self.segment = self.begin_segment("before")
@@ -120,8 +116,6 @@ class Tracer(TorchDispatchMode, Tap):
     # operations
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op is torch.ops.c10d.alltoall_base_.default and 0 in args[3]:
-            self._narrow(*args[3:5])
         if op.namespace == "c10d" or operations.is_view(op):
             return op(*args, **kwargs)
         key = op, operations.key_of(args), operations.key_of(tuple(kwargs.items()))
@@ -131,7 +125,8 @@ class Tracer(TorchDispatchMode, Tap):
             result = op(*args, **kwargs)
             known = self.known[key] = _Known(op, result, args, kwargs)
         frame, work = self.recorder.running(), known.work
-        kind, where = (frame.kind or "compute", frame.name) if frame else ("compute", "step")
+        outside = ("backward", "backward") if in_backward() else ("compute", "step")
+        kind, where = (frame.kind or "compute", frame.name) if frame else outside
         if kind == "backward" and torch.is_grad_enabled() and in_backward():
             where += " (recompute)"
         for t in _on_meta(result) if known.is_new else ():
@@ -156,21 +151,8 @@ class Tracer(TorchDispatchMode, Tap):
         self.unawaited.add(call.number)
         self.launches[call.number] = self.segment, self.segment.num_launches
         self.segment.num_launches += 1
-        arriving = 0
-        if verb == "all_to_all" and self.is_uneven:  # of which each rank has sent as much
-            whole = sum(tensor.nbytes for tensor in operations.tensors(call.result))
-            arriving = whole * (axis.size - 1) // axis.size
-        sizes = axis.size, call.num_bytes, tuple(call.peers or ()), arriving
-        launch = Launch(verb, axis.name, *sizes, purpose=axis.purpose)
-        self.segment.events.append(launch)
-
-    def _narrow(self, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        """Note who takes part in the call that was just launched: those with rows."""
-        events = self.segment.events
-        if events and isinstance(events[-1], Launch):  # not where another is told of calls
-            rows = enumerate(zip(arriving, sent, strict=True))
-            among = tuple(rank for rank, both in rows if any(both))
-            events[-1] = events[-1]._replace(among=among)
+        sizes = axis.size, call.num_bytes, tuple(call.peers or ())
+        self.segment.events.append(Launch(verb, axis.name, *sizes, purpose=axis.purpose))
 
     def wait(self, call: Call) -> None:
         self.unawaited.discard(call.number)
@@ -195,16 +177,16 @@ class Tracer(TorchDispatchMode, Tap):
             self.segment.events.append((holding, more))  # what it is for is known at the end
 
     def label(self, category: str, *tensors: Tensor | None) -> None:
-        """Say what tensors are for; of "" nothing is told."""
+        """Note what tensors are for; "" leaves them out."""
         for tensor in _on_meta(tensors):
             self.hold(tensor.untyped_storage()).category = category
 
     def tag(self, storage: torch.UntypedStorage, word: memory.Tag) -> None:
-        """Take what the code itself says."""
+        """Note the category that the code itself gives to a storage."""
         self.hold(storage).category = word.category
 
     def held(self) -> dict[str, int]:
-        """Bytes by category, now."""
+        """Return the bytes by category, now."""
         totals: dict[str, int] = defaultdict(int)
         for holding in self.holdings.values():
             totals[holding.category] += holding.num_bytes
@@ -212,7 +194,7 @@ class Tracer(TorchDispatchMode, Tap):
 
     @contextmanager
     def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Record all of the body; what there is at its start is told by `held`."""
+        """Record all of the body; `held` returns what there is at its start."""
         with ExitStack() as stack:
             undo = [*hook_model(self.recorder, model), *hook_optimizers(self.recorder)]
             with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way
@@ -234,11 +216,11 @@ class Tracer(TorchDispatchMode, Tap):
             self.is_counting = False
 
     def look_at(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Say what weights, gradients and the state of `optimizer` are."""
+        """Label weights, gradients and the state of `optimizer`."""
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
             for p in (*model.parameters(), *stepped):
-                self.label("parameters", p, *getattr(p, "homes", ()))
+                self.label("parameters", p)
                 self.label("gradients", p.grad)
             for p in model.parameters():
                 self.label("optimizer", getattr(p, "master", None))
@@ -247,7 +229,7 @@ class Tracer(TorchDispatchMode, Tap):
         self.stepped = operations.bytes_of_step(stepped, state)
 
     def close(self) -> None:
-        """Now that it is known what memory was for, let the events tell."""
+        """Give the events of memory their categories, which are known by now."""
         for segment in self.segments:
             segment.events = [
                 Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
@@ -278,7 +260,7 @@ class _Known:
         self.work = operations.work_of(op, given, made, args)
 
     def again(self, args: Any, kwargs: Any) -> Any:
-        """A result like that of the first call."""
+        """Return a result like that of the first call."""
         if self.is_first:
             return args[0]
         if not self.is_new:

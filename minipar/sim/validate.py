@@ -1,25 +1,21 @@
 """How true is it? Predictions beside runs that others have published, and beside simple rules.
 
-    python -m minipar.sim.validate [--fit] TABLE.csv ...
+    python -m minipar.sim.validate TABLE.csv ...
 
 prints, for each source in the tables, the errors of the step time that `cost.py` predicts; those of
-a *constant*, the source's own best utilisation of the peak for all of its rows, which a predictor
-must beat to have shown anything; the errors of the memory; how many of the runs that went well, ran
-out of memory or failed would fit into what a device has for tensors; and how good a plan the
-prediction would have chosen in each cell (runs of one model on as many devices), beside the rule of
-thumb "least tp x pp, largest microbatch". Aims stand beside. `--fit` prints the numbers of
-`software.toml` that fit best instead: to rows whose column `split` says ``tune``, and to no others.
+a *constant*, the one utilisation of the peak that fits all rows of the source best, which a
+predictor must beat to have shown anything; the errors of the memory; how many of the runs that went
+well, ran out of memory or failed would fit into what a device has for tensors; and how good a plan
+the prediction would have chosen in each cell (runs of one model on as many devices), beside the
+rule of thumb "least tp x pp, largest microbatch". Aims stand beside.
 
-A table has a row per run, with the columns of tests/sim/data, of which `NEEDED` must be there, and
-step_seconds, tokens_per_s_per_gpu or memory_gb; sequences are counted, not tokens, in `microbatch`
-and `global_batch`. What is empty or missing is unknown, and taken as usual for its family; of
-microbatches, the fastest that fits. Rows that are not understood are left out, counted, and why.
+A table has a row per run, with the columns and words of tests/sim/data. `NEEDED` columns must be
+there, and step_seconds or tokens_per_s_per_gpu; sequences are counted, not tokens, in `microbatch`
+and `global_batch`. An empty cell is unknown, and taken as usual for its family; of microbatches,
+the fastest that fits. Rows that are not understood are left out, counted, and why.
 """
 
 import csv
-import difflib
-import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,30 +30,17 @@ from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, fit, footprint, hardware
+from minipar.sim import cost, footprint, hardware
 
 FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "fms-fsdp": "compiled"}
 FAMILIES |= dict.fromkeys(("megatron", "nemo", "mcore"), "megatron")
 """By what is in a table's `framework`, the first that is; "any" for others."""
-LATER = {"megatron": "megatron-core"}
-"""What has become of a family on devices that have 8 bits, but for forks of what it was."""
-NETWORKS = {"nanotron": "-efa-busy"}
-"""Where a table of the same cluster tells more of its network than its bandwidth."""
-SCHEDULES = {name.replace("_", ""): name for name in schedules.SCHEDULES}
-SCHEDULES |= {"": "1f1b", "none": "1f1b", "afab": "gpipe", "zb1p": "zb_h1", "zb2p": "zb_h2"}
-SCHEDULES |= dict.fromkeys(("interleaved", "1f1bi", "vpp"), "interleaved_1f1b")
-SCHEDULES |= {"zbvzerobubble": "zb_v", "interleavedzerobubble": "interleaved_zb"}
-"""By what tables call them, in lower case and without what is no letter or digit."""
-DTYPES = {"fp4": "fp4", "fp8": "fp8", "float8": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
-"""By what is in a table's word, the first that is: fp8-e4m3, nvfp4, bf16-mixed, amp_bf16."""
-RECOMPUTE = {"off": "none", "op": "selective", "layer": "selective", "uniform": "full"}
-FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-GROUPED = re.compile(r"\d{1,3}(,\d{3})+(\.\d*)?")
-"""A number whose commas part thousands: in 4,5 one is the point, and it is not read."""
+DEVICES = {"a100-80-sxm": "a100", "a100-40-sxm": "a100-40", "h100-sxm": "h100"}
+DEVICES |= {"h100-96-500w": "h100-96"}
+"""Names of devices in tables, where they are not ours."""
+SCHEDULES = {"": "1f1b", "none": "1f1b", "afab": "gpipe", "interleaved": "interleaved_1f1b"}
+SCHEDULES |= {"zb-1p": "zb_h1", "zb-2p": "zb_h2", "zb-v": "zb_v", "dualpipev": "dualpipe_v"}
 NEEDED = ("layers", "hidden", "heads", "seq", "device", "gpus")
-FITTED = ("host", "host_tp", "host_across", "passes", "attention", "exposed", "copies", "fixed")
-START = {"host": 1e-3, "host_tp": 0.3e-3, "host_across": 1e-3, "passes": 1.5, "attention": 2}
-START |= {"exposed": 0.3, "copies": 24, "fixed": 0.02}
 
 
 @dataclass(frozen=True)
@@ -75,7 +58,7 @@ class Run:
 
     @property
     def fits(self) -> bool:
-        """Whether it is predicted to fit."""
+        """True if it is predicted to fit."""
         return self.held < self.job.machine.device.usable_memory()
 
     @property
@@ -108,59 +91,53 @@ class Run:
         return flops * job.tokens_of_step / self.gpus / job.machine.device.peak[job.dtype]
 
 
+# ---------------------------------------------------------------------- tables
 def read(
     path: str | Path, left_out: Counter[str] | None = None, failed: list[Run] | None = None
 ) -> list[Run]:
     """Return the runs of a table that went well and that are understood.
 
-    Others that are understood are added to `failed`; why rows are left out is counted in
-    `left_out`. Raises `ValueError` for what is no table.
+    Understood rows of another status are added to `failed`; why rows are left out is counted in
+    `left_out`. Raises `ValueError` for a file that is no table, or lacks a column.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
-        lines = [line for line in text if line.strip(' ,"') and line.lstrip(' "')[:1] != "#"]
-        head, *body = [*csv.reader(lines)] or [[]]
+        rows = [*csv.DictReader(line for line in text if line.strip() and line[:1] != "#")]
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: is no table: {error}") from error
-    names = [name.strip().lower() for name in head]
-    for name in NEEDED:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1) or names[:9]
-            raise ValueError(f"{path}: has no column {name}; it has {', '.join(near)} ...")
+    missing = [name for name in NEEDED if name not in (rows[0] if rows else ())]
+    if missing:
+        raise ValueError(f"{path}: has no column {', '.join(missing)}, or no rows")
     runs, skipped = [], Counter() if left_out is None else left_out
-    for cells in body:
-        row = Row(zip(names, map(str.strip, cells), strict=False), source=Path(path).stem)
+    for cells in rows:
         try:
-            if any(map(str.strip, cells[len(names) :])):
+            if None in cells:
                 raise ValueError("more cells than columns: is a number with commas not quoted?")
-            run = _run(row)
-            if not math.isfinite(run.predicted * run.held):
-                raise ValueError("what is predicted is beyond numbers")
+            row = Row({name: (cell or "").strip() for name, cell in cells.items()})
+            run = _run(row, Path(path).stem)
+            if not run.predicted * run.held < np.inf:
+                raise ValueError("the prediction is beyond numbers")
             if run.status == "ok":
                 runs.append(run)
                 continue
             skipped[f"not timed, but {run.status}"] += 1
             if failed is not None:
                 failed.append(run)
-        except (ValueError, ZeroDivisionError, OverflowError, KeyError) as error:
+        except (ValueError, ZeroDivisionError, OverflowError) as error:
             skipped[" ".join(str(error).split())] += 1
     return runs
 
 
 class Row(dict[str, str]):
-    """A row of a table: what is missing or empty is unknown."""
-
-    def __init__(self, cells: Iterable[tuple[str, str]], **usual: str) -> None:
-        super().__init__(usual | {name: cell for name, cell in cells if cell})
+    """A row of a table: a missing or empty cell is unknown."""
 
     def number(self, name: str, default: float = 1, lowest: float = 0) -> float:
-        """Return a number; raise `ValueError` for what is none or out of bounds."""
+        """Return a number; raise `ValueError` for a cell that is none or out of bounds."""
         text = self.get(name, "")
         try:
-            plain = text.replace(",", "") if GROUPED.fullmatch(text) else text
-            number = float(plain) if plain else default
+            number = float(text) if text else default
         except ValueError:
-            number = math.nan
+            number = np.nan
         if not lowest <= number < 1e15:
             raise ValueError(f"{name}={text[:40]} must be a number of {lowest:g} or more")
         return number
@@ -173,95 +150,101 @@ class Row(dict[str, str]):
         return int(number)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return what is yes or no; as a number, too, since tables are rewritten as floats."""
-        text = self.get(name, "").lower()
-        if text and text.removesuffix(".0") not in FLAGS:
-            raise ValueError(f"{name}={text[:40]} must be 1 or 0, true or false, yes or no")
-        return FLAGS[text.removesuffix(".0")] if text else default
-
-    def word(self, name: str) -> str:
-        """Return the letters and digits of a cell in lower case: Zero-Bubble is zerobubble."""
-        return re.sub(r"[^a-z0-9]", "", self.get(name, "").lower())
+        """Return the truth of a cell of 1 or 0."""
+        return bool(self.number(name, default))
 
 
-def _run(row: Row) -> Run:
-    number, whole, framework = row.number, row.whole, row.get("framework", "").lower()
+def _run(row: Row, table: str) -> Run:
+    framework = row.get("framework", "").lower()
     family = next((v for k, v in FAMILIES.items() if k in framework), "any")
-    gated = row.flag("gated", row.word("kind") != "gpt")
+    config, plan, ep = _config(row), *_plan(row)
+    dtype = row.get("dtype", "") or "bf16"
+    dtype = next((t for t in ("fp4", "fp8", "bf16") if t in dtype), dtype)
+    dtype = hardware.type_name(dtype)
+    machine = _machine(row.get("device", ""), family, row.number("inter_gbps_per_gpu", 0),
+                       row.whole("gpus_per_node", 0, 0), row.get("intra", ""))  # fmt: skip
+    if "fp8" in machine.device.peak and family == "megatron" and "deepspeed" not in framework:
+        family = "megatron-core"  # what became of it on devices that have 8 bits
+    if dtype in ("fp8", "fp4") and family == "any":
+        family = "compiled"  # as torchao's products of few bits have to be
+    if "torchtitan" in framework and plan.pp > 1 and plan.zero == 3:
+        # Its default in a pipeline: weights stay gathered, and gradients go once a step.
+        plan = replace(plan, zero=1)
+    gated = row.flag("gated", row.get("kind") != "gpt")
+    flash, software = row.flag("flash", dtype != "fp16"), hardware.software(family)
+    seq = row.whole("seq", 0)
+    job = cost.Job(config, plan, machine, software, seq, 1, dtype, gated, flash, ep)
+    job, seconds, gpus = _with_batch(row, job), row.number("step_seconds", 0), plan.num_ranks
+    if not seconds and (rate := row.number("tokens_per_s_per_gpu", 0)):
+        seconds = job.tokens_of_step / gpus / rate
+    status, source = (row.get("status") or "ok").lower(), row.get("source") or table
+    if not seconds and status == "ok":
+        raise ValueError("no step_seconds above 0, and no tokens_per_s_per_gpu; TFLOP/s alone are "
+                         "not scored, as their definitions differ")  # fmt: skip
+    unit = 1e9
+    if source.startswith("torchtitan"):  # which prints GiB, and what its allocator has reserved
+        unit = 2**30 * (1 - machine.device.fragmentation)
+    memory = row.number("memory_gb", 0) * unit
+    name, split = row.get("row_id") or "?", row.get("split", "")
+    return Run(name, source, split, job, gpus, seconds, memory, status)
+
+
+def _config(row: Row) -> LlamaConfig:
+    whole = row.whole
     width, heads, seq = whole("hidden", 0), whole("heads", 0), whole("seq", 0)
-    moe, ep = None, whole("ep")
+    moe = None
     if whole("experts", 0, 0) > 1:
         chosen = whole("top_k", 0)
         moe = MoEConfig(
             whole("experts"), chosen, whole("moe_ffn", whole("ffn", 4 * width)),
             num_shared=whole("shared_experts", 0, 0), normalise=chosen > 1,
         )  # fmt: skip
-        if moe.num_experts % ep:
-            raise ValueError(f"ep={ep} must divide experts={moe.num_experts}")
-    elif row.word("kind") == "moe" or ep > 1:
+    elif row.get("kind") == "moe" or whole("ep") > 1:
         raise ValueError("a mixture needs experts=, how many there are")
+    head_dim = whole("head_dim", max(1, width // heads))
     config = LlamaConfig(
         whole("vocab", 50_000), width, whole("ffn", 4 * width), whole("layers", 0), heads,
-        whole("kv_heads", heads), whole("head_dim", max(1, width // heads)), max_seq_len=seq,
+        whole("kv_heads", heads), head_dim + head_dim % 2, max_seq_len=seq,
         tie_embeddings=row.flag("tied", False), moe=moe,
     )  # fmt: skip
-    tp, pp, cp = whole("tp"), whole("pp"), whole("cp")
-    gpus = whole("gpus", 0)
-    dp = whole("dp", max(1, gpus // (tp * pp * cp)))
+    if head_dim % 2 and row.get("kind") == "gpt":  # it has no RoPE, which needs an even width
+        object.__setattr__(config, "head_dim", head_dim)
+    return config
+
+
+def _plan(row: Row) -> tuple[Plan, int]:
+    """Return the plan of a row, and how many ranks of dp, cp and tp share the experts."""
+    whole = row.whole
+    tp, pp, cp, ep, gpus = whole("tp"), whole("pp"), whole("cp"), whole("ep"), whole("gpus", 0)
+    dp, layers = whole("dp", max(1, gpus // (tp * pp * cp))), whole("layers", 0)
     if dp * tp * pp * cp != gpus:
         raise ValueError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} are not gpus={gpus}")
-    if dp * tp * cp % ep:
-        raise ValueError(f"ep={ep} must divide dp x tp x cp = {dp * tp * cp}")
-    if pp > config.num_layers:  # stages may be more: the ends of some are an embedding or a head
-        raise ValueError(f"pp={pp} must be at most layers={config.num_layers}")
-    schedule, chunks = row.word("schedule").removeprefix("schedule"), whole("virtual_stages", 0, 0)
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={row['schedule']} is not known")
-    schedule = SCHEDULES[schedule]
+    if dp * tp * cp % ep or whole("experts", ep, 0) % ep:
+        raise ValueError(f"ep={ep} must divide experts, and dp x tp x cp = {dp * tp * cp}")
+    schedule, chunks = row.get("schedule", ""), whole("virtual_stages", 0, 0)
+    schedule = SCHEDULES.get(schedule, schedule.replace("-", "_"))
     if schedule == "1f1b" and chunks > 1:  # Megatron-LM calls both 1F1B
         schedule = "interleaved_1f1b"
-    if pp * max(1, chunks) > config.num_layers + 2:
-        raise ValueError(f"{chunks} stages on each of pp={pp} are more than layers + 2")
-    recompute, zero = row.word("recompute") or "none", whole("zero", 0, 0)
-    recompute = RECOMPUTE.get(recompute.removeprefix("selective"), recompute)
+    if schedule not in schedules.SCHEDULES:
+        raise ValueError(f"schedule={row['schedule']} is not known")
+    # Stages may be two more than layers: the ends of some are an embedding or a head.
+    if pp > layers or pp * max(1, chunks) > layers + 2:
+        raise ValueError(f"pp={pp} x {max(1, chunks)} stages are more than layers={layers}")
+    recompute, zero = row.get("recompute") or "none", whole("zero", 0, 0)
     if recompute not in ("none", "selective", "full") or zero > 3:
         raise ValueError(f"recompute={recompute}, zero={zero}: none, selective or full, and 0 to 3")
-    dtype = row.get("dtype", "bf16").lower()
-    dtype = hardware.type_name(next((t for word, t in DTYPES.items() if word in dtype), dtype))
-    machine = _machine(row.get("device", ""), family, number("inter_gbps_per_gpu", 0),
-                       whole("gpus_per_node", 0, 0), row.get("intra", "").lower())  # fmt: skip
-    if "fp8" in machine.device.peak and "deepspeed" not in framework:
-        family = LATER.get(family, family)
-    if dtype in ("fp8", "fp4") and family == "any":
-        family = "compiled"  # as torchao's products of few bits have to be
-    if "torchtitan" in framework and pp > 1 and zero == 3:
-        zero = 1  # its default in a pipeline: weights stay gathered, and gradients go once a step
     plan = Plan(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, schedule=schedule, checkpointing=recompute,
         sequence_parallel=row.flag("sp", True) and tp > 1, stages_per_rank=chunks,
         # Experts over ranks of tp, too, are whole.
-        expert_tensor_parallel=moe is not None and tp > 1 and dp * cp % ep == 0,
+        expert_tensor_parallel=whole("experts", 0, 0) > 1 and tp > 1 and dp * cp % ep == 0,
         dispatch="paired" if ep > 1 and schedule in schedules.PAIRED else "all_to_all",
     )  # fmt: skip
-    flash = row.flag("flash", dtype != "fp16")
-    job = cost.Job(
-        config, plan, machine, hardware.software(family), seq, 1, dtype, gated, flash, ep
-    )
-    job, seconds = _with_batch(row, job), number("step_seconds", 0)
-    if not seconds and (rate := number("tokens_per_s_per_gpu", 0)):
-        seconds = job.tokens_of_step / gpus / rate
-    if not seconds and "step_seconds" in row and row.get("status", "ok").lower() == "ok":
-        raise ValueError("step_seconds=0 must be above 0")
-    name, source, split = row.get("row_id", "?"), row["source"], row.get("split", "")
-    unit = 1e9
-    if source.startswith("torchtitan"):  # which prints GiB, and what its allocator has reserved
-        unit = 2**30 * (1 - machine.device.fragmentation)
-    memory, status = number("memory_gb", 0) * unit, row.get("status", "ok").lower()
-    return Run(name, source, split, job, gpus, seconds, memory, status)
+    return plan, ep
 
 
 def _with_batch(row: Row, job: cost.Job) -> cost.Job:
-    """Return the job with its microbatches; what is unknown of them is chosen as users do."""
+    """Return the job with its microbatches; unknown ones are chosen as users do."""
     dp, micro, count = job.plan.dp, row.whole("microbatch", 0, 0), row.whole("microbatches", 0, 0)
     whole = row.whole("global_batch", dp * (micro or 1) * (count or 1))
     mine = whole // dp
@@ -281,23 +264,11 @@ def _with_batch(row: Row, job: cost.Job) -> cost.Job:
 
 @cache
 def _machine(device: str, family: str, gbits: float, gpus: int, inside: str) -> hardware.Machine:
-    """Return the machine of a device as tables name it: h100-sxm, NVIDIA A100-SXM4-40GB.
-
-    `inside` is its network inside of a node; the device's own, if it is none that we know.
-    """
-    words = re.split(r"[\s_-]+", re.sub(r"rtx[\s_-]+", "rtx", device.lower()))
-    drop = r"nvidia|tesla|geforce|[dh]gx|sxm\d?|\d+w|hbm\w*|nvl72"
-    words = [w.removesuffix("gb") for w in words if not re.fullmatch(drop, w)]
-    name, known = "-".join(words), hardware.names()
-    if name not in known:  # without its memory, if it is that device's
-        sizes = [int(w) for w in words if w.isdecimal()]
-        name = "-".join(w for w in words if not w.isdecimal())
-        memory = hardware.load(name).device.memory if name in known else 1.0
-        if any(abs(1e9 * size / memory - 1) > 0.1 for size in sizes):
-            name = device
-    machine = hardware.load(name if name in known else device)
-    if f"{name}{NETWORKS.get(family, '')}" in hardware.names():
-        machine = hardware.load(name + NETWORKS.get(family, ""))
+    """Return the machine of a device; `inside` is its network inside of a node, if we know it."""
+    name = DEVICES.get(device, device)
+    if family == "nanotron" and f"{name}-efa-busy" in hardware.names():
+        name = f"{name}-efa-busy"  # a table of the same cluster tells more than its bandwidth
+    machine = hardware.load(name)
     machine = replace(machine, inside=hardware.networks().get(inside, machine.inside))
     if gbits:
         machine = replace(machine, between=machine.between.with_ports(gbits * 1e9 / 8))
@@ -311,9 +282,11 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> np.ndarray:
 
 
 def constant(runs: Sequence[Run]) -> np.ndarray:
-    """Return what one utilisation of the peak, the median of these runs, would predict of each."""
-    ideal = np.array([run.ideal for run in runs])
-    return ideal / np.median(ideal / [run.seconds for run in runs])
+    """Return what one utilisation of the peak, the best for these runs, would predict of each."""
+    ideal, measured = np.array([r.ideal for r in runs]), np.array([r.seconds for r in runs])
+    # The mean error is a sum of lines in 1 / utilisation, so the best one makes some row exact.
+    return min((ideal * m / i for i, m in zip(ideal, measured, strict=True)),
+               key=lambda predicted: errors(predicted, measured).mean())  # fmt: skip
 
 
 def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
@@ -338,26 +311,23 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
 
 def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
     """Return the table of errors by source and split, the aims, and the worst rows."""
-    counts = Counter((run.source, run.name) for run in runs if run.name != "?")
-    twice = [name for (_, name), count in counts.items() if count > 1]
-    more = f" and {len(twice) - 3} more" * (len(twice) > 3)
-    lines = [f"rows with the same row_id, each counted: {', '.join(twice[:3])}{more}"][: len(twice)]
+    lines = []
     for (source, split), group in groupby(sorted((*runs, *failed), key=_set_of), key=_set_of):
         every = list(group)
         some = [r for r in every if r.status == "ok"]
-        timed, sized = [r for r in some if r.seconds], [r for r in some if r.memory]
+        sized = [r for r in some if r.memory]
         lines.append(f"{source}, {split}: {len(some)} rows")
-        if timed:
-            measured = [r.seconds for r in timed]
-            found = errors((r.predicted for r in timed), measured)
-            flat = errors(constant(timed), measured)
+        if some:
+            measured = [r.seconds for r in some]
+            found = errors((r.predicted for r in some), measured)
+            flat = errors(constant(some), measured)
             aim = f"mean below {flat.mean() / 2:.1%}, half of a constant's"
             lines.append(f"  step time   {_spread(found)}   aim: {aim}")
             lines.append(f"  a constant  {_spread(flat)}")
             for at in np.argsort(-found)[:3]:
-                run = timed[at]
+                run, parts = some[at], cost.seconds(some[at].job)
                 shown = f"{run.predicted:.2f} s predicted, {run.seconds:.2f} s measured"
-                lines.append(f"    {run.name}: {shown}; mostly {_largest(run)}")
+                lines.append(f"    {run.name}: {shown}; mostly {max(parts, key=parts.get)}")
         if sized:
             found = errors((r.held for r in sized), [r.memory for r in sized])
             lines.append(f"  memory      {_spread(found)}   aim: median 8%")
@@ -366,7 +336,7 @@ def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
             for status, count in Counter(r.status for r in every).items()
         ]
         lines.append(f"  predicted to fit: {', '.join(fit)}")
-        if cells := choices(timed):
+        if cells := choices(some):
             (ours, thumb, rank), (worst, _, lowest) = np.mean(cells, axis=0), np.min(cells, axis=0)
             lines.append(
                 f"  choice of {len(cells)} cells: {ours:.1%} of the best throughput, worst "
@@ -374,8 +344,7 @@ def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
                 f"correlation {rank:.2f}, lowest {lowest:.2f}"
             )
     for name, few, aim in (("up to 64 devices", True, 8), ("on more", False, 15)):
-        some = [r for r in runs if r.seconds and (r.gpus <= 64) == few]
-        if some:
+        if some := [r for r in runs if (r.gpus <= 64) == few]:
             found = errors((r.predicted for r in some), [r.seconds for r in some])
             lines.append(f"all {len(some)} rows {name}: {_spread(found)}   aim: median {aim}%")
     return "\n".join(lines)
@@ -390,66 +359,21 @@ def _spread(found: np.ndarray) -> str:
     return "mean {:6.1%}   median {:6.1%}   90 % {:6.1%}   worst {:6.1%}".format(*numbers)
 
 
-def _largest(run: Run) -> str:
-    parts = cost.seconds(run.job)
-    return max(parts, key=parts.__getitem__)
-
-
-# ---------------------------------------------------------------------- fitting
-def best_software(runs: Sequence[Run], keys: Sequence[str] = FITTED) -> dict[str, float]:
-    """Return the numbers of `Software` that fit the runs best, each source of the same weight."""
-    sources = [run.source for run in runs]
-    weights = np.array([sources.count(source) ** -0.5 for source in sources])
-    weights /= weights.max()
-
-    def off(logs: np.ndarray) -> np.ndarray:
-        tried = dict(zip(keys, np.exp(logs).tolist(), strict=True))
-        jobs = (replace(r.job, software=replace(r.job.software, **tried)) for r in runs)
-        predicted = [sum(cost.seconds(job).values()) for job in jobs]
-        return np.log(predicted) - np.log([run.seconds for run in runs])
-
-    found = fit.solve(off, [START[key] for key in keys], weights, prior=0.3)
-    return dict(zip(keys, found, strict=True))
-
-
-def fitted(runs: Sequence[Run]) -> str:
-    """Return what fits each family of software best, and all of them together."""
-    runs = [run for run in runs if run.split == "tune" and run.seconds]
-    if not runs:
-        raise ValueError("--fit: no row has split=tune and a time to fit to")
-    by_family = {run.job.software.name for run in runs}
-    lines = []
-    for family in sorted(by_family):
-        own = [run for run in runs if run.job.software.name == family]
-        lines.append(f"{family}: {_shown(best_software(own))}")
-    keys = [key for key in FITTED if key not in ("host_across", "passes")]  # as each alone says
-    everywhere = [replace(r, job=replace(r.job, software=hardware.software("any"))) for r in runs]
-    return "\n".join([*lines, f"any: {_shown(best_software(everywhere, keys))}"])
-
-
-def _shown(numbers: dict[str, float]) -> str:
-    return ", ".join(f"{key} = {value:.3g}" for key, value in numbers.items())
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Print the report of the tables, or what fits them."""
-    names = [name for name in arguments if name != "--fit"]
+def main(names: Sequence[str]) -> None:
+    """Print the report of the tables."""
     if not names:
         raise SystemExit(f"usage: {__doc__.splitlines()[2].strip()}")
     left_out: Counter[str] = Counter()
     failed: list[Run] = []
     try:
         runs = [run for name in names for run in read(name, left_out, failed)]
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     for why, count in left_out.most_common():
         print(f"rows left out: {count}: {why}")
     if not runs:
         raise SystemExit(f"no run that can be predicted in {', '.join(names)}")
-    try:
-        print(fitted(runs) if "--fit" in arguments else report(runs, failed))
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    print(report(runs, failed))
 
 
 if __name__ == "__main__":

@@ -31,10 +31,7 @@ from minipar.train.data import IGNORE, share
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """Return the largest load over the mean load: the time of a step over what it could be, >= 1.
-
-    Loads that are all 0 are even: 1.0.
-    """
+    """Return the largest load over the mean load, at least 1; loads that are all 0 give 1."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
@@ -43,10 +40,9 @@ def imbalance(loads: Sequence[float]) -> float:
 def shares(speeds: Sequence[float], num_microbatches: int) -> list[int]:
     """Return how many of `num_microbatches` each rank should do, given microbatches per second.
 
-    Each microbatch goes where it is done soonest, after those that the rank has already. No other
-    way finishes earlier, which cannot be said of rounding proportional shares (and for that matter
-    it is how d'Hondt turns votes into seats). Every rank gets one at least: one that does nothing
-    cannot be measured any more. Ties go to the lower rank.
+    Each microbatch goes to the rank that would finish it first. No other shares finish earlier;
+    rounded proportional shares may. Every rank gets one at least, because an idle rank could not
+    be measured any more. Ties go to the lower rank.
 
     Raises `ValueError` for fewer microbatches than ranks, or a speed that is not positive.
     """
@@ -70,8 +66,8 @@ def shares(speeds: Sequence[float], num_microbatches: int) -> list[int]:
 class Balancer:
     """Shares of all ranks along `axis`, set anew every `every` steps by how fast each has been.
 
-    Comms: one all-gather of a number of 8 bytes per rank, every `every` steps. What follows from
-    those numbers is the same on every rank.
+    Comms: one all-gather of 8 bytes per rank, every `every` steps. All ranks compute the same
+    shares from the gathered speeds.
     """
 
     def __init__(self, axis: Axis, every: int) -> None:
@@ -97,15 +93,6 @@ class Balancer:
         own = torch.tensor([speed], dtype=torch.float64, device=device)
         self.speeds = look(all_gather(own, self.axis), on_meta=self.speeds)
         self._steps, self._microbatches, self._seconds = 0, 0, 0.0
-
-    def state_dict(self) -> dict[str, list[float]]:
-        """What a checkpoint needs; equal on all ranks."""
-        return {"speeds": self.speeds}
-
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Go on from `state`; speeds of another number of ranks say nothing about these."""
-        if len(state["speeds"]) == self.axis.size:
-            self.speeds = list(state["speeds"])
 
 
 # ---------------------------------------------------------------------- 2. documents into rows

@@ -1,38 +1,34 @@
 """How many sequences a step should have: by a plan, or as the noise of the gradients asks for.
 
-Idea.   The gradient of a batch is that of all data plus noise, which shrinks as the batch grows.
-        While noise is most of it, twice the batch is worth nearly two steps; once it is little, a
-        larger batch only costs time. Noise grows during training as the gradient itself fades, so
-        the batch that pays off grows, too.
+Idea.   The gradient of a batch is the gradient of all data plus noise, which shrinks as the batch
+        grows. While most of the gradient is noise, twice the batch is worth nearly two steps. Once
+        noise is small, a larger batch only costs time. The true gradient fades during training and
+        noise stays, so the batch that pays off grows.
 Math.   For a batch of B tokens, E|G_B|^2 = |G|^2 + tr(S)/B, with G the true gradient and S the
-        covariance of the gradient of one token. Two sizes of batch, two equations, and data
-        parallelism has both at hand: each rank's own gradient, and the sum over ranks. The *noise
-        scale* tr(S) / |G|^2 is a number of tokens: the batch at which noise and signal are even.
-        Rank r has n_r of the N tokens of a step; its gradient, already divided by N, is g_r. So
+        covariance of the gradient of one token. Two sizes of batch give two equations, and data
+        parallelism has both sizes: each rank's own gradient, and the sum over ranks. The *noise
+        scale* tr(S) / |G|^2 is a number of tokens: the batch at which noise and signal are equal.
+        Rank r has n_r of the N tokens of a step. Its gradient, already divided by N, is g_r, so
         G_r = g_r N/n_r is its own mean, and over the k ranks that have any tokens
             sum_r (n_r/N) |G_r|^2 = sum_r (N/n_r) |g_r|^2,  of expectation |G|^2 + tr(S) k/N:
         a batch of N/k tokens, exactly, however uneven the shares are.
-Assumed. The ranks' samples are drawn alike (they are, from one shuffled order), and gradients are
-        summed exactly: compression adds an error of its own to the larger batch. Tokens of one
-        sequence resemble each other; their noise is seen as a whole, which is what a batch of
-        sequences has.
-Comms.  None of its own: two numbers ride on the all-reduce of the loss in `train_step`, 16 bytes
-        more per step. The norm of this rank's gradient has to be read before ddp adds up the other
-        ranks' in place: `NoiseScale.watch` does it where a bucket is about to be sent.
-Growth. The batch doubles when the noise scale is two batches or more, by more microbatches of the
-        same size: memory stays as it is. It never shrinks.
+Assumed. Samples of all ranks are drawn alike, and gradients are summed exactly: compression adds an
+        error of its own to the larger batch.
+Comms.  No call of its own: two numbers ride on the all-reduce of the loss in `train_step`, 16 bytes
+        more per step. ddp sums the gradients of other ranks into this rank's gradient in place, so
+        `NoiseScale.watch` reads the norm of a bucket just before it is sent.
 Rate.   Adam divides a gradient by its own size, noise included; so the learning rate grows with
         the square root of the batch. For SGD it is linear, up to the noise scale.
 Source. McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162),
         section 2.2 and appendix A.1. Square root: Malladi et al. 2022, "On the SDEs and Scaling
         Rules for Adaptive Gradient Algorithms" (arXiv 2205.10343). Linear: Goyal et al. 2017
         (arXiv 1706.02677).
-Proved by tests/train/test_batch_size.py.
+Proved by tests/train/test_batch_size.py; notebook 04c trains with it.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,24 +41,23 @@ from minipar.parallel import ddp
 Ramp = list[tuple[int, int]]  # (step, the batch size from there on), in order of the steps
 RateRule = Literal["sqrt", "linear", "fixed"]
 _POWERS = {"sqrt": 0.5, "linear": 1.0, "fixed": 0.0}
-LARGEST_BATCH = 1_000_000  # sequences; runs of the largest models take some ten thousand
 
 
 # ---------------------------------------------------------------------- 1. by a plan
 def parse_ramp(text: str) -> Ramp:
-    """Return [(100, 64), (200, 128)] for "64@100,128@200"; [] for "".
+    """Return [(100, 64), (200, 128)] for "64@100,128@200".
 
-    Raises `ValueError` unless it is a list of such pairs with steps that rise from 1 up.
+    Raises `ValueError` unless `text` is a list of such pairs with steps that rise from 1 up.
     """
     ramp: Ramp = []
-    for part in text.replace(" ", "").split(",") if text else []:
+    for part in text.replace(" ", "").split(","):
         size, _, step = part.partition("@")
         pair = whole_number(step), whole_number(size)
         previous = ramp[-1][0] if ramp else 0
-        if None in pair or not 0 < pair[1] <= LARGEST_BATCH or pair[0] <= previous:
+        if None in pair or pair[1] < 1 or pair[0] <= previous:
             raise ValueError(
-                f"--batch-ramp {text!r}: {part!r} is not sequences@step with up to "
-                f"{LARGEST_BATCH:,} sequences and a step above {previous}; try 64@100,128@200"
+                f"ramp {text!r}: {part!r} is not sequences@step with a step above {previous}; "
+                f"try 64@100,128@200"
             )
         ramp.append(pair)
     return ramp
@@ -74,12 +69,12 @@ def ramped(step: int, batch_size: int, ramp: Ramp) -> int:
 
 
 def lr_factor(rule: RateRule, batch_size: int, first: int) -> float:
-    """Return what to multiply the learning rate by that fits batches of `first` sequences."""
+    """Return the factor for a learning rate that fits batches of `first` sequences."""
     return (batch_size / first) ** _POWERS[rule]
 
 
 def microbatches_of(batch_size: int, first: int, first_microbatches: int, num_ranks: int) -> int:
-    """Return how many microbatches each rank needs to keep them as small as at the beginning.
+    """Return the microbatches of each rank that keep microbatches as small as at the beginning.
 
     There, `first` sequences made `first_microbatches` on each of `num_ranks` ranks.
     """
@@ -125,9 +120,9 @@ class NoiseScale:
         return watched
 
     def own_numbers(self, own_tokens: Tensor, num_tokens: Tensor, loss_scale: Tensor) -> Tensor:
-        """Return what to add up over the ranks, [2]: N/n |g|^2, and 1; zeros for no token here.
+        """Return the numbers to add up over the ranks, [2]: N/n |g|^2, and 1; zeros without tokens.
 
-        `loss_scale` is still in the gradients that were watched.
+        The gradients that were watched still contain `loss_scale`.
         """
         square = self._own_square / loss_scale.double().square()
         self._own_square = 0.0
@@ -155,38 +150,3 @@ class NoiseScale:
     def tokens(self) -> float:
         """The noise scale; nan while the noise does not let the signal be seen."""
         return self.trace / self.signal if self.signal > 0 and self.trace > 0 else math.nan
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint needs; equal on all ranks."""
-        return {"signal": self.signal, "trace": self.trace}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from `state`."""
-        self.signal, self.trace = state["signal"], state["trace"]
-
-
-class GrowingBatch:
-    """A batch size that doubles, up to `largest`, while the noise scale is two batches or more.
-
-    After every change it waits for `patience` steps, until the average forgets the noise before.
-    All ranks decide from the same bits, those of reduced numbers, so they agree without a word.
-    """
-
-    def __init__(self, size: int, largest: int, patience: int = 20) -> None:
-        self.size, self.largest, self.patience = size, largest, patience
-        self.waited = 0
-
-    def update(self, noise_scale: float) -> None:
-        """Decide on the size of the next step; `noise_scale` in sequences, or nan."""
-        self.waited += 1
-        if self.waited >= self.patience and noise_scale >= 2 * self.size < 2 * self.largest:
-            self.size, self.waited = min(2 * self.size, self.largest), 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
-        return {"size": self.size, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, but with no batch below the first here, and none above `largest`."""
-        self.size = min(max(state["size"], self.size), self.largest)
-        self.waited = state["waited"]

@@ -1,11 +1,11 @@
 """Everything that decides a training run, in one typed record: the flags of `minipar train`.
 
-A run writes its configuration as `config.json`; `--resume` starts from that file.
+A run writes its configuration as `config.json`, and `--resume` starts from that file. `--config`
+reads a TOML file with the same names.
 """
 
-import itertools
 import json
-import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -13,248 +13,218 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from minipar.comm.mesh import AXES, MOST_RANKS, whole_number
 from minipar.emulate import link
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.parallel.compression.feedback import COMPRESSORS
-from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import MESH, Plan
 from minipar.train import compiled
-from minipar.train.batch_size import LARGEST_BATCH, microbatches_of, parse_ramp
-from minipar.train.corpus import Corpus, load_corpus
-from minipar.train.flags import CLASHES, Batch, Model, Optimizer, Parallel, Run, Saving
-from minipar.train.metrics import summary_writer, write_whole
-from minipar.train.straggler import parse_slow
-from minipar.train.tokenizer import ByteTokenizer, try_out
+from minipar.train.corpus import Corpus
+from minipar.train.metrics import write_whole
+from minipar.train.tokenizer import ByteTokenizer
 
-_ALIKE = "zero sequence_parallel expert_tensor_parallel tp_overlap context stages_per_rank "
-_ALIKE += "microbatches precision dispatch expert_nodes experts_over_cp experts_over_tp"
-IN_A_PLAN = {name: name for name in _ALIKE.split()} | {
-    "pipeline_schedule": "schedule",
-    "compress": "compression",
+WORDS = {
+    "zero": "zero",
+    "microbatches": "microbatches",
+    "precision": "precision",
     "recompute": "checkpointing",
 }
-"""Flags, and the words of a `Plan` for them."""
-
-EXPERTS = {
-    "expert_balance": "balance",
-    "expert_bias": "bias_speed",
-    "expert_capacity": "capacity_factor",
-}
-"""Flags, and the fields of a `MoEConfig` for them."""
+"""Flags that are one word of a plan, and the word."""
 
 LARGEST = 10**9
-"""What any number typed may be at most. More would only overflow: a clock, an index, the memory."""
-
-SMALLEST = 1e-12
-"""What a number that must be positive may be at least. Less would vanish in a product."""
-
-_FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every keep record_every "
-_FROM_ONE += "local_every timeout"
-_FROM_ZERO = "warmup_steps weight_decay bucket_mb eval_every sample_tokens "
-_FROM_ZERO += "rebalance_every expert_bias expert_capacity stall_seconds"
-_LEAST = dict.fromkeys(_FROM_ONE.split(), 1.0) | dict.fromkeys(_FROM_ZERO.split(), 0.0)
-_LEAST |= dict.fromkeys(("lr", "max_norm"), SMALLEST)
+"""The largest number that a flag takes. More would overflow a clock, an index or the memory."""
+LEAST = dict.fromkeys(("steps", "batch_size", "seq_len", "save_every", "keep", "timeout"), 1)
+LEAST |= {"lr": 1e-12, "max_norm": 1e-12}
+"""The smallest number of a flag, if it is not 0."""
 
 
 @dataclass(frozen=True)
-class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
-    """Train a Llama on several ranks and prove it in pictures.
+class TrainConfig:
+    """Train a Llama on several ranks, and draw how they work together.
 
-    Under torchrun, joins its ranks; otherwise starts as many as the mesh needs on this machine.
+    Under torchrun, join its ranks. Otherwise start as many ranks as the plan has on this machine.
     """
 
+    # ------------------------------------------------------------------ how ranks work together
+    plan: str = "dp=4"
+    """Ranks along each axis, and how they work, such as dp=2,tp=2,zero=1,sequence_parallel. dp cuts
+    the batch, cp the sequence, pp the layers, tp matrices, ep experts. All words:
+    minipar/parallel/plan.py."""
+    mesh: str = ""
+    """Only the ranks along each axis of the plan, such as dp=2,tp=2; its other words stay."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """Word of the plan. Shard over dp, cp and ep: 0 nothing (ddp), 1 the optimizer state, 2 also
+    gradients, 3 also weights (fsdp)."""
+    microbatches: int | None = None
+    """Word of the plan. Each rank adds up the gradients of so many smaller batches per step."""
+    precision: Literal["float32", "bf16", "fp16", "autocast-bf16"] | None = None
+    """Word of the plan. bf16: 16-bit weights and activations, float32 master weights. fp16 and
+    autocast-bf16: only matmuls in 16 bits. fp16 scales the loss."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Word of the plan (checkpointing). The activations that backward computes again."""
+    ddp: Literal["overlapped", "bucketed", "naive", "tuned"] = "overlapped"
+    """How gradients are reduced without --zero; tuned times the link and cuts buckets for it."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """The numbers of parameters, gradients and optimizer state."""
+    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    """Compile each block: inductor for speed, aot_eager to try it without a compiler."""
+    backend: Literal["auto", "gloo", "nccl", "link"] = "auto"
+    """auto: nccl where each rank has a GPU, else gloo. link: gloo behind an emulated link."""
+    link: str = "1gbe"
+    """The link that --backend link emulates."""
+
+    # ------------------------------------------------------------------ the model and the text
+    preset: str = "tiny"
+    """The model: tiny, small, medium, large, llama-3.2-1b, llama-3.2-3b or llama-3-8b; with experts
+    tiny-moe, small-moe, mixtral-8x7b or qwen3-30b-a3b."""
+    init: str = ""
+    """Start from the model in this Hugging Face folder, instead of a fresh one of --preset."""
+    data: str = "stdlib"
+    """The text: stdlib (Python's own source code), a file, a folder, a glob, a .jsonl file with a
+    "text" field, or hf:NAME (needs the datasets package)."""
+    tokenizer: str = ""
+    """A tokenizer.json; by default a token is a byte."""
+
+    # ------------------------------------------------------------------ batches and the optimizer
+    steps: int = 245
+    """Optimizer steps, in all."""
+    batch_size: int = 32
+    """Sequences per step, over all ranks."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    lr: float = 3e-3
+    """Learning rate of AdamW at its peak."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises; then it falls by half a cosine."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to at most this norm."""
+
+    # ------------------------------------------------------------------ files
+    eval_every: int = 0
+    """Validate every that many steps; 0: at the end only."""
+    save_every: int = 50
+    """Write a checkpoint every that many steps, and at the end."""
+    keep: int = 2
+    """How many checkpoints stay: the newest."""
+    async_save: bool = False
+    """Go on training while checkpoints are written."""
+    record_steps: int = 3
+    """Record the timeline of that many steps at the end."""
+    profile: bool = False
+    """Write a trace of torch.profiler for a few steps, and on a GPU a snapshot of its memory."""
+    sample_tokens: int = 200
+    """Length of the text that the model writes at the end; 0 for none."""
+
+    # ------------------------------------------------------------------ the run
+    seed: int = 0
+    """Of the weights, the order of the data, and the sample."""
+    out: str = "runs"
+    """Folder for the folder of the run."""
+    name: str = ""
+    """Name of the run; by default after its preset and mesh."""
+    resume: str = ""
+    """A run, or one of its checkpoints, to go on with; its flags are the defaults of all others. A
+    run goes on from its highest step. latest: the run called --name, or a fresh one."""
+    config: str = ""
+    """A TOML file with flags by name, such as batch_size = 64; flags typed here count more."""
+    timeout: float = 600.0
+    """Seconds until a collective fails that not all ranks have joined."""
+
     def __post_init__(self) -> None:
-        """Spell out what --plan says."""
-        if not self.plan:
-            return
+        """Write --mesh, and the flags that are one word of a plan, into the plan."""
         plan = Plan.parse(self.plan)
-        sizes = ",".join(f"{axis}={size}" for axis, size in plan.mesh_sizes().items())
-        values = {name: getattr(plan, word) for name, word in IN_A_PLAN.items()}
-        for name, value in {**values, "mesh": sizes, "plan": ""}.items():
+        if self.mesh:
+            strange = [p for p in self.mesh.split(",") if p.partition("=")[0].strip() not in MESH]
+            if strange:
+                raise ValueError(
+                    f"--mesh {self.mesh}: {strange[0]!r} is not axis=size with an axis out of "
+                    f"{', '.join(MESH)}; try dp=4, or --plan for other words"
+                )
+            sizes = Plan.parse(self.mesh)
+            plan = replace(plan, **{axis: getattr(sizes, axis) for axis in MESH})
+        given = {word: getattr(self, flag) for flag, word in WORDS.items()}
+        plan = replace(plan, **{word: v for word, v in given.items() if v is not None})
+        for name, value in {"plan": str(plan), "mesh": "", **dict.fromkeys(WORDS)}.items():
             object.__setattr__(self, name, value)
 
     def as_plan(self) -> Plan:
-        """Return how the ranks work together. Raises `ValueError` for a mesh that no plan has."""
-        words = {word: getattr(self, name) for name, word in IN_A_PLAN.items()}
-        sizes = self.mesh_sizes()
-        return Plan(**{axis: sizes.get(axis, 1) for axis in MESH}, **words)
+        """Return how the ranks work together."""
+        return Plan.parse(self.plan)
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.as_plan().num_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that have sequences of their own."""
+        plan = self.as_plan()
+        return plan.dp * plan.ep
+
+    # ------------------------------------------------------------------ what cannot work
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work, before anything is started."""
         plan = self.as_plan()
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        check_numbers(self, _LEAST)
-        if 0 < self.stall_seconds < 0.1:
-            raise ValueError(f"{self._typed('stall_seconds')} must be 0, or 0.1 or more")
-        self._check_batch()
-        if self.strict and self.backend != "link":
-            raise ValueError(f"--strict watches --backend link, not {self.backend}")
-        model = self.model_config()
-        longest = model.max_seq_len
-        if self.seq_len > longest:
-            raise ValueError(
-                f"--seq-len {self.seq_len} is longer than {self.init or self.preset} can see; "
-                f"use up to {longest}"
-            )
-        own_tokenizer = Path(self.init) / "tokenizer.json"
-        is_for_us_to_find = self.init and not self.tokenizer
-        if is_for_us_to_find and not ByteTokenizer.wrote(own_tokenizer, model.vocab_size):
-            raise ValueError(
-                f"--init {self.init} knows text as its own tokens, not as bytes; "
-                f"add --tokenizer {own_tokenizer}"
-            )
-        if self.tensorboard:
-            summary_writer()
+        check_numbers(self, LEAST)
+        link.parse(self.link)
         if Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"--name {self.name!r} must be a plain name; --out chooses the folder")
-        link.parse(self.link)
-        self._check_shares()
-        for name, known in (("compress", COMPRESSORS), ("local_method", METHODS)):
-            if getattr(self, name) not in ("none", *known):
-                asked, names = self._typed(name), ", ".join(known)
-                raise ValueError(f"{asked} is unknown; use none, {names}")
-        self._check_clashes()
-        self._check_data_parallel_alone(plan)
-        if self.rebalance_every and model.moe is not None and model.moe.balance == "batch":
+        model = self.model_config()
+        if self.seq_len > model.max_seq_len:
             raise ValueError(
-                f"--rebalance-every {self.rebalance_every} gives ranks other numbers of "
-                f"microbatches, and experts are balanced over those of all ranks, one by one; use "
-                f"--expert-balance microbatch"
+                f"--seq-len {self.seq_len} is longer than {self.init or self.preset} can see; use "
+                f"up to {model.max_seq_len}"
             )
+        own_tokenizer = Path(self.init) / "tokenizer.json"
+        asks = self.init and not self.tokenizer
+        if asks and not ByteTokenizer.wrote(own_tokenizer, model.vocab_size):
+            raise ValueError(
+                f"--init {self.init} reads text as its own tokens, not as bytes; add "
+                f"--tokenizer {own_tokenizer}"
+            )
+        plan.check(model)
+        self._check_batch(plan)
+        self._check_clashes(plan)
         if self.compile != "none":
             compiled.check(plan)
-        plan.check(model)
-        if plan.pp > 1:
-            self._check_batches_of_a_pipeline()
 
-    def _check_data_parallel_alone(self, plan: Plan) -> None:
-        """What looks at the gradients or at the time of a rank as if it had a whole model."""
-        if plan.num_ranks == plan.dp:
-            return
-        for name in ("local_method", "grow_batch_to", "rebalance_every", "slow"):
-            if getattr(self, name) not in ("none", 0, ""):
-                raise ValueError(
-                    f"{self._typed(name)} is for ranks that have a whole model each, and --mesh "
-                    f"{self.mesh} cuts it up; use --mesh dp={self.num_ranks}"
-                )
-
-    def _check_batch(self) -> None:
-        for name in ("batch_size", "grow_batch_to"):
-            if getattr(self, name) > LARGEST_BATCH:
-                asked = self._typed(name)
-                raise ValueError(f"{asked} must be at most {LARGEST_BATCH:,} sequences")
-        dp = self.data_ranks()
-        most = -(-self.batch_size // dp)
-        if self.microbatches > most:
+    def _check_batch(self, plan: Plan) -> None:
+        most = -(-self.batch_size // self.data_ranks)  # sequences of a rank
+        if plan.microbatches > most:
             raise ValueError(
-                f"--microbatches {self.microbatches} would be empty, all but {most}: of "
-                f"--batch-size {self.batch_size}, each of {dp} ranks with sequences has no more; "
-                f"use up to {most}"
+                f"--microbatches {plan.microbatches} is too many: each of the {self.data_ranks} "
+                f"ranks with sequences has only {most} of --batch-size {self.batch_size}; use up "
+                f"to {most}"
+            )
+        rows = -(-most // plan.microbatches)  # of a microbatch
+        if plan.pp > 1 and (made := -(-most // rows)) != plan.microbatches:
+            least = plan.microbatches * self.data_ranks
+            raise ValueError(
+                f"--batch-size {self.batch_size} makes {made} microbatches, and the schedule of "
+                f"the pipeline is for --microbatches {plan.microbatches}; use a --batch-size that "
+                f"{least} divides"
             )
 
-    def _check_shares(self) -> None:
-        """Batches that change their size, and ranks that differ in speed."""
-        parse_ramp(self.batch_ramp)
-        parse_slow(self.slow, self.num_ranks)
-        if self.grow_batch_to:
-            asked = f"--grow-batch-to {self.grow_batch_to}"
-            if self.grow_batch_to < self.batch_size:
-                raise ValueError(
-                    f"{asked} is below --batch-size {self.batch_size}; use that or more"
-                )
-            if self.mesh_sizes().get("dp", 1) < 2:
-                raise ValueError(f"{asked} compares the gradients of ranks; use dp=2 or more")
-        if self.rebalance_every and self.microbatches < 2:
+    def _check_clashes(self, plan: Plan) -> None:
+        if plan.precision != "float32" and self.dtype != "float32":
             raise ValueError(
-                f"--rebalance-every {self.rebalance_every} has nothing to move with --microbatches "
-                f"{self.microbatches}; use 2 or more"
+                f"--precision {plan.precision} casts from master weights in float32, and --dtype "
+                f"{self.dtype} has others; leave out one of them"
             )
-
-    def _check_batches_of_a_pipeline(self) -> None:
-        """Its schedule is for --microbatches of them, in every step."""
-        how = self.batch_size, self.microbatches, self.data_ranks()
-        least = self.microbatches * self.data_ranks()
-        for size in (self.batch_size, *(size for _, size in parse_ramp(self.batch_ramp))):
-            if (made := microbatches_of(size, *how)) != self.microbatches:
-                better = f"a --batch-size that {least} divides"
-                if size != self.batch_size:
-                    better = f"pp=1, or no {self._typed('batch_ramp')}"
-                raise ValueError(
-                    f"a batch of {size} sequences makes {made} microbatches, and the schedule of a "
-                    f"pipeline (--mesh {self.mesh}) is for --microbatches {self.microbatches}; use "
-                    f"{better}"
-                )
-
-    def _check_clashes(self) -> None:
-        """Raise `ValueError` for two flags of which one leaves no sense to the other."""
-        usual = {field.name: field.default for field in fields(self)}
-
-        def is_used(word: str) -> bool:
-            name, _, value = word.partition("=")
-            now = getattr(self, name)
-            return str(now) == value if value else now != usual[name]
-
-        for pair, says in CLASHES.items():
-            for words in itertools.product(*(side.split(" | ") for side in pair.split(" & "))):
-                if all(map(is_used, words)):
-                    raise ValueError(says.format(*map(self._typed, words)))
-
-    def _typed(self, word: str) -> str:
-        """Return a flag and its value as one types them."""
-        name = word.partition("=")[0]
-        value = getattr(self, name)
-        if name == "local_method":  # has blanks
-            value = repr(value)
-        return (
-            f"--{_flag(name)} {value:g}" if isinstance(value, float) else f"--{_flag(name)} {value}"
-        )
-
-    def model_config(self, vocab_size: int = 0) -> LlamaConfig:
-        """Return the shape of the model, for tokens below `vocab_size`.
-
-        Raises `ValueError` where the model of --init is none, or knows fewer tokens.
-        """
-        if self.init:
-            shape = hf.load_config(self.init)
-            if vocab_size > shape.vocab_size:
-                raise ValueError(
-                    f"--init {self.init} knows {shape.vocab_size} tokens, and the tokenizer has "
-                    f"{vocab_size}; use the --tokenizer that the model was trained with"
-                )
-        else:
-            preset = PRESETS[self.preset]
-            shape = replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
-        asked = [name for name in EXPERTS if getattr(self, name) not in (0, "preset")]
-        if not asked:
-            return shape
-        if shape.moe is None:
+        if self.ddp != "overlapped" and plan.zero:
             raise ValueError(
-                f"{self._typed(asked[0])} is about experts, and this model has none; use one that "
-                f"has, such as --preset tiny-moe"
+                f"--ddp {self.ddp} is about all-reduces of gradients, and --zero {plan.zero} has "
+                f"none; leave out one of them"
             )
-        changes = {EXPERTS[name]: getattr(self, name) for name in asked}
-        return replace(shape, moe=replace(shape.moe, **changes))
-
-    def weight_bytes(self) -> int:
-        """Bytes of the model that a rank holds before it is cut up; under ZeRO 3, of its part."""
-        whole = self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
-        return whole // self.num_ranks if self.zero == 3 else whole
-
-    def check_text(self, reads: bool = True) -> None:
-        """Raise `ValueError` where the tokenizer or the text, which it `reads`, cannot be used.
-
-        A stream is left alone, and how many tokens a tokenizer makes of a text is not tried: both
-        take long, and the ranks will find out.
-        """
-        if self.tokenizer:
-            try_out(self.tokenizer)
-        if reads and not self.data.startswith("hf:"):
-            corpus = load_corpus(self.data, ByteTokenizer())
-            if not self.tokenizer:
-                self.check_length(corpus)
+        if self.ddp in ("naive", "tuned") and plan.compression != "none":
+            raise ValueError(
+                f"compression={plan.compression} needs buckets of a fixed size, and --ddp "
+                f"{self.ddp} has none; use --ddp overlapped or bucketed"
+            )
 
     def check_length(self, corpus: Corpus) -> None:
         """Raise `ValueError` unless a sequence fits into both parts of `corpus`."""
@@ -266,85 +236,81 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
                     f"text in {self.data}; use up to {shorter:,}, or more text"
                 )
 
-    def mesh_sizes(self) -> dict[str, int]:
-        """Return {"dp": 4} for "dp=4"."""
-        sizes: dict[str, int] = {}
-        for part in self.mesh.replace(" ", "").split(","):
-            axis, _, digits = part.partition("=")
-            size = whole_number(digits) or 0
-            if axis not in AXES or axis in sizes or not 1 <= size <= MOST_RANKS:
-                raise ValueError(
-                    f"--mesh {self.mesh!r}: {part!r} is not axis=size with a new axis out of "
-                    f"{', '.join(AXES)} and a size from 1 to {MOST_RANKS:,}; try dp=4"
-                )
-            sizes[axis] = size
-        # With ep there is a dp, as in a Plan.
-        return {"dp": 1, **sizes} if sizes.get("ep", 1) > 1 else sizes
+    # ------------------------------------------------------------------ the model
+    def model_config(self, vocab_size: int = 0) -> LlamaConfig:
+        """Return the shape of the model, for tokens below `vocab_size`.
 
-    def data_ranks(self) -> int:
-        """How many ranks have sequences of their own."""
-        sizes = self.mesh_sizes()
-        return sizes.get("dp", 1) * sizes.get("ep", 1)
+        Raises `ValueError` where the model of --init cannot be read, or knows fewer tokens.
+        """
+        if not self.init:
+            preset = PRESETS[self.preset]
+            return replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
+        shape = hf.load_config(self.init)
+        if vocab_size > shape.vocab_size:
+            raise ValueError(
+                f"--init {self.init} knows {shape.vocab_size} tokens, and the tokenizer has "
+                f"{vocab_size}; use the --tokenizer that the model was trained with"
+            )
+        return shape
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the whole mesh."""
-        return math.prod(self.mesh_sizes().values())
+    def weight_bytes(self) -> int:
+        """Return the bytes of the model that a rank holds at first; under ZeRO 3, of its part."""
+        whole = self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
+        return whole // self.num_ranks if self.as_plan().zero == 3 else whole
 
+    # ------------------------------------------------------------------ files
     def save(self, path: Path) -> None:
         """Write all values as JSON."""
         write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
-        """Read what `save` wrote. Raises `ValueError` where it is not that."""
+        """Read what `save` wrote. Raises `ValueError` for any other file."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            kinds = get_type_hints(cls)
-            known = {name: value for name, value in values.items() if name in kinds}
-            for name, value in known.items():
-                if not _is_a(value, kinds[name]):
-                    raise ValueError(f"{name}={shortened(repr(value))}")
-            if "mesh" not in known:  # such as the config.json of a Hugging Face model
-                raise ValueError("it has no mesh")
-            return cls(**known)
-        except (OSError, AttributeError, ValueError, RecursionError) as error:
+            if "plan" not in values:  # such as the config.json of a Hugging Face model
+                raise ValueError("it has no plan")
+            return cls()._with(values)
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not the configuration of a run: {error}") from None
+
+    def updated_from(self, path: str) -> "TrainConfig":
+        """Return this configuration with the values of a TOML file."""
+        try:
+            return self._with(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--config {path}: {error}") from None
+
+    def _with(self, values: dict[str, Any]) -> "TrainConfig":
+        kinds = get_type_hints(type(self))
+        for name, value in values.items():
+            if name not in kinds or not _is_a(value, kinds[name]):
+                raise ValueError(f"{name} = {str(value)[:80]!r} is no flag of minipar train")
+        return replace(self, **values)
 
 
 def _is_a(value: Any, kind: Any) -> bool:
+    """True if `value` may stand in a field of the type `kind`."""
     if get_origin(kind) is Literal:
         return any(type(value) is type(word) and value == word for word in get_args(kind))
+    if get_args(kind):
+        return any(_is_a(value, one) for one in get_args(kind))
     if isinstance(value, bool) or kind is bool:
         return type(value) is kind
     return isinstance(value, (int, float) if kind is float else kind)
 
 
 def check_numbers(record: Any, least: Mapping[str, float]) -> None:
-    """Raise `ValueError` for a flag of the dataclass `record` that is no number up to `LARGEST`.
+    """Raise `ValueError` for a number in the dataclass `record` that is too small or too large.
 
-    Or none from `least` on, which goes by the names of fields. A seed may be what torch takes.
+    `least` has the smallest value of a field by its name. A seed may be what torch takes.
     """
     for field in fields(record):
-        values, low = getattr(record, field.name), least.get(field.name, -LARGEST)
-        for value in values if isinstance(values, tuple) else (values,):
-            if not isinstance(value, (int, float)):
-                continue
-            asked = f"--{_flag(field.name)} {shortened(str(value))} must be"
-            if field.name == "seed":
-                if not 0 <= value < 2**63:
-                    raise ValueError(f"{asked} 0 or more, and below 2^63")
-            elif not value >= low:
-                how = f"above 0, {low:g} at least" if low == SMALLEST else f"{low:g} or more"
-                raise ValueError(f"{asked} {how}")
-            elif value > LARGEST:
-                raise ValueError(f"{asked} a number up to {LARGEST:,}")
-
-
-def shortened(text: str) -> str:
-    """The beginning of `text`, so that a message stays one that people read."""
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+        value, low, most = getattr(record, field.name), least.get(field.name, 0), LARGEST
+        if field.name == "seed":
+            most = 2**63 - 1
+        if isinstance(value, (int, float)) and not low <= value <= most:
+            raise ValueError(
+                f"--{field.name.replace('_', '-')} {str(value)[:80]} must be {low:g} or more, and "
+                f"at most {most:,}"
+            )

@@ -2,18 +2,17 @@
 
     corpus = load_corpus("stdlib", ByteTokenizer())
 
-The order of documents, and which of them are kept for validation, depend on their names alone: the
-same on every rank and on every machine. A file (or document) is in one part only.
+The order of documents, and which of them are kept for validation, depend on their names alone. So
+every rank on every machine has the same text. A document is in one part only.
 """
 
-import codecs
 import glob
 import hashlib
 import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +21,9 @@ import torch
 from torch import Tensor
 
 from minipar.text import one_line
-from minipar.train.tokenizer import Tokenizer, count_of, size_of
+from minipar.train.tokenizer import ByteTokenizer, Tokenizer
 
-MOST_FILES = 1_000_000
-MOST_BYTES = 20_000_000_000  # of text, which every rank holds
-MIN_TOKENS = 2  # per part: one input and its target
+MIN_TOKENS = 2  # of each part: one input and its target
 STREAM_LIMIT_BYTES = 100_000_000  # a streamed dataset may have no end
 WILDCARDS = set("*?[")
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -34,13 +31,22 @@ NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to learn from and tokens to be judged by; no file (or document) is in both."""
+    """Tokens to learn from, and tokens to validate on."""
 
-    train: Tensor  # 1-D; uint8 when the vocabulary fits, else int32
-    validation: Tensor  # 1-D, same dtype
-    num_files: int  # files read; 0 for a streamed dataset
+    train: Tensor  # 1-D; uint8 where the vocabulary fits, else int32
+    validation: Tensor  # 1-D, the same dtype
+    num_files: int  # 0 for a streamed dataset
     num_bytes: int  # of text, as UTF-8
     description: str  # "618 files, 11.2 MB of the Python standard library"
+
+
+class Document(NamedTuple):
+    """A piece of text of its own."""
+
+    file: str  # "" where it came from no file
+    name: str  # relative, so alike on all machines: validation is drawn by it
+    text: str | None  # None: a binary file, to be counted and left out
+    is_damaged: bool = False  # U+FFFD stands for bytes that are not UTF-8
 
 
 def load_corpus(
@@ -54,20 +60,17 @@ def load_corpus(
     """Read and tokenize `source`; the same tokens in the same order on every rank and machine.
 
     `source` is one of
-    - `stdlib`: every .py file of this Python's standard library, without its tests and without
-      installed packages (tests are more than half of it, and much of them tables of data);
-    - a file, a glob, or a folder (all files below it that are neither hidden nor binary; links to
-      folders are followed, into each folder once);
-    - `.jsonl` (named, in a glob or in a folder): one document per line, in the field `text`;
-    - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, at most
-      100 MB unless `limit_bytes` says otherwise.
+    - `stdlib`: every .py file of this Python's standard library, without tests and packages;
+    - a file, a glob, or a folder: all files below it that are neither hidden nor binary;
+    - a .jsonl file, with a document in the field "text" of each line. A .json file of such lines,
+      or of an array of such objects, is read alike;
+    - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, 100 MB at most
+      unless `limit_bytes` says otherwise.
 
-    Documents are drawn for validation by a hash of seed and relative name until
-    `validation_fraction` of the tokens is reached, but never past half of them; a single document
-    gives its end. `limit_bytes` reads only the first bytes of the text.
+    Documents are drawn for validation by a hash of seed and name until `validation_fraction` of
+    the tokens is reached. A single document gives its end. `limit_bytes` reads only so much text.
 
-    Raises ValueError, naming the source, when it is missing, empty, binary, malformed, too short,
-    or beyond `MOST_FILES` and `MOST_BYTES`.
+    Raises `ValueError`, naming the source, where it is missing, empty, malformed or too short.
     """
     if not 0 < validation_fraction <= 0.5:
         raise ValueError(f"validation_fraction={validation_fraction} is not in (0, 0.5]; try 0.05")
@@ -76,13 +79,12 @@ def load_corpus(
     if limit_bytes is None and source.startswith("hf:"):
         limit_bytes = STREAM_LIMIT_BYTES
 
-    dtype = torch.uint8 if tokenizer.vocab_size <= 256 else torch.int32
     names: list[str] = []
     tokens: list[Tensor] = []
     files: set[str] = set()
-    num_bytes = num_skipped = num_foreign = 0
+    num_bytes = num_skipped = num_damaged = 0
     try:
-        documents, label = _open(source, limit_bytes)
+        documents, label = _open(source)
         for document in documents:
             if document.text is None:
                 num_skipped += 1
@@ -92,172 +94,140 @@ def load_corpus(
             if data:
                 text = data.decode("utf-8", errors="ignore")  # the limit may cut a character
                 names.append(document.name)
-                tokens.append(_tokenize(text, tokenizer, dtype))
+                tokens.append(_tokenize(text, tokenizer))
                 files.add(document.file)
                 num_bytes += len(data)
-                num_foreign += not document.is_utf8
+                num_damaged += document.is_damaged
             if num_bytes == limit_bytes:
                 break
-    except OSError as error:  # no permission, a name that is too long, a broken disk ...
+    except OSError as error:
         at = error.filename or source
         raise ValueError(f"cannot read {at}: {error.strerror or one_line(error)}") from error
 
-    files.discard("")
-    skipped = count_of(num_skipped, "binary file") + " skipped"
     if not num_bytes:
-        raise ValueError(f"{source} holds no text" + (f" ({skipped})" if num_skipped else ""))
+        raise ValueError(f"{source} holds no text ({_count(num_skipped, 'binary file')} skipped)")
     num_tokens = sum(map(len, tokens))
     if num_tokens < 2 * MIN_TOKENS:
         raise ValueError(
-            f"{source} is too short: {count_of(num_tokens, 'token')}; training and validation "
-            f"need at least {MIN_TOKENS} each"
+            f"{source} is too short: {_count(num_tokens, 'token')}; training and validation need "
+            f"{MIN_TOKENS} each"
         )
-    train, validation = _split(names, tokens, validation_fraction, seed)
-
-    counts = [count_of(len(files), "file")] if files else []
-    counts += [count_of(len(names), "document")] if len(names) != len(files) else []
-    notes = [skipped] if num_skipped else []
-    notes += [f"{count_of(num_foreign, 'file')} not UTF-8"] if num_foreign else []
-    notes += [f"cut at {size_of(num_bytes)}"] if num_bytes == limit_bytes else []
+    files.discard("")
+    counts = [_count(len(files), "file")] if files else []
+    counts += [_count(len(names), "document")] if len(names) != len(files) else []
+    notes = {
+        f"{_count(num_skipped, 'binary file')} skipped": num_skipped,
+        f"{_count(num_damaged, 'file')} not UTF-8": num_damaged,
+        f"cut at {size_of(num_bytes)}": num_bytes == limit_bytes,
+        "nothing between documents: the tokenizer names no token that ends one": (
+            tokenizer.separator is None and not isinstance(tokenizer, ByteTokenizer)
+        ),
+    }
+    told = ", ".join(note for note, holds in notes.items() if holds)
     description = f"{', '.join(counts)}, {size_of(num_bytes)} of {label}"
-    description += f" ({', '.join(notes)})" if notes else ""
+    description += f" ({told})" if told else ""
+    train, validation = _split(names, tokens, validation_fraction, seed)
     return Corpus(train, validation, len(files), num_bytes, description)
 
 
-class _Document(NamedTuple):
-    file: str  # "" when it came from no file
-    name: str  # relative, so the same on every machine: the split is drawn from it
-    text: str | None  # None: a binary file, to be counted and left out
-    is_utf8: bool = True  # or U+FFFD stands for what is not
-
-
-def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], str]:
-    """The documents of a source in their order, and what to call it in a sentence."""
+# ---------------------------------------------------------------------- documents
+def _open(source: str) -> tuple[Iterator[Document], str]:
+    """Return the documents of a source in their order, and what to call the source."""
     if source.startswith("hf:"):
         return _stream(source), source
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
-        return _read(paths, root, limit_bytes), "the Python standard library"
+        return _read(paths, root), "the Python standard library"
     path = Path(os.path.expanduser(source))
-    if source and path.is_file():
-        return _read([path], path.parent, limit_bytes, must_be_text=True), source
     if source and path.is_dir():
-        return _read(list(_walk(path)), path, limit_bytes), source
-    if source and path.exists():
-        raise ValueError(f"{source} is a device, a pipe or a socket; --data takes regular files")
+        return _read(_walk(path), path), source
+    if source and path.is_file():
+        return _read([path], path.parent, must_be_text=True), source
     if not WILDCARDS & set(source):
         raise ValueError(
             f"no file or folder {source!r}; --data takes stdlib, a file, a folder, a glob, "
-            "a .jsonl file or hf:NAME"
+            f"a .jsonl file or hf:NAME"
         )
-    paths = list(_limited(filter(Path.is_file, _glob(path.parts)), source))
-    if not paths:
+    found = [path for path in map(Path, glob.glob(str(path), recursive=True)) if path.is_file()]
+    if not found:
         raise ValueError(f"no file matches {source!r}")
-    # names begin where the first wildcard stands
+    # Names begin where the first wildcard stands.
     fixed = itertools.takewhile(lambda part: not WILDCARDS & set(part), path.parent.parts)
-    root = Path(*fixed)
-    return _read(paths, root, limit_bytes), source
+    return _read(found, Path(*fixed)), source
 
 
-def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
-    """The files below `root`, without hidden ones and without the folders called `left_out`."""
-    found = (Path(folder, name) for folder, files in _folders(root, left_out) for name in files)
-    yield from _limited((path for path in found if path.name[0] != "."), root)
-
-
-def _limited(paths: Iterable[Path], source: Any) -> Iterator[Path]:
-    for number, path in enumerate(paths):
-        if number == MOST_FILES:
-            raise ValueError(f"{source} holds more than {MOST_FILES:,} files; name a part of it")
-        yield path
-
-
-def _folders(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, list[str]]]:
-    """(folder, names of its files) for `root` and what is below it, each folder once.
-
-    Links may lead to a folder twice, or in a circle.
-    """
-    seen = {str(folder) for folder in root.resolve().parents}
+def _walk(root: Path, left_out: set[str] = frozenset()) -> list[Path]:
+    """Return the files below `root`, without hidden ones and the folders called `left_out`."""
 
     def unreadable(error: OSError) -> None:
         raise error
 
-    for folder, subfolders, files in os.walk(root, onerror=unreadable, followlinks=True):
-        is_new = (real := os.path.realpath(folder)) not in seen
-        seen.add(real)
-        hidden = {name for name in subfolders if name[0] == "." or name == "__pycache__"}
-        # os.walk goes on with what is left in this very list
-        subfolders[:] = sorted(set(subfolders) - hidden - set(left_out)) if is_new else []
-        if is_new:
-            yield folder, files
+    found = []
+    for folder, folders, files in os.walk(root, onerror=unreadable):
+        # os.walk descends into what is left in this very list.
+        folders[:] = [f for f in folders if f[0] != "." and f not in {"__pycache__", *left_out}]
+        found += [Path(folder, name) for name in files if name[0] != "."]
+    return [path for path in found if path.is_file()]
 
 
-def _glob(parts: Sequence[str]) -> Iterator[Path]:
-    """What `glob.glob` finds for the pattern, except that `**` goes into each folder once."""
-    if "**" not in parts:
-        yield from map(Path, glob.iglob(os.path.join(*parts)))
-        return
-    deep = parts.index("**")
-    rest = list(itertools.dropwhile("**".__eq__, parts[deep:])) or ["*"]
-    for root in glob.iglob(os.path.join(*parts[:deep])) if deep else ["."]:
-        for folder, _ in _folders(Path(root)) if os.path.isdir(root) else ():
-            yield from _glob([glob.escape(folder), *rest])
-
-
-def _read(
-    paths: list[Path], root: Path, limit_bytes: int | None, *, must_be_text: bool = False
-) -> Iterator[_Document]:
-    files = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
-    num_bytes = 0
+def _read(paths: list[Path], root: Path, must_be_text: bool = False) -> Iterator[Document]:
+    """Yield the documents of files; with `must_be_text`, a file that is not text is refused."""
+    files = {path.relative_to(root).as_posix(): path for path in paths}
     for name, path in sorted(files.items()):
-        size = path.stat().st_size
-        if not size:
-            continue  # such as those of /proc, which may go on for ever
-        with path.open("rb") as file:
-            data = file.read(1 << 16 if limit_bytes is None else limit_bytes)
-            if limit_bytes is None and b"\0" not in data:
-                num_bytes += size
-                if num_bytes > MOST_BYTES:
-                    raise ValueError(
-                        f"{root} holds more text than the {size_of(MOST_BYTES)} that a rank should "
-                        f"hold, of which {path} has {size_of(size)}; name a part of it"
-                    )
-                if path.suffix != ".jsonl":
-                    data += file.read(size - len(data))
-        if path.suffix == ".jsonl":
-            yield from _read_jsonl(path, name)
-            continue
-        is_binary = b"\0" in data
-        if is_binary and must_be_text:
+        data = path.read_bytes()
+        is_text, is_damaged = b"\0" not in data, False
+        if not is_text and must_be_text:
             raise ValueError(f"{path} is binary (it holds NUL bytes); expected text")
-        decode = codecs.getincrementaldecoder("utf-8-sig")  # drops a byte-order mark
-        is_cut = limit_bytes is not None and size > len(data)  # perhaps within a character
         try:
-            yield _Document(name, name, None if is_binary else decode().decode(data, not is_cut))
+            text = data.decode("utf-8") if is_text else None
         except UnicodeDecodeError as error:
             if must_be_text:
-                at = len(data) - len(error.object) + error.start  # it leaves out a mark in front
                 raise ValueError(
-                    f"{path} is not UTF-8: its byte {at} is 0x{data[at]:02x}; "
-                    f"convert it, as by iconv -f LATIN1 -t UTF-8"
+                    f"{path} is not UTF-8 ({error}); convert it, as by iconv -f LATIN1 -t UTF-8"
                 ) from None
-            yield _Document(name, name, decode("replace").decode(data, not is_cut), False)
+            text, is_damaged = data.decode("utf-8", errors="replace"), True
+        rows = _rows(path, text) if text and path.suffix in (".json", ".jsonl") else None
+        if rows is None:
+            yield Document(name, name, text, is_damaged)
+            continue
+        for number, row in rows:
+            yield Document(name, f"{name}:{number}", _text_of(row, f"{path}:{number}"))
 
 
-def _read_jsonl(path: Path, name: str) -> Iterator[_Document]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from error
-            yield _Document(name, f"{name}:{number}", _text_of(row, f"{path}:{number}"))
+def _rows(path: Path, text: str) -> Iterator[tuple[int, Any]] | None:
+    """Return the numbered rows of a file of JSON documents; None for any other JSON."""
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if path.suffix == ".jsonl" or (len(lines) > 1 and _has_text(_loaded(lines[0][1]))):
+        return ((number, _loaded(line, f"{path}:{number}")) for number, line in lines)
+    whole = _loaded(text)
+    if isinstance(whole, list) and whole and all(map(_has_text, whole)):
+        return enumerate(whole, start=1)
+    return iter([(1, whole)]) if _has_text(whole) else None
 
 
-def _stream(source: str) -> Iterator[_Document]:
+def _loaded(text: str, where: str = "") -> Any:
+    """Return what a text of JSON says; None where it is none, or `ValueError` naming `where`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if where:
+            raise ValueError(f"{where}: no JSON: {one_line(error)}") from None
+        return None
+
+
+def _has_text(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("text"), str)
+
+
+def _text_of(row: Any, where: str) -> str:
+    if not _has_text(row):
+        fields = ", ".join(map(repr, row))[:200] if isinstance(row, dict) else "none"
+        raise ValueError(f"{where}: no string in field 'text' (its fields: {fields})")
+    return row["text"]
+
+
+def _stream(source: str) -> Iterator[Document]:
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
         from datasets import load_dataset
@@ -268,23 +238,16 @@ def _stream(source: str) -> Iterator[_Document]:
     try:
         rows = load_dataset(name, split=split or "train", streaming=True)
         for number, row in enumerate(rows):
-            yield _Document("", str(number), _text_of(row, f"row {number}"))
-    except Exception as error:  # unknown name or split, no network, ... each of its own type
+            yield Document("", str(number), _text_of(row, f"row {number}"))
+    except Exception as error:  # an unknown name or split, no network: each has its own type
         raise ValueError(f"cannot read {source}: {one_line(error)}") from error
 
 
-def _text_of(row: Any, where: str) -> str:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with a field 'text'")
-    if not isinstance(row.get("text"), str):
-        fields = ", ".join(map(repr, itertools.islice(row, 8)))[:200] or "none"
-        raise ValueError(f"{where}: no string in field 'text' (its fields: {fields})")
-    return row["text"]
-
-
-def _tokenize(text: str, tokenizer: Tokenizer, dtype: torch.dtype) -> Tensor:
+# ---------------------------------------------------------------------- tokens
+def _tokenize(text: str, tokenizer: Tokenizer) -> Tensor:
+    dtype = torch.uint8 if tokenizer.vocab_size <= 256 else torch.int32
     ids = tokenizer.encode(text)
-    if isinstance(ids, bytes) and ids:  # no detour over a list of Python integers
+    if isinstance(ids, bytes) and ids:  # without a list of Python integers in between
         tokens = torch.frombuffer(bytearray(ids), dtype=torch.uint8).to(dtype)
     else:
         tokens = torch.tensor(list(ids), dtype=dtype)
@@ -294,9 +257,9 @@ def _tokenize(text: str, tokenizer: Tokenizer, dtype: torch.dtype) -> Tensor:
 
 
 def _split(
-    names: list[str], tokens: list[Tensor], fraction: float, seed: int
+    names: list[str], tokens: Sequence[Tensor], fraction: float, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Train and validation tokens, each at least MIN_TOKENS long (the whole holds enough)."""
+    """Return the tokens of training and of validation, each at least `MIN_TOKENS` long."""
     total = sum(map(len, tokens))
 
     def draw(i: int) -> bytes:
@@ -312,10 +275,20 @@ def _split(
                 chosen.add(i)
                 size += len(tokens[i])
     if size >= MIN_TOKENS:
-        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for i, document in enumerate(tokens):
-            parts[i in chosen].append(document)
-        return torch.cat(parts[0]), torch.cat(parts[1])
-    everything = torch.cat(tokens)
+        kept = [t for i, t in enumerate(tokens) if i not in chosen]
+        return torch.cat(kept), torch.cat([t for i, t in enumerate(tokens) if i in chosen])
+    everything = torch.cat(list(tokens))
     cut = total - max(MIN_TOKENS, round(fraction * total))
     return everything[:cut], everything[cut:]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size_of(num_bytes: int) -> str:
+    """Return a number of bytes for people: "11.2 MB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return _count(num_bytes, "byte")

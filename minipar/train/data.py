@@ -5,13 +5,13 @@
     for microbatches in batches.forever():                       # list of (inputs, targets) [B, T]
 
 Three promises, each held by a test. A target token is seen exactly once per epoch, whatever the
-number of ranks. All ranks take the same number of steps with tensors of the same shape: what is
-missing at the uneven end is filled with rows whose targets are all `IGNORE`, which weigh nothing
-in a loss that is divided by the global number of valid targets. A run that stops anywhere goes on
-exactly where it was, also on another number of ranks.
+number of ranks. All ranks take the same number of steps with tensors of the same shape: at the
+uneven end, rows whose targets are all `IGNORE` fill up the batch, and weigh nothing in a loss that
+is divided by the number of valid targets. A run that stops anywhere goes on exactly where it was,
+also on another number of ranks.
 
-In torch: `torch.utils.data.distributed.DistributedSampler`, which makes the ranks even by
-repeating or dropping samples instead.
+In torch: `torch.utils.data.distributed.DistributedSampler`, which repeats or drops samples to make
+the ranks even.
 """
 
 import hashlib
@@ -32,12 +32,10 @@ class Sequences:
     """A long text cut into samples of T tokens and their targets, the tokens that come next.
 
     Sample i is inputs [T] = tokens[iT : iT + T] and targets [T] = tokens[iT + 1 : iT + T + 1], both
-    int64. The stride is T, so that each token but the first is a target exactly once. The targets
-    are shifted *here*, before anything splits a sequence: the last target of a piece is the first
-    input of the next piece, which a rank that holds only its own piece could not know. The last
-    sample is filled up with inputs 0 and targets `IGNORE`.
-
-    Raises ValueError when seq_len is below 1 or longer than the text allows.
+    int64. Each token but the first is a target exactly once. The targets are shifted *here*,
+    before anything splits a sequence: the last target of a piece is the first input of the next
+    piece, which another rank holds. The last sample is filled up with inputs 0 and targets
+    `IGNORE`. Raises `ValueError` when seq_len is below 1 or longer than the text allows.
     """
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
@@ -88,9 +86,9 @@ def check_same(source: str, texts: Mapping[str, Sequences], axis: Axis) -> None:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The order of the samples in one epoch: a permutation [num_samples] from (seed, epoch) alone.
+    """Return the order of the samples in one epoch: a permutation from (seed, epoch) alone.
 
-    Every rank computes it for itself, so ranks agree without a word, however many there are.
+    Every rank computes it for itself, so ranks agree without a message.
     """
     # A hash, not seed + epoch: the second epoch of seed 0 must not be the first of seed 1.
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
@@ -99,11 +97,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
 
 
 def share(indices: Tensor, rank: int, size: int) -> Tensor:
-    """Rank's part of `indices` when `size` ranks deal them out like cards.
-
-    The parts are disjoint, together they are everything, and their lengths differ by one at most:
-    the first is ceil(len / size) long.
-    """
+    """Return the part of `indices` of a rank, when `size` ranks deal them out like cards."""
     return indices[rank::size]
 
 
@@ -112,18 +106,12 @@ class Batches:
 
     A global batch is the next `batch_size` samples of the epoch's order, the same for any number of
     ranks. Its samples are dealt out to the ranks, then each rank's to its microbatches, so B is
-    ceil(batch_size / (size * microbatches)). Where samples run out (the end of the epoch, or a
-    batch_size that does not divide evenly) rows of `IGNORE` targets take their place: every rank
-    makes `len(batches)` steps with tensors of one shape, and no sample comes twice or is lost.
-
-    `deal` changes the size of the batches to come, and gives some ranks more microbatches than
-    others; promises hold as before, as the place in the epoch is counted in samples.
+    ceil(batch_size / (size * microbatches)). Where samples run out, rows of `IGNORE` targets take
+    their place. The place in the epoch is counted in samples.
 
     `for microbatches in batches` ends with the epoch; the next `for` is the next epoch. Training
-    for a number of steps reads `batches.forever()`. To validate, take a fresh object with
-    `shuffle=False` for each pass.
-
-    Raises ValueError for counts below 1 and for a rank outside of 0..size-1.
+    for a number of steps reads `batches.forever()`. Raises `ValueError` for counts below 1 and for
+    a rank outside of 0..size-1.
     """
 
     def __init__(
@@ -151,7 +139,7 @@ class Batches:
         self.position = 0  # samples of this epoch that were handed out, over all ranks
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, the same on every rank."""
+        """Return the steps of a whole epoch, the same on every rank."""
         return -(-len(self.sequences) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -171,11 +159,11 @@ class Batches:
             yield [self._rows(share(batch, turn, len(turns))) for turn in mine]
 
     def deal(self, batch_size: int, shares: Sequence[int]) -> None:
-        """From the next batch on: `batch_size` samples, and ``shares[r]`` microbatches for rank r.
+        """From the next batch on, deal `batch_size` samples, ``shares[r]`` microbatches to rank r.
 
-        To be called on all ranks, with the same values. A share may be 0: that rank gets an empty
-        list. All microbatches have one shape, B = ceil(batch_size / sum(shares)). Raises
-        `ValueError` for a share per rank too many or too few, or when there is nothing to deal.
+        All ranks call this with the same values. A share of 0 gives an empty list. All microbatches
+        have one shape, B = ceil(batch_size / sum(shares)). Raises `ValueError` for another number
+        of shares than ranks, or when there is nothing to deal.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be 1 or more")
@@ -187,12 +175,12 @@ class Batches:
         self.batch_size, self.shares = batch_size, list(shares)
 
     def _turns(self) -> list[int]:
-        """The rank of each microbatch of a global batch: one for each in turn, while it has any."""
+        """Return the rank of each microbatch of a global batch: ranks take turns."""
         rounds = range(max(self.shares))
         return [rank for m in rounds for rank in range(self.size) if m < self.shares[rank]]
 
     def forever(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """One epoch after another, from wherever this object stands."""
+        """Yield one epoch after another, from wherever this object stands."""
         while True:
             yield from self
 
@@ -205,7 +193,7 @@ class Batches:
         return inputs, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands, in samples over all ranks: the same on every rank."""
+        """Return where the epoch stands, in samples over all ranks: the same on every rank."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -216,15 +204,11 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was saved.
+        """Go on exactly where `state` was saved, maybe with other ranks and another batch_size.
 
-        The number of ranks, microbatches and batch_size may differ: the place is counted in
-        samples, so each sample left in the epoch still comes once. Raises ValueError where that
-        cannot hold: another seed or order, another seq_len, another text.
+        Raises `ValueError` for another seed or order, another seq_len, another text.
         """
         here = self.state_dict()
-        if missing := here.keys() - state.keys():
-            raise ValueError(f"this is no state of the data: it lacks {', '.join(sorted(missing))}")
         for key in ("seed", "shuffle", "seq_len", "fingerprint"):
             if state[key] != here[key]:
                 name = "text (its fingerprint)" if key == "fingerprint" else key
@@ -232,11 +216,6 @@ class Batches:
                     f"cannot resume the data with another {name}: saved with {state[key]}, now "
                     f"{here[key]}; samples would be lost or repeated"
                 )
-        if state["epoch"] < 0 or not 0 <= state["position"] < len(self.sequences):
-            raise ValueError(
-                f"epoch={state['epoch']}, position={state['position']} is no place in a text of "
-                f"{len(self.sequences):,} samples"
-            )
         self.epoch, self.position = state["epoch"], state["position"]
 
 

@@ -4,15 +4,14 @@ Model FLOPs utilisation (MFU) = FLOPs that the model needs per token * tokens/s 
 devices; recomputation counts as idleness. Source: Chowdhery et al., "PaLM" (arXiv 2204.02311),
 appendix B. The numerator is `LlamaConfig.flops_per_token`.
 
-The peak of a GPU we know is that of its data sheet, for dense matrices: no program reaches it. That
-of a CPU, which depends on its cores, clock and neighbours, is *measured* as the speed of a matrix
-product, on all ranks at the same time as they share the cores: a program that consists of larger
-products than ours may come out above 100 %. `Peak.source` says which of the two a figure is of.
+The peak of a GPU in the table is that of its data sheet, for dense matrices: no program reaches it.
+The peak of any other device depends on its cores, clock and neighbours. It is *measured* as the
+speed of a matmul on all ranks at once, so larger matmuls than that one may come out above 100 %.
+`Peak.source` says which of the two a figure is.
 """
 
 import time
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -46,57 +45,35 @@ class Peak:
 
 
 def of_ranks(device: torch.device, dtype: torch.dtype, axis: Axis) -> Peak:
-    """Return the peak of the ranks of `axis` for matrix products in `dtype`; a collective.
+    """Return the peak of the ranks of `axis` for matmuls in `dtype`; a collective.
 
     A GPU that several ranks share counts once.
     """
-    sheet, kind, gpu = data_sheet(device, dtype), kind_of_product(device, dtype), None
-    if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-    barrier(axis)  # so that those who measure do at the same time, as they will compute
-    own = (gpu, sheet) if sheet else (None, _measured(device, dtype, axis.size))
-    found = all_gather_object(own, axis)
-    measured = sum(rate for gpu, rate in found if gpu is None)
-    promised = sum(dict((gpu, rate) for gpu, rate in found if gpu is not None).values())
-    source = f"a {kind} matrix product, measured on {axis.size} ranks at once"
-    if device.type == "cuda" and sheet:
+    sheet, kind = data_sheet(device, dtype), str(dtype).removeprefix("torch.")
+    barrier(axis)  # so that ranks measure at the same time, as they will compute
+    if device.type == "cuda" and sheet is not None:
+        own = str(torch.cuda.get_device_properties(device).uuid), sheet
         source = f"{torch.cuda.get_device_name(device)} in {kind}, by its data sheet"
-    return Peak(measured + promised, source)
+    else:
+        own = axis.rank, matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
+        source = f"a {kind} matmul, measured on {axis.size} ranks at once"
+    rates = dict(all_gather_object(own, axis))
+    return Peak(sum(rates.values()), source)
 
 
 def data_sheet(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that the maker of a GPU promises; None where we do not know."""
-    if device.type != "cuda":
+    """Return the FLOP/s that the maker of a GPU promises; None for other devices and numbers."""
+    if device.type != "cuda" or dtype.itemsize not in (2, 4):
         return None
     name = torch.cuda.get_device_name(device)
     in_16_bits, in_float32 = next((v for k, v in DATA_SHEETS.items() if k in name), (None, None))
-    if dtype == torch.float32:
-        return None if has_tf32(device) else in_float32
-    return in_16_bits if dtype.itemsize == 2 else None
-
-
-def has_tf32(device: torch.device) -> bool:
-    """Whether products of float32 numbers are of their first 10 bits, of which GPUs do more."""
-    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-
-
-def kind_of_product(device: torch.device, dtype: torch.dtype) -> str:
-    """Return how matrices in `dtype` are multiplied, in a word; of float32 on a GPU, in three."""
-    kind = str(dtype).removeprefix("torch.")
-    if device.type != "cuda" or dtype != torch.float32:
-        return kind
-    return f"{kind} {'with' if has_tf32(device) else 'without'} TF32"
-
-
-@cache
-def _measured(device: torch.device, dtype: torch.dtype, _: int) -> float:
-    return matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
+    return in_16_bits if dtype.itemsize == 2 else in_float32
 
 
 def matmul_rate(
     device: torch.device, dtype: torch.dtype, size: int, min_seconds: float = 0.2
 ) -> float:
-    """Return the FLOP/s of a large square matrix product: what this device can really do.
+    """Return the FLOP/s of a large square matmul: what this device can really do.
 
     The mean over `min_seconds`, so that others who want the same cores have had their turn.
     """

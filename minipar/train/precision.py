@@ -1,12 +1,12 @@
-"""Mixed precision: matrix products in 16 or 8 bits, weights that learn in 32.
+"""Mixed precision: matmuls in 16 or 8 bits, weights that learn in 32.
 
-Idea.   Half the bits is half the memory traffic and at least twice the speed of a matrix product;
-        but what a step *adds* to a weight is thousands of times smaller than the weight itself.
-        So the optimizer keeps float32 *master weights*. They are cast down
+Idea.   Half the bits is half the memory traffic and at least twice the speed of a matmul. But a
+        step *adds* to a weight a number that is thousands of times smaller than the weight. So the
+        optimizer keeps float32 *master weights*. They are cast down
           once a step       bf16            weights and activations are in bf16, see
                                             parallel/base/masters.py; nothing else is cast
           in each forward   autocast-bf16   the model has the masters, and autocast, here, casts
-                                            for each product what it multiplies
+                                            the inputs of each matmul
 Formats (bits of exponent, of fraction; largest; smallest above zero; relative step).
         float32  8, 23   3e38     1e-45    2^-23
         bf16     8, 7    3e38     9e-41    2^-7     the range of float32, few digits
@@ -19,10 +19,8 @@ Memory. Bytes per parameter, of weight + gradient + optimizer: once a step 2 + 4
         AdamW's 8); in each forward 4 + 4 + 8, and 2 for the casts; without master weights
         (``--dtype bfloat16``) 2 + 2 + 4. Of activations, autocast keeps the residual stream and
         what norms see in float32.
-Which.  `minipar train --precision bf16` is the first, for every plan, on CPUs too. All weights are
-        cast, also those of norms and routers, which compute in float32 as before. With
-        ``--local-method`` it is autocast: ranks average their weights, which must be the masters.
-        fp16 is autocast alone.
+Which.  `minipar train --precision bf16` is the first, for every plan. All weights are cast, also
+        those of norms and routers, which compute in float32 as before. fp16 is autocast alone.
 Comms.  One all-reduce of 4 bytes over each axis that shards gradients, for the loss scaler;
         `reduce_in` halves the bytes of gradients.
 Source. Micikevicius et al. 1710.03740, sections 3.1 (master weights) and 3.2 (loss scaling);
@@ -55,7 +53,7 @@ COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which 
 
 # ---------------------------------------------------------------------- 1. master weights
 class Precision:
-    """What a training step does about precision; the default does nothing::
+    """The precision of a training step; the default casts nothing and scales nothing::
 
         with precision.autocast():
             loss = ...
@@ -64,13 +62,10 @@ class Precision:
         precision.unscale(strategy.with_gradients(), axes)
         precision.step(optimizer)
 
-    "bf16" and "fp16" want a model in float32: its parameters are the master weights. (With masters
-    in the optimizer, `parallel.masters.keep`, nothing is left to do: use "float32".) Autocast
-    casts them for matrix products and attention, once per forward, and leaves norms, softmax and
-    sums in float32; gradients of parameters are float32. "fp16" has a `LossScaler`, its own or the
-    one given. Besides ranks that cut a gradient, those of `axes` leave out the same steps, too.
-
-    Raises `ValueError` for an unknown name.
+    "bf16" and "fp16" want a model in float32: its parameters are the master weights. Autocast
+    casts them for matmuls and attention, once per forward, and leaves norms, softmax and sums in
+    float32. "fp16" has a `LossScaler`, its own or the one given. Ranks of `axes` leave out the same
+    steps, and so do ranks that cut a gradient. Raises `ValueError` for an unknown name.
     """
 
     def __init__(
@@ -89,7 +84,7 @@ class Precision:
         self.scaler = scaler
 
     def autocast(self) -> AbstractContextManager:
-        """Around forward and loss, not around backward, which repeats the casts by itself."""
+        """Return the context of forward and loss; backward repeats the casts by itself."""
         if self.dtype is None:
             return nullcontext()
         return casts.autocast(self.device.type, self.dtype)
@@ -112,13 +107,13 @@ class Precision:
             self.scaler.update()
 
     def report(self) -> dict[str, Tensor]:
-        """What belongs into the metrics of a step: the loss scale and the steps left out so far."""
+        """Return metrics of a step: the loss scale and the steps left out so far."""
         if self.scaler is None:
             return {}
         return {"loss_scale": self.scaler.loss_scale, "skipped_steps": self.scaler.num_skipped}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return what a checkpoint needs."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,10 +129,9 @@ FULL = Precision()
 def reduce_in(dtype: torch.dtype) -> ddp.Reduce:
     """Send gradients as `dtype`, whatever they are kept in: ``ddp.apply(..., reduce=...)``.
 
-    Every rank gets the same bits. bf16 sends half the bytes of float32; but every addition on the
-    way rounds to 8 bits, so that the error grows with the number of ranks (2^-8 of a sum of
-    absolute values for each of n-1 additions, at most). Which is why gradients are otherwise sent
-    as they are. Raises `ValueError` unless `dtype` is a float.
+    bf16 sends half the bytes of float32. But each of n-1 additions on the way rounds to 8 bits, at
+    most 2^-8 of a sum of absolute values. So the error grows with the number of ranks. Raises
+    `ValueError` unless `dtype` is a float.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"gradients cannot be sent as {dtype}; use float32, bfloat16 or float16")
@@ -155,14 +149,13 @@ class LossScaler:
     """Multiplies the loss, so that gradients in fp16 keep clear of zero; finds the factor itself.
 
     The chain rule carries the factor to every gradient, and `unscale` divides it out again in
-    float32. The largest factor that does not overflow is best, and it changes as training goes on:
-    so it grows after `growth_interval` good steps in a row, and a step with a gradient that is
-    infinite or NaN is left out, after which it shrinks.
+    float32. The factor grows after `growth_interval` good steps in a row. A step with a gradient
+    that is infinite or NaN is left out, and the factor shrinks.
 
-    All ranks must leave out the same steps. Where gradients are replicated they agree by
-    themselves, since an infinity survives a sum; where they are sharded, `unscale` asks the ranks
-    along those axes. Nothing here waits for the device, but a step of an optimizer that cannot
-    skip by itself (a fused one can).
+    All ranks must leave out the same steps. Where gradients are replicated, ranks agree by
+    themselves, since an infinity survives a sum. Where gradients are sharded, `unscale` asks the
+    ranks along those axes. Nothing here waits for the device, but a step of an optimizer that
+    cannot skip by itself (a fused one can).
 
     State: `loss_scale` (float32), `good_steps` and `num_skipped` (int32), tensors on `device`;
     `found_inf` (1.0 or 0.0) between `unscale` and `update`. Equal to `torch.amp.GradScaler` step
@@ -259,7 +252,7 @@ class LossScaler:
         self.found_inf = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return what a checkpoint needs."""
         return {name: getattr(self, name) for name in ("loss_scale", "good_steps", "num_skipped")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -312,7 +305,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def runs_fp8(a: Tensor, b: Tensor) -> bool:
-    """Whether the device multiplies fp8 (NVIDIA Ada, Hopper and later) and likes these shapes."""
+    """True if the device multiplies fp8 (NVIDIA Ada, Hopper and later) of these shapes."""
     if a.device.type != "cuda" or any(size % 16 for size in (*a.shape, *b.shape)):
         return False
     return torch.cuda.get_device_capability(a.device) >= (8, 9)

@@ -1,19 +1,17 @@
 """Saving: all ranks write a part of a checkpoint at once, in the background if they are asked to.
 
-Shares. Of tensors that all ranks have, every rank writes some, dealt out by their bytes. Of tensors
-that are cut, over tp, experts, stages or by ZeRO, a rank writes what it has, as boxes: parts of the
-whole with an offset and a size along each dim. Nothing is gathered. What a file holds is said in
-terms of whole tensors: so any other plan can read it, and one process.
+Shares. Of a tensor that all ranks have, one rank writes all; tensors are dealt out by their bytes.
+Of a tensor that is cut, by tensor or expert parallelism, stages or ZeRO, each rank writes what it
+has, as boxes of the whole tensor. Nothing is gathered.
 
-Atomic. The files are written into a folder of another name and forced to disk. Only when all ranks
-know that all have succeeded does rank 0 write the manifest and rename the folder; a checkpoint that
-is to be deleted is renamed first. So a checkpoint under its final name is complete, at whatever
-moment and whichever process was killed, and the next save clears away the rest. A rank that cannot
-write tells the others: all raise the same error, none waits. So does rank 0 where the folder
-is not the run's any more: another run may have one of that name by now.
+Atomic. The ranks write their files into a folder of another name and force them to disk. Only when
+all ranks know that all have succeeded does rank 0 write the manifest and rename the folder. A
+checkpoint that is to be deleted is renamed first. So a checkpoint under its final name is complete,
+whichever process was killed at whatever moment, and the next save clears the rest away. A rank that
+cannot write tells the others: all raise the same error, none waits.
 
 In the background. A rank copies its share to the host, which training has to wait for, and a thread
-writes it. The ranks then agree in `finish`, which the next save calls at the latest. Memory of the
+writes the copy. The ranks agree in `finish`, which the next save calls at the latest. Memory of the
 host: 1/n of weights and optimizer state on each of n ranks.
 
 The layout of the files is that of checkpoint.py; their folder must be one that all ranks see.
@@ -28,9 +26,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,31 +39,19 @@ from minipar.parallel.base.shards import Part
 from minipar.train.checkpoint import (
     ALONE,
     DTYPES,
-    FORMATS,
+    FORMAT,
     Files,
     available,
     digest_of,
     map_tensors,
-    number_of,
     step_of,
 )
 
-Parts = Mapping[str, Mapping[str, Part]]  # by kind and name
-# "weights" and "state": the tensors of one rank, by name, or what it has of them
-Share = dict[str, dict[str, Tensor | Part]]
-_CANNOT_WRITE = (OSError, RuntimeError)  # torch wraps OSError
-_T = TypeVar("_T")
+Parts = Mapping[str, Mapping[str, Part]]  # by kind, "weights" or "state", and name
+Share = dict[str, dict[str, Tensor | Part]]  # what one rank writes, likewise
 
 
-def save(
-    folder: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any], keep: int = 2
-) -> None:
-    """Write a checkpoint by this process alone; see `Saver.save`."""
-    Saver(folder, keep=keep).save(step, weights, state)
-
-
-@dataclass
-class _InProgress:
+class _InProgress(NamedTuple):
     """A checkpoint that is being written."""
 
     step: int
@@ -77,21 +62,13 @@ class _InProgress:
 class Saver:
     """Writes the checkpoints of a run below `folder`; made and used alike on all ranks of `axis`.
 
-    Of the checkpoints up to the latest step, the `keep` that were written last stay. Once `is_ours`
-    is false on rank 0, none is begun, put in place or removed.
+    Of the checkpoints up to the latest step, the `keep` with the highest steps stay.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        axis: Axis = ALONE,
-        *,
-        keep: int = 2,
-        in_background: bool = False,
-        is_ours: Callable[[], bool] = lambda: True,
+        self, folder: Path, axis: Axis = ALONE, *, keep: int = 2, in_background: bool = False
     ) -> None:
         self.folder, self.axis, self.keep, self.in_background = folder, axis, keep, in_background
-        self.is_ours = is_ours
         self._writing: _InProgress | None = None
 
     def save(
@@ -107,9 +84,9 @@ class Saver:
         `weights` are full tensors; `state` is what `torch.load(weights_only=True)` can read back,
         in nested dicts, lists and tuples. Both are equal on all ranks. A collective.
 
-        `own` is what this rank alone writes: of "weights", and of "state", where meta tensors are
-        in the place of that; over all ranks, each number once. `tied` says which weights are stored
-        under another name.
+        `own` is what this rank alone writes: of "weights", and of "state", where meta tensors stand
+        in its place; over all ranks, each number once. `tied` says which weights are stored under
+        another name.
 
         Raises `OSError` on every rank where one cannot write, such as on a full disk; the
         checkpoints before are then as they were.
@@ -136,21 +113,21 @@ class Saver:
         if not self.in_background:
             self.finish()
 
+    def _still(self, own: Part) -> Part:
+        """Return `own`, as a copy where training would change it before it is written."""
+        if own.numbers.device.type == "cpu" and not self.in_background:
+            return own
+        return own._replace(numbers=_copy_on_host(own.numbers))
+
     @property
     def in_progress(self) -> bool:
-        """Whether a save was begun and not finished, on all ranks."""
+        """True if a save was begun and not finished, on all ranks."""
         return self._writing is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes its share."""
+        """True if this rank still writes its share."""
         return self._writing is not None and not self._writing.files.done()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank could not write its share: the next `finish` tells all."""
-        ended = self._writing is not None and self._writing.files.done()
-        return ended and self._writing.files.exception() is not None
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and put its checkpoint in place.
@@ -159,75 +136,57 @@ class Saver:
         """
         if self._writing is None:
             return
-        writing, self._writing = self._writing, None
-        shares = self._together(writing.step, writing.files.result)
+        (step, tied, written), self._writing = self._writing, None
+        shares = self._together(step, written.result)
         files = {name: digest for share in shares for name, digest in share.items()}
-        self._together(writing.step, lambda: self._publish(writing.step, writing.tied, files))
+        self._together(step, lambda: self._publish(step, tied, files))
 
     def close(self) -> None:
-        """Give up the save in progress, if any: waits for this rank's thread alone.
-
-        After an error, when other ranks may not be there any more.
-        """
+        """Wait for this rank's thread alone, after an error: other ranks may be gone."""
         if self._writing is not None:
             self._writing.files.exception()
             self._writing = None
 
-    def _still(self, own: Part) -> Part:
-        """Return what training does not change before it is written: a copy, if need be."""
-        if own.numbers.device.type == "cpu" and not self.in_background:
-            return own
-        return own._replace(numbers=_copy_on_host(own.numbers))
-
-    def _together(self, step: int, work: Callable[[], _T]) -> list[_T]:
+    def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do `work` on every rank; return what each returned. If it fails on one, all raise."""
         result = problem = None
         try:
             result = work()
-        except _CANNOT_WRITE as error:
+        except (OSError, RuntimeError) as error:  # torch wraps OSError
             problem = str(error)
         outcomes = all_gather_object((result, problem), self.axis)
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:
-                if self.axis.rank == 0 and self.is_ours():
+                if self.axis.rank == 0:
                     shutil.rmtree(self._unfinished(step), ignore_errors=True)
                 who = f"rank {rank} of {self.axis.size}: " if self.axis.size > 1 else ""
-                error = OSError(f"cannot write checkpoint {self._final(step)}: {who}{problem}")
-                error.everywhere = True
-                raise error
+                raise OSError(f"cannot write checkpoint {self._final(step)}: {who}{problem}")
         return [result for result, _ in outcomes]
-
-    def _check_ours(self) -> None:
-        if not self.is_ours():
-            raise OSError(f"{self.folder.parent} was removed, or is another run's by now")
 
     def _clear(self) -> None:
         """Remove what was left by processes that were killed."""
         if self.axis.rank == 0:
-            self._check_ours()
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in (*self.folder.glob(".unfinished_*"), *self.folder.glob(".removed_*")):
-                _delete(left)
+                shutil.rmtree(left, ignore_errors=True)
 
     def _publish(self, step: int, tied: dict[str, str], files: Files) -> None:
-        """Make the files of all ranks a checkpoint, and remove those that are then too many."""
+        """Make the files of all ranks a checkpoint, and remove the oldest beyond `keep`."""
         if self.axis.rank > 0:
             return
-        self._check_ours()
         unfinished, final = self._unfinished(step), self._final(step)
         for name, digest in files.items():
             path = unfinished / name
             if not path.is_file() or path.stat().st_size != digest["num_bytes"]:
                 raise OSError(f"{name}, which a rank has written, is not there; is it elsewhere?")
-        layout = FORMATS[-1 if any("boxes" in digest for digest in files.values()) else 0]
-        manifest = {"format": layout, "step": step, "tied": tied, "files": files}
-        _write_manifest(unfinished, manifest | {"number": _next_number(self.folder)})
+        manifest = {"format": FORMAT, "step": step, "tied": tied, "files": files}
+        write_json(unfinished / "manifest.json", manifest)
+        _force_to_disk(unfinished / "manifest.json")
+        _force_to_disk(unfinished)
         _remove(final)
         os.replace(unfinished, final)
         _force_to_disk(self.folder)
-        up_to_this = [path for path in available(self.folder) if step_of(path) <= step]
-        up_to_this.sort(key=number_of)  # a higher step may be of an older story; else by steps
-        for old in up_to_this[: -self.keep]:
+        for old in [p for p in available(self.folder) if step_of(p) <= step][: -self.keep]:
             _remove(old)
 
     def _final(self, step: int) -> Path:
@@ -254,7 +213,7 @@ def deal(num_bytes: dict[Any, int], size: int) -> list[list[Any]]:
 
 # ---------------------------------------------------------------------- tensors
 def _take_tensors(state: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return `state` with meta tensors where it has tensors; these go into `tensors`, by name.
+    """Return `state` with meta tensors for its tensors, which go into `tensors` by name.
 
     Scalars stay where they are: they are many, and small.
     """
@@ -272,7 +231,7 @@ def _take_tensors(state: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _ties(weights: dict[str, Tensor]) -> dict[str, str]:
-    """Names whose tensor is stored under an earlier name: {"lm_head.weight": "embed..."}."""
+    """Return names whose tensor is stored under an earlier name: {"lm_head.weight": "embed..."}."""
     first: dict[tuple, str] = {}
     ties = {}
     for name, tensor in weights.items():
@@ -283,7 +242,7 @@ def _ties(weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _copy_on_host(tensor: Tensor) -> Tensor:
-    """A contiguous copy with a storage of its own: safetensors insists on both."""
+    """Return a contiguous copy with a storage of its own."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
@@ -291,14 +250,11 @@ def _copy_on_host(tensor: Tensor) -> Tensor:
 def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
     """Write the files of one rank, down to the disk; return their digests."""
     folder.mkdir(exist_ok=True)
-    written, boxes = [], {}
+    written = []
     for kind, own in share.items():
         if own:
             written.append(folder / f"{kind}_{rank:05d}.safetensors")
-            tensors, told = _boxes(own)
-            save_file(tensors, written[-1], told)
-            if told:
-                boxes[written[-1]] = {"boxes": len(told)}
+            save_file(*_boxes(own), written[-1])
     if skeleton is not None:
         written.append(folder / "state.pt")
         content = io.BytesIO()  # torch's own writer does not say why it could not write
@@ -306,34 +262,27 @@ def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
         written[-1].write_bytes(content.getbuffer())
     for path in written:
         _force_to_disk(path)
-    return {path.name: digest_of(path) | boxes.get(path, {}) for path in written}
+    return {path.name: digest_of(path) for path in written}
 
 
 def _boxes(own: Mapping[str, Tensor | Part]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file, and what it tells of those that are not whole.
-
-    By key: JSON of the name, the whole shape and the offset.
-    """
+    """Return the tensors of a file, and its metadata: the places of those that are not whole."""
     tensors, told = {}, {}
     for name, part in own.items():
         if isinstance(part, Tensor):
             tensors[name] = part
             continue
-        shape = part.region.shape
         for i, (offset, box) in enumerate(part.region.boxes(part.numbers)):
             key = f"{name}#{i}" if i else name
             tensors[key] = box
-            if tuple(box.shape) != shape:
-                told[key] = json.dumps([name, shape, offset])
+            if tuple(box.shape) != part.region.shape:
+                told[key] = json.dumps([name, part.region.shape, offset])
     return tensors, told
 
 
-def save_file(tensors: Mapping[str, Tensor], path: Path, told: Mapping[str, str] = {}) -> None:
-    """Write a safetensors file, as the library does, which holds all of it twice meanwhile.
-
-    `told` are its metadata.
-    """
-    header, start = {"__metadata__": dict(told)} if told else {}, 0
+def save_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    """Write a safetensors file; the library's own writer would hold all of it twice meanwhile."""
+    header, start = {"__metadata__": dict(metadata)} if metadata else {}, 0
     in_order = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # all aligned
     for name, tensor in in_order:
         place = [start, start := start + tensor.nbytes]
@@ -347,43 +296,13 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, told: Mapping[str, str]
             file.write(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def make_newest(checkpoint: Path) -> None:
-    """Number `checkpoint` as if it was the latest save of its run."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
-    _write_manifest(checkpoint, manifest | {"number": _next_number(checkpoint.parent)})
-
-
-def _next_number(folder: Path) -> int:
-    return 1 + max(map(number_of, available(folder)), default=0)
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write it down to the disk, or leave the one that is there."""
-    fresh = folder / "manifest.json.new"
-    write_json(fresh, manifest)
-    _force_to_disk(fresh)
-    os.replace(fresh, folder / "manifest.json")
-    _force_to_disk(folder)
-
-
 def _remove(checkpoint: Path) -> None:
     """Delete `checkpoint`, if there is one; under its name there is never a part of it."""
     if os.path.lexists(checkpoint):
         # What was removed before under that name may still be there, in part.
         removed = checkpoint.with_name(f".removed_{checkpoint.name}_{secrets.token_hex(4)}")
         os.replace(checkpoint, removed)
-        _delete(removed)
-
-
-def _delete(folder: Path) -> None:
-    """Delete what can be deleted of `folder`, and of one that is a link elsewhere, the link.
-
-    What stays, such as a file that someone on NFS has open, is no reason to end a run.
-    """
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)  # a file that cannot go ends no run
 
 
 def _force_to_disk(path: Path) -> None:

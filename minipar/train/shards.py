@@ -1,17 +1,16 @@
 """What a rank has of a run under a plan, told in terms of whole tensors: to save it, to load it.
 
-A rank has slices of weights, where tensor and expert parallelism cut, and flat ranges of these,
-where ZeRO does; under a pipeline, those of its layers. `parts` says of each which numbers of the
-whole tensor it is (`shards.Region`), so that nothing is gathered for a save; `fill` reads the
-numbers that are this rank's, and no others. Of several ranks that have the same, one writes; which
-one all know without asking.
+Tensor and expert parallelism leave a rank slices of weights, ZeRO flat ranges of these slices, and
+a pipeline the weights of its layers. `parts` says of each which numbers of the whole tensor it is
+(a `Region`), so nothing is gathered for a save. `fill` reads the numbers of this rank, and no
+others. Where several ranks have the same numbers, one of them writes; all know which one.
 
 Proved by: tests/train/test_shards.py.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.optimizer_state import pack
 from minipar.parallel.base.shards import Part, Region, Row, copies_axis, piece_of
 from minipar.parallel.compose import Composed
-from minipar.train.checkpoint import by_name
 from minipar.train.saver import Saver, deal
 
 
@@ -32,27 +30,35 @@ def save(
     saver: Saver,
     step: int,
     state: dict[str, Any],
-    names: Sequence[str],
-    own: Mapping[str, Part] | None = None,
 ) -> None:
-    """Write a checkpoint of weights, optimizer and `state`, of parameters of these `names`.
+    """Write a checkpoint of weights, optimizer and `state`; a collective of names and numbers.
 
-    `own` has more tensors of `state` that this rank alone writes, by their path in it. A
-    collective; what is gathered are names and numbers. Raises `OSError` as `Saver.save`.
+    Raises `OSError` as `Saver.save`.
     """
     weights, optimizer, entries = parts(strategy)
-    own = {f"optimizer/state/{name}": part for name, part in entries.items()} | (own or {})
+    own = {f"optimizer/state/{name}": part for name, part in entries.items()}
     tied = {n: strategy.serial_name(n) for n in strategy.shapes if n != strategy.serial_name(n)}
-    state = state | {"optimizer": by_name(optimizer, names)}
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in strategy.optimizer.param_groups
+    ]
+    state = state | {"optimizer": {"state": optimizer, "groups": groups}}
     saver.save(step, {}, state, {"weights": weights, "state": own}, tied)
 
 
-def parts(strategy: Composed) -> tuple[dict[str, Part], dict[str, Any], dict[str, Part]]:
+def load_optimizer(strategy: Composed, saved: dict[str, Any]) -> None:
+    """Read this rank's part of the optimizer state that `save` wrote, under whichever plan."""
+    strategy.load_full_optimizer_state(pack(saved["state"], strategy.names, saved["groups"]))
+
+
+def parts(
+    strategy: Composed,
+) -> tuple[dict[str, Part], dict[str, dict[str, Any]], dict[str, Part]]:
     """Return (weights, optimizer, entries): what this rank writes, by serial names.
 
-    `optimizer` is the state dict of `full_optimizer_state`, alike on all ranks, with meta tensors
-    in the place of all that has the shape of a parameter. What this rank writes of these is in
-    `entries`, by "NAME/ENTRY". A collective, of names and numbers.
+    `optimizer` has the entries of all parameters by name, alike on all ranks, with meta tensors in
+    the place of all that has the shape of a parameter. `entries` has what this rank writes of
+    these, by "NAME/ENTRY". A collective, of names and numbers.
     """
     rows, mine = _rows(strategy), _mine(strategy)
     weights, entries, found = {}, {}, {}
@@ -82,17 +88,13 @@ def parts(strategy: Composed) -> tuple[dict[str, Part], dict[str, Any], dict[str
     for name, numbers in told.items():
         for key, kind in numbers.items():
             if isinstance(kind, torch.dtype):
-                shape = strategy.shapes[name]
-                numbers[key] = torch.empty(shape, dtype=kind, device="meta")
-    return weights, pack(told, strategy.names, strategy.optimizer.param_groups), entries
+                numbers[key] = torch.empty(strategy.shapes[name], dtype=kind, device="meta")
+    return weights, {name: numbers for name, numbers in told.items() if numbers}, entries
 
 
 @torch.no_grad()
 def fill(strategy: Composed, read: Mapping[str, Callable[[Region], Tensor]]) -> None:
-    """Take this rank's part of the weights, one after the other.
-
-    ``read[name](region)`` returns numbers [k] of a weight by its serial name.
-    """
+    """Read this rank's part of the weights: ``read[name](region)`` returns numbers [k]."""
     rows = _rows(strategy)
     for name, t in _tensors(strategy).items():
         values = read[strategy.serial_name(name)](_region(strategy, name, t, rows)).view_as(t)
@@ -104,7 +106,7 @@ def fill(strategy: Composed, read: Mapping[str, Callable[[Region], Tensor]]) -> 
 
 
 def _tensors(strategy: Composed) -> dict[str, Tensor]:
-    """Parameters and buffers of this rank, each by the first of its names."""
+    """Return parameters and buffers of this rank, each by the first of its names."""
     state = strategy.model.state_dict(keep_vars=True)
     return {name: t for t, name in {t: name for name, t in reversed(state.items())}.items()}
 
@@ -114,16 +116,16 @@ def _rows(strategy: Composed) -> dict[nn.Parameter, Row]:
 
 
 def _region(strategy: Composed, name: str, t: Tensor, rows: Mapping[nn.Parameter, Row]) -> Region:
-    """What of the whole tensor `t` is: this rank's slice, and of that the part in a row."""
+    """Return which part of the whole tensor `t` is: this rank's slice, or a flat range of it."""
     region = strategy.parts.region(name, strategy.shapes[strategy.serial_name(name)])
     return region._replace(flat=rows[t].cuts[t]) if t in rows else region
 
 
 def _mine(strategy: Composed) -> set[tuple[str, str]]:
-    """Return of which weights, and of which weights' "state", this rank writes what it has.
+    """Return the weights, and the weights' "state", that this rank writes.
 
-    All ranks with the same slice share out by bytes what is theirs; not over the ranks that have
-    different ranges of it. Of stages with the same weight, they take turns.
+    Ranks with the same slice deal out their weights by bytes. Stages with the same weight take
+    turns.
     """
     parts, rows = strategy.parts, _rows(strategy)
     homes: dict[str, int] = {}

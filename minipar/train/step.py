@@ -14,6 +14,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.model.llama import loss_on
 from minipar.model.moe import routers, start_step
+from minipar.observe.timeline import span
 from minipar.parallel.base.norm import clip_grad_norm
 from minipar.parallel.base.shards import in_order
 from minipar.parallel.base.strategy import Strategy, device_of
@@ -64,7 +65,8 @@ def forward_backward(
                     stack.enter_context(strategy.no_sync())
             with autocast():
                 loss = loss_on(model, inputs, targets, context)
-            weigh(loss).backward()
+            with span("backward", "backward"):
+                weigh(loss).backward()
             total += loss.detach()
     return total
 

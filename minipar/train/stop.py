@@ -1,18 +1,16 @@
 """A graceful stop: SIGTERM or SIGUSR1 asks a run to save after the step that it is in, and to end.
 
 Schedulers warn before they kill: Slurm sends SIGTERM, and with `--signal=USR1@120` SIGUSR1 two
-minutes before the time is up. Any rank may get it, one or all, and at different moments. So a rank
-only notes it; after each step all ranks agree, and stop after the same one. A second signal ends
-the process at once.
+minutes before the time is up. Any rank may get a signal, one or all, and at different moments. So a
+rank only notes it; after each step all ranks agree, and stop after the same one. A second signal
+ends the process at once. One signal often arrives several times: Slurm signals every process of a
+job, and a launcher passes on to its ranks what it gets. A repeat within a second is ignored.
 
-Signals come in flocks: Slurm signals every process of a job, and a launcher passes on to its ranks
-what it gets. What comes within a second of the first is an echo of it.
+torchrun passes SIGTERM on, kills the ranks that have not ended 30 seconds later, and ends with an
+exit code that is not 0. SIGUSR1 ends torchrun, unless it is started with `--signals-to-handle
+SIGTERM,SIGUSR1`.
 
-Under torchrun: it passes SIGTERM on, kills the ranks that have not ended 30 seconds later, and ends
-with an exit code that is not 0. SIGUSR1 ends it, unless it is started with
-`--signals-to-handle SIGTERM,SIGUSR1`.
-
-Cost: one all-reduce of 24 bytes per step, where the ranks have just met to add up the loss.
+Cost: one all-reduce of 16 bytes per step, where the ranks have just met to add up the loss.
 Proved by: tests/train/test_stop.py, tests/test_cli.py.
 """
 
@@ -30,18 +28,20 @@ ECHO_SECONDS = 1.0
 
 
 class StopRequest:
-    """Whether this process was asked to stop, in the body of a `with`.
+    """Notes in the body of a `with` whether this process was asked to stop.
 
-    A thread other than the main one cannot listen to signals: no signal is heard there.
+    In a launcher, `pids` are its ranks, to which the first signal is passed on. A thread other than
+    the main one hears no signals.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        self.pids = pids
         self.since: float | None = None  # when the first signal came, by the clock
         self.number = 0  # of that signal
 
     @property
     def came(self) -> bool:
-        """Whether a signal has come."""
+        """True if a signal has come."""
         return self.since is not None
 
     def __enter__(self) -> "StopRequest":
@@ -57,42 +57,23 @@ class StopRequest:
         now = time.monotonic()
         if self.since is None:
             self.since, self.number = now, number
-            self._first(number)
+            for pid in self.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         elif now - self.since > ECHO_SECONDS:
-            self._second(number)
-
-    def _first(self, number: int) -> None:
-        """A rank only notes it."""
-
-    def _second(self, number: int) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-
-class _PassedOn(StopRequest):
-    """In a launcher, whose ranks are `pids`."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        super().__init__()
-        self.pids = pids
-
-    def _first(self, number: int) -> None:
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def _second(self, number: int) -> None:
-        raise SystemExit(128 + number)
+            if self.pids:
+                raise SystemExit(128 + number)  # the launcher ends its ranks
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 @contextmanager
 def pass_on(pids: Sequence[int]) -> Iterator[None]:
     """In a launcher: while the body runs, its ranks, `pids`, get the signal that it gets.
 
-    A second signal raises `SystemExit` here, with the exit code of a process that it has ended. So
-    does the first where it has ended the ranks: they had not begun to train, and saved nothing.
+    Raises `SystemExit` where the signal has ended the ranks: they had not begun to train.
     """
-    with _PassedOn(pids) as request:
+    with StopRequest(pids) as request:
         try:
             yield
         except RankError as error:

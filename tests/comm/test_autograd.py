@@ -5,6 +5,7 @@ stands for, by the type alone; the loss is a function of that; and its derivativ
 moving single numbers on single ranks, with every collective run anew.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -56,12 +57,12 @@ def draw(kind: str, shape: tuple[int, ...], rank: int, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def meaning(kind: str, held: list[Tensor]) -> Tensor:
+def meaning(kind: str, held: Sequence[Tensor]) -> Tensor:
     """The one tensor that all ranks' tensors stand for."""
     if kind == "P":
         return sum(held)
     if kind == "V":
-        return torch.stack(held)
+        return torch.stack(list(held))
     for other in held:
         assert torch.allclose(other, held[0], rtol=1e-12), f"{kind}, and ranks differ"
     return held[0]
@@ -74,27 +75,20 @@ def _case(name: str, size: int):
     return axis, function, source, target, draw(source, shape, axis.rank, seed=1)
 
 
-def _values(name: str, size: int):
+def _transition(name: str, size: int):
+    """Input, output, analytic gradient on each rank, and what moving numbers measures."""
     axis, function, source, target, x = _case(name, size)
     before = x.clone()
-    y = function(x, axis)
-    y.add_(1)  # the result is no window on the caller's tensor; of `convert` it is the same one
-    unchanged = torch.equal(x, before) or name.startswith("convert")
-    y.sub_(1)
-    return before, y, unchanged
-
-
-def _gradients(name: str, size: int):
-    """Analytic gradient on each rank, and what moving numbers measures; in meanings."""
-    axis, function, source, target, x = _case(name, size)
-    x.requires_grad_()
+    function(x, axis).add_(1)  # the result is no window on the caller's tensor; of `convert` it is
+    assert torch.equal(x, before) != name.startswith("convert")
+    x = before.clone().requires_grad_()
     y = function(x, axis)
     # The gradient that comes from above has the dual type of y, and means the weights w.
     seed = draw(dual(target), tuple(y.shape), axis.rank, seed=2)
     weights = meaning(dual(target), all_gather_object(seed, axis))
-    before = seed.clone()
+    kept = seed.clone()
     (gradient,) = torch.autograd.grad(y, x, seed)
-    assert torch.equal(seed, before), "backward changed the gradient it was given"
+    assert torch.equal(seed, kept), "backward changed the gradient it was given"
 
     def loss(moved: Tensor) -> float:
         held = collectives.all_gather(function(moved, axis)[None], axis)
@@ -110,18 +104,19 @@ def _gradients(name: str, size: int):
                 change.view(-1)[i] = step
             slope = (loss(x.detach() + change) - loss(x.detach() - change)) / (2 * step)
             measured[mover or 0].view(-1)[i] = slope
-    return gradient, measured
+    return before, y.detach(), gradient, measured
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TRANSITIONS)
-def test_values_are_those_of_the_type(ranks, name, size):
-    """The meaning is kept: what a transition changes is who holds what."""
+def test_values_are_those_of_the_type_and_gradients_of_finite_differences(ranks, name, size):
+    """The meaning is kept: a transition changes only who holds what.
+
+    Mutants: P->I with the backward of P->R (gradients n times too large), and the reverse.
+    """
     _, source, target = TRANSITIONS[name]
-    results = ranks(size).run(_values, name, size)
-    assert all(unchanged for _, _, unchanged in results)
-    before = meaning(source, [x for x, _, _ in results])
-    after = meaning(target, [y for _, y, _ in results])
+    xs, ys, gradients, (measured, *_) = zip(*ranks(size).run(_transition, name, size), strict=True)
+    before, after = meaning(source, xs), meaning(target, ys)
     dim = 1 if name.endswith("dim 1") else 0
     if target == "V" and source in "PI":
         after = torch.cat(list(after), dim)
@@ -133,16 +128,7 @@ def test_values_are_those_of_the_type(ranks, name, size):
         before = torch.stack([torch.cat([p[r] for p in pieces], join) for r in range(size)])
     assert torch.allclose(after, before, rtol=1e-12)
 
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name in TRANSITIONS if not name.endswith("dim 1")])
-def test_gradients_are_those_of_finite_differences(ranks, name, size):
-    """Mutants: P->I with the backward of P->R (gradients n times too large), and the reverse."""
-    _, source, _ = TRANSITIONS[name]
-    results = ranks(size).run(_gradients, name, size)
-    analytic = meaning(dual(source), [gradient for gradient, _ in results])
-    measured = results[0][1]
+    analytic = meaning(dual(source), gradients)
     if source == "P":  # moving any summand moves the sum
         assert all(torch.allclose(m, measured[0], rtol=1e-8, atol=1e-9) for m in measured)
     expected = measured if source == "V" else measured[0]

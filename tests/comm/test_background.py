@@ -1,9 +1,11 @@
-"""Work beside a rank's own: in order, and in nobody's way."""
+"""Background work: in order, in nobody's way, and its errors are heard of."""
 
-from minipar.comm import rounds
+import pytest
+import torch
+
 from minipar.comm.background import Background
 from minipar.comm.values import lane
-from tests.streams import GPU, Stream, Streams
+from tests.streams import GPU, Streams
 
 
 def test_on_a_gpu_kernels_are_beside_those_of_the_rank_too(monkeypatch):
@@ -30,24 +32,12 @@ def test_on_a_gpu_kernels_are_beside_those_of_the_rank_too(monkeypatch):
     ]
 
 
-class _OfGpu:
-    """In the place of a tensor there: notes who uses its memory."""
-
-    is_cuda, device = True, GPU
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def record_stream(self, stream: Stream) -> None:
-        self.log.append(f"{self.name} is used on {stream.name}")
-
-
-def test_on_a_gpu_memory_is_not_reused_while_the_other_stream_needs_it(monkeypatch):
-    """A call works on a copy that nobody else holds, and returns what its own stream has made.
-    Mutants: either is given to others while kernels that read it are still to run."""
-    streams = Streams(monkeypatch)
-    lane.cache_clear()
-    given, made = _OfGpu("the copy", streams.log), _OfGpu("the result", streams.log)
-    assert rounds.start(lambda: made, [], True, given).wait() is made
-    lane.cache_clear()
-    assert {"the copy is used on lane 0", "the result is used on computing"} <= {*streams.log}
+def test_an_error_reaches_who_waits_and_not_what_comes_after():
+    done, cpu = [], torch.device("cpu")
+    failing = Background(lambda: 1 / 0, [], cpu, "first")
+    with torch.inference_mode():  # the thread works in the mode of its caller
+        mode = lambda: done.append(torch.is_inference_mode_enabled())  # noqa: E731
+        Background(mode, [failing], cpu, "second").wait()
+    assert done == [True]
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()

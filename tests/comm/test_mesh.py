@@ -168,58 +168,27 @@ def test_groups_of_real_ranks(ranks, sizes, joints):
 
 
 @on_ranks(4)
-def test_joint_axis_is_named_in_the_order_of_the_mesh():
-    assert Mesh(dp=2, tp=2).joint("tp", "dp").name == "dp+tp"
-
-
-@on_ranks(4)
-def test_subgroups_have_the_timeout_of_the_world():
-    """`dist.new_group` alone would wait for its own default, 30 minutes."""
-    mesh = Mesh(dp=2, tp=2)
-    for group in (
-        dist.group.WORLD,
-        mesh.dp.group,
-        mesh.tp.group,
-        with_own_group(mesh.dp, "late").group,
-    ):
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
+def test_groups_have_names_the_timeout_of_the_world_and_a_purpose_each():
+    """torch's flight recorder and NCCL's log show the names; `dist.new_group` alone would wait for
+    30 minutes. Mutants: a group for each call; one for all purposes, which wait for each other."""
+    mesh, two, other = Mesh(dp=2, cp=1, tp=2), Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)
+    counts, late = with_own_group(mesh.tp, "counts"), with_own_group(mesh.tp, "late")
+    axes = mesh.dp, mesh.tp, mesh.joint("cp", "dp"), mesh.joint("tp", "dp"), late
+    called = [(axis.name, axis.group.group_desc) for axis in axes]
+    assert called == [
+        *(("dp", "dp"), ("tp", "tp"), ("dp+cp", "dp+cp")),
+        *(("dp+tp", "default_pg"), ("tp", "tp (late)")),
+    ]
+    for axis in axes:
+        timeout = axis.group._get_backend(torch.device("cpu")).options._timeout
         assert timeout == datetime.timedelta(seconds=20)
-
-
-@on_ranks(4)
-def test_groups_are_called_like_their_axes():
-    """Which torch's flight recorder and the log of NCCL show. That of all ranks is torch's own.
-
-    Mutant: a group without a name, for what runs beside the step, or for axes of one rank.
-    """
-    mesh = Mesh(dp=2, cp=1, tp=2)
-    late = with_own_group(mesh.dp, "late")
-    axes = mesh.dp, mesh.tp, mesh.joint("dp", "cp"), mesh.joint("dp", "tp"), late
-    called = [axis.group.group_desc for axis in axes]
-    assert called == ["dp", "tp", "dp+cp", "default_pg", "dp (late)"]
     assert mesh.device_mesh().get_group("cp").group_desc == "one rank"
-
-
-@on_ranks(4)
-def test_axes_have_a_group_for_each_purpose():
-    """Mutants: each call makes one; or all purposes have one, in which they wait for each other."""
-    one, two = Mesh(dp=2, tp=2), Mesh(dp=2, tp=2)
-    counts, late = with_own_group(one.tp, "counts"), with_own_group(one.tp, "late")
-    assert total(counts) == total(late) == sum(one.tp.ranks) and counts == one.tp
+    # Equal axes share a group.
+    assert two.tp.group is mesh.tp.group is not other.tp.group and two.dp.group is mesh.dp.group
     assert with_own_group(two.tp, "counts").group is counts.group
-    assert len({counts.group, late.group, one.tp.group}) == 3
-    assert with_own_group(one.cp, "counts").group is None
-
-
-def test_equal_axes_share_a_group(ranks):
-    def shared() -> list[bool]:
-        one, two, other = Mesh(dp=2, tp=2), Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)
-        assert total(two.tp) == sum(two.tp.ranks)
-        return [a.group is b.group for a, b in ((one.tp, two.tp), (one.dp, two.dp))] + [
-            one.tp.group is other.tp.group
-        ]
-
-    assert ranks(4).run(shared) == [[True, True, False]] * 4
+    assert len({counts.group, late.group, mesh.tp.group}) == 3
+    assert total(counts) == total(late) == total(two.tp) == sum(mesh.tp.ranks)
+    assert counts == mesh.tp and with_own_group(mesh.cp, "counts").group is None
 
 
 def test_torchs_mesh_has_the_same_names_ranks_and_groups(ranks):

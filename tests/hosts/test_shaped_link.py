@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minipar.comm import algorithms
 from minipar.comm import collectives as comm
 from minipar.comm.mesh import Axis, Mesh
-from minipar.emulate.link import LINKS, Link, Topology, seconds
+from minipar.emulate.link import Link, seconds
 from tests.comm.same import fastest
 from tests.hosts.namespaces import ADDRESSES, CARD, GOODPUT, PORT, Hosts, two_hosts, why_not
 
@@ -106,42 +105,6 @@ def test_a_link_down_for_three_seconds_is_survived(hosts: Hosts, tmp_path):
     took = hosts.run(keep_talking, str(signal))
     thread.join()
     assert min(took) > 3 + 0.16  # ten take 1.7 s, the first of them before
-
-
-# ---------------------------------------------------------------------- one card for two ranks
-def time_ways(num_bytes: int) -> dict[str, float]:
-    mesh = Mesh(across=2, inside=2)
-    everybody, tensor = mesh.joint("across", "inside"), torch.ones(num_bytes // 4)
-    ways = {
-        "a pair": lambda: one_way(tensor, mesh.across) if mesh.inside.rank == 0 else None,
-        "two pairs": lambda: one_way(tensor, mesh.across),
-        "flat": lambda: comm.all_reduce(tensor, everybody),
-        "hierarchical": lambda: algorithms.hierarchical_all_reduce(
-            tensor, mesh.inside, mesh.across
-        ),
-    }
-    return {name: fastest(way, everybody, tries=2) for name, way in ways.items()}
-
-
-@pytest.mark.timed
-def test_what_crosses_a_card_at_once_shares_it(hosts):
-    """Two hosts of two ranks, one card each. Mutants of the model: a port per rank (two pairs would
-    take as long as one), or the card divided by its ranks (the flat ring twice as long)."""
-    num_bytes, topology = 2_000_000, Topology(2, 2, LINKS["none"], wire(MEGABITS), 1)
-    model = {
-        "a pair": [("send", num_bytes, (0, 2))],
-        "two pairs": [("send", num_bytes, (0, 2)), ("send", num_bytes, (1, 3))],
-        "flat": [("all_reduce", num_bytes, (0, 1, 2, 3))],
-        "hierarchical": [
-            ("all_reduce", num_bytes // 2, (0, 2)),
-            ("all_reduce", num_bytes // 2, (1, 3)),
-        ],
-    }
-    took = hosts.run(time_ways, num_bytes, per_host=2)[0]
-    for name, calls in model.items():
-        want, found = topology.seconds(*calls), took[name]
-        print(f"{name:15}{1e3 * want:6.0f} ms, really {1e3 * found:6.0f} ms")
-        assert 0.9 * want < found < 1.3 * want, (name, want, found)
 
 
 # ---------------------------------------------------------------------- two torchruns

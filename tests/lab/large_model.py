@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         with Ranks(1) as one:
             one.run(write, shape, str(folder / "model"))
         (folder / "a.txt").write_text("so much text that a few steps need " * 100, encoding="utf-8")
-        small = TrainConfig(zero=3, seq_len=16, eval_batches=1, sample_tokens=2)
+        small = TrainConfig(zero=3, seq_len=16, sample_tokens=2)
         small = replace(small, init=str(folder / "model"), data=str(folder / "a.txt"))
         for ranks, steps in RUNS:
             config = replace(small, mesh=f"dp={ranks}", steps=steps, batch_size=ranks)

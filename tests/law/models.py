@@ -138,4 +138,4 @@ def frozen_embedding(model: nn.Module) -> None:
 
 def gathered_bytes(strategy: FullySharded) -> int:
     """Memory of gathered weights on this rank now."""
-    return sum(row.full.untyped_storage().nbytes() for row in strategy.flats)
+    return sum(row.full.untyped_storage().nbytes() for row in strategy.rows)

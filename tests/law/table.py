@@ -289,8 +289,7 @@ def data_rows() -> Iterator[Row]:
         yield Row(f"fsdp on {3 + i % 2}, {name}", ANY[name], {"dp": 3 + i % 2}, attach_fsdp)
     variants = {
         "kept": dict(reshard_after_forward=False),
-        "without prefetch": dict(prefetch=0),
-        "far ahead": dict(prefetch=5),
+        "without prefetch": dict(prefetch=False),
         "one unit": dict(blocks=()),
         "small units": dict(blocks=(nn.Linear,)),
         "dtypes given": dict(compute_dtype=torch.float64, reduce_dtype=torch.float64),

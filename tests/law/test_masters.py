@@ -117,22 +117,6 @@ def test_equals_one_process_to_the_bit(ranks, text):
             assert torch.equal(found[2][name], gradients[name]), name
 
 
-def _version(version: str) -> dict[str, Tensor]:
-    run = Run("dp=2,precision=bf16", ddp_version=version)
-    for _ in range(3):
-        run.step()
-    run.check_rounded()
-    return run.composed.full_state_dict()
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("version", ["naive", "bucketed", "tuned"])
-def test_every_version_of_ddp_sends_gradients_in_float32(ranks, version):
-    """Mutant: buckets in the dtype of the weights."""
-    for found in ranks(2).run(_version, version):
-        assert all(torch.equal(found[name], weight) for name, weight in alone()[1].items())
-
-
 OTHER_PRODUCTS = ["tp=2,microbatches=2", "cp=2,microbatches=2", "dp=2,zero=3"]
 OTHER_PRODUCTS += ["tp=2,sequence_parallel,microbatches=2", "pp=2,zero=3,microbatches=2"]
 OTHER_PRODUCTS += ["pp=2,schedule=dualpipe_v,microbatches=2", "dp=2,compression=bf16"]
@@ -152,14 +136,9 @@ def test_is_close_to_one_process_where_other_numbers_are_rounded(ranks, text):
     assert 0 < farthest(gradients, wide) < CLOSE
     for found in ranks(2).run(train, f"{text},precision=bf16", 1):
         assert farthest(found[2], gradients) < CLOSE
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("text", ["tp=2,microbatches=2", "dp=2,zero=3", "dp=2,zero=1"])
-def test_without_communication_none_is_close(ranks, text):
-    gradients = train("microbatches=2,precision=bf16", steps=1)[2]
-    for found in ranks(2).run(train, f"{text},precision=bf16", 1, mute=True):
-        assert not farthest(found[2], gradients) < 10 * CLOSE  # or no number at all
+    if text in ("tp=2,microbatches=2", "dp=2,zero=3"):
+        for found in ranks(2).run(train, f"{text},precision=bf16", 1, mute=True):
+            assert not farthest(found[2], gradients) < 10 * CLOSE  # or no number at all
 
 
 @pytest.mark.parametrize("dispatch", ["all_to_all", "gather"])

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minipar.model import llama
-from minipar.model.init import init_weights, initial_weight
+from minipar.model.init import init_weights
 from minipar.model.llama import (
     IGNORE_INDEX,
     PRESETS,
@@ -73,11 +73,6 @@ def test_num_parameters_counts_what_is_there(name):
         model = Llama(PRESETS[name])
     assert all(p.is_meta for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) == PRESETS[name].num_parameters
-
-
-def test_published_parameter_counts():
-    assert PRESETS["llama-3.2-1b"].num_parameters == 1_235_814_400
-    assert PRESETS["llama-3-8b"].num_parameters == 8_030_261_248
 
 
 @pytest.mark.parametrize("name", ["gqa", "tied"])
@@ -222,53 +217,6 @@ def test_trap_02_stages_made_alone_are_the_whole_model(tied):
     assert torch.equal(x, whole(tokens))
 
 
-def test_one_parameter_alone_gets_its_value():
-    model = Llama(TINY, seed=9)
-    for name, parameter in reversed(model.state_dict().items()):
-        assert torch.equal(initial_weight(TINY, name, tuple(parameter.shape), seed=9), parameter)
-
-
-def test_heads_may_be_split_by_narrower_projections():
-    """Two halves of the heads, each with its own narrow projections, add up to the whole."""
-    config = CONFIGS["wide-heads"]
-    attention = randomised(config).model.layers[0].self_attn
-    x = torch.randn(2, 9, config.hidden_size, dtype=torch.float64)
-    rope = rope_tables(config, torch.arange(9), x.dtype)
-    whole = attention(x, rope)
-
-    def narrow(weight: Tensor, dim: int, part: int) -> nn.Linear:
-        half = weight.chunk(2, dim)[part]
-        linear = nn.Linear(half.shape[1], half.shape[0], bias=False)
-        linear.weight = nn.Parameter(half)
-        return linear
-
-    weights = {name: module.weight for name, module in attention.named_children()}
-    halves = []
-    for part in (0, 1):
-        for name, weight in weights.items():
-            setattr(attention, name, narrow(weight, 1 if name == "o_proj" else 0, part))
-        halves.append(attention(x, rope))
-    assert halves[0].abs().max() > 1e-3 and not torch.allclose(*halves)
-    torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["mha", "gqa", "mqa"])
-def test_the_core_of_attention_may_be_replaced(name):
-    model = randomised(CONFIGS[name])
-    tokens = some_tokens(model.config)
-    expected = model(tokens)
-    calls = []
-
-    def core(q, k, v, mask):
-        calls.append(q.shape)
-        return explicit_core(q, k, v, mask)
-
-    for layer in model.model.layers:
-        layer.self_attn.core = core
-    torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-10)
-    assert len(calls) == model.config.num_layers
-
-
 def test_groups_that_no_kernel_of_a_gpu_takes_are_spelled_out(monkeypatch):
     """With the same result. Mutant: repeated in another order, head after head."""
     q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (6, 2, 2))
@@ -298,18 +246,6 @@ def test_trap_19_a_shard_rotates_by_its_own_positions():
             assert torch.equal(table, rows[positions])
     batch = rope_tables(config, torch.stack((index[:20], index[20:40])), torch.float64)
     assert torch.equal(batch[0][1], whole[0][20:40])
-
-
-def test_tied_head_and_embedding_share_one_gradient():
-    """The gradient of the one parameter is the sum of those that two parameters would get."""
-    tied = randomised(CONFIGS["tied"])
-    untied = Llama(replace(tied.config, tie_embeddings=False)).double()
-    untied.load_state_dict(tied.state_dict())
-    tokens = some_tokens(tied.config)
-    for model in (tied, untied):
-        loss_of(model, tokens).backward()
-    both = untied.model.embed_tokens.weight.grad + untied.lm_head.weight.grad
-    torch.testing.assert_close(tied.lm_head.weight.grad, both, rtol=1e-12, atol=1e-12)
 
 
 # ----------------------------------------------------------------------------------------- loss
@@ -349,48 +285,32 @@ def test_token_loss_is_wide_for_narrow_logits():
     torch.testing.assert_close(loss, token_loss(narrow.float(), targets), rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------------------- learn and generate
+# ---------------------------------------------------------------------------------- generation
 
 
-@pytest.fixture(scope="module")
-def counter() -> Llama:
-    """A small model that has learnt to count: 0 1 2 ... 15 0 1 ..."""
-    config = LlamaConfig(16, 32, 64, 2, 4, 2, max_seq_len=24)
-    model = Llama(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    start = torch.arange(16)[:, None]
-    tokens = (start + torch.arange(25)) % 16
-    losses = []
-    for _ in range(60):
-        loss = loss_of(model, tokens) / tokens[:, 1:].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 2.6 and losses[-1] < 0.1, losses[:: len(losses) - 1]
-    return model
-
-
-def test_generate_continues_and_crops_to_the_longest_sequence(counter):
+def test_generate_takes_the_likeliest_and_crops_to_the_longest_sequence():
+    model = Llama(replace(TINY, max_seq_len=6), seed=3)
     prompt = torch.tensor([[3, 4, 5], [14, 15, 0]])
-    out = generate(counter, prompt, max_new_tokens=40, temperature=0)
-    assert torch.equal(out, (prompt[:, :1] + torch.arange(43)) % 16)
+    out = generate(model, prompt, max_new_tokens=10, temperature=0)
+    assert torch.equal(out[:, :3], prompt) and out.shape == (2, 13)
+    for t in range(3, 13):
+        logits = model(out[:, max(0, t - 6) : t])[:, -1]
+        assert torch.equal(out[:, t], logits.argmax(-1))
 
 
-def test_generate_draws_from_the_given_generator_alone(counter):
-    prompt = torch.zeros(4, 1, dtype=torch.long)
+def test_generate_draws_from_the_given_generator_alone():
+    prompt, model = torch.zeros(4, 1, dtype=torch.long), Llama(TINY)
     state = torch.get_rng_state()
 
     def draw(seed: int, **options) -> Tensor:
-        return generate(
-            counter, prompt, 12, generator=torch.Generator().manual_seed(seed), **options
-        )
+        generator = torch.Generator().manual_seed(seed)
+        return generate(model, prompt, 12, generator=generator, **options)
 
     hot = draw(1, temperature=50.0)
     assert torch.equal(hot, draw(1, temperature=50.0))
     assert not torch.equal(hot, draw(2, temperature=50.0))
     assert torch.equal(torch.get_rng_state(), state)
-    likeliest = generate(counter, prompt, 12, temperature=0)
+    likeliest = generate(model, prompt, 12, temperature=0)
     assert torch.equal(draw(1, temperature=50.0, top_k=1), likeliest)
     assert not torch.equal(hot, likeliest)
-    assert torch.equal(draw(1, temperature=50.0, top_k=99), hot)
+    assert torch.equal(draw(1, temperature=50.0, top_k=999), hot)

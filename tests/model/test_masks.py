@@ -1,12 +1,11 @@
-"""Padding and packing change no number of the tokens that count."""
+"""Packing documents into a row changes no number of theirs."""
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from minipar.model.llama import IGNORE_INDEX, token_loss
+from minipar.model.llama import token_loss
 from minipar.model.masks import document_mask, document_positions
-from tests.model.oracle import CONFIGS, exact_norm, randomised, some_tokens, their_twin
+from tests.model.oracle import CONFIGS, randomised, some_tokens
 
 LENGTHS = (9, 14, 5)
 
@@ -50,50 +49,3 @@ def test_packed_documents_equal_separate_ones(model):
     theirs = torch.autograd.grad(token_loss(separate, targets), tuple(model.parameters()))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
-def padded(model, side: str):
-    rows = [some_tokens(model.config, 1, n)[0] for n in LENGTHS]
-    tokens = torch.randint(model.config.vocab_size, (len(rows), max(LENGTHS) + 2))  # not all zeros
-    valid = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, document in enumerate(rows):
-        place = slice(len(document)) if side == "right" else slice(-len(document), None)
-        tokens[row, place], valid[row, place] = document, True
-    return rows, tokens, valid
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_leaves_valid_logits_and_gradients_alone(model, side):
-    """Padding is a document of its own."""
-    rows, tokens, valid = padded(model, side)
-    logits = model(tokens, document_positions(valid), document_mask(valid))
-    separate = [model(document[None])[0] for document in rows]
-    for row, expected in enumerate(separate):
-        torch.testing.assert_close(logits[row, valid[row]], expected, rtol=1e-10, atol=1e-10)
-    assert logits.isfinite().all(), "padding must not be 0/0 either: its gradient would be NaN"
-
-    targets = tokens.roll(1, 1).masked_fill(~valid, IGNORE_INDEX)
-    loss = token_loss(logits, targets)
-    per_row = sum(
-        token_loss(expected, targets[row, valid[row]]) for row, expected in enumerate(separate)
-    )
-    ours = torch.autograd.grad(loss, tuple(model.parameters()))
-    theirs = torch.autograd.grad(per_row, tuple(model.parameters()))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
-def test_left_padding_equals_transformers(model, monkeypatch):
-    monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
-    _, tokens, valid = padded(model, "left")
-    positions = document_positions(valid)
-    ours = model(tokens, positions, document_mask(valid))
-    twin = their_twin(model)
-    theirs = twin(tokens, attention_mask=valid.long(), position_ids=positions).logits
-    torch.testing.assert_close(ours[valid], theirs[valid], rtol=1e-9, atol=1e-9)
-
-
-def test_masks_work_on_meta_tensors():
-    ids = torch.zeros(2, 8, dtype=torch.long, device="meta")
-    assert document_mask(ids).shape == (2, 1, 8, 8)
-    assert document_positions(ids).is_meta

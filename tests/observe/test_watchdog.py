@@ -6,11 +6,9 @@ import pickle
 import signal
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -21,6 +19,7 @@ from minipar.observe import timeline, watchdog
 from minipar.observe.stalls import Call, State, explain
 from minipar.tools import hang
 from tests.on_ranks import on_ranks
+from tests.patience import until
 
 EVERYONE = (0, 1, 2, 3)
 
@@ -107,12 +106,6 @@ def test_messages_count_apart_from_collectives():
     assert "which all have reached" in text and "called send" not in text
 
 
-def test_many_ranks_are_counted():
-    ranks = tuple(range(100))
-    states = [waiting(rank, call(1, ranks=ranks)) for rank in ranks[:99]] + [state(99)]
-    assert "in which ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (99 in all) have" in explain(states)
-
-
 def test_of_a_rank_that_is_not_heard_of_nothing_is_claimed():
     """On another host, which is down. Mutant: "it has called none", after 825 calls."""
     gone = State(1, "rank 1 of 3 on host b, process 7", is_known=False)
@@ -139,11 +132,11 @@ def test_a_state_travels_as_json_and_nothing_else_is_believed():
 BOUND = 0.3  # seconds; a rank that is to be late is so by several times as much
 
 
-def late_for_all_reduce(record: bool) -> tuple[list[str], float]:
+def late_for_all_reduce() -> tuple[list[str], float]:
     """Rank 1 of a 2 x 2 mesh comes late; return what this rank's watchdog tells, and the sum."""
     mesh, told, x = Mesh(dp=2, tp=2), [], torch.ones(1000)
     with watchdog.watch(BOUND, told.append):
-        with timeline.record() if record else nullcontext():
+        with timeline.record():  # another tap beside it
             for _ in range(3):
                 comm.all_reduce(x, mesh.tp)
             if mesh.rank == 1:
@@ -159,11 +152,8 @@ def dawdle(seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "record", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "recording"]
-)
-def test_a_late_rank_is_named_once_with_its_stack_and_then_all_go_on(ranks, record):
-    results = ranks(4).run(late_for_all_reduce, record)
+def test_a_late_rank_is_named_once_with_its_stack_and_then_all_go_on(ranks):
+    results = ranks(4).run(late_for_all_reduce)
     assert all(total == 2000 for _, total in results)
     (report,) = [report for told, _ in results for report in told]
     assert (
@@ -215,36 +205,27 @@ def stopped(folder: str) -> list[str]:
     with watchdog.watch(BOUND, told.append):
         comm.all_reduce(torch.ones(10), mesh.dp)
         if mesh.rank == 1:
-            open(f"{folder}/{os.getpid()}", "w", encoding="utf-8").close()
+            Path(folder, str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         comm.all_reduce(torch.ones(10), mesh.dp)
     return told
 
 
-def wake_later(folder: str) -> None:
-    while not os.listdir(folder):
-        time.sleep(0.01)
-    (pid,) = map(int, os.listdir(folder))
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
+def wake_later(folder: Path) -> None:
+    until(lambda: list(folder.iterdir()), 20)
     time.sleep(8 * BOUND + 1)  # the others grant a second for an answer
-    os.kill(pid, signal.SIGCONT)
+    os.kill(int(next(folder.iterdir()).name), signal.SIGCONT)
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_cannot_answer_but_its_process_is_seen(ranks, tmp_path):
-    waker = threading.Thread(target=wake_later, args=(str(tmp_path),))
+def test_a_stopped_rank_cannot_answer_but_its_process_is_named(ranks, tmp_path):
+    waker = threading.Thread(target=wake_later, args=(tmp_path,))
     waker.start()
-    reports = ranks(2).run(stopped, str(tmp_path))
+    (report,), nothing = ranks(2).run(stopped, str(tmp_path))
     waker.join()
-    assert reports[1] == []
-    (report,) = reports[0]
-    (pid,) = os.listdir(tmp_path)
-    assert "Whether rank 1 of 2 has reached it is unknown." in report
-    assert report.endswith(
-        f"rank 1 of 2: nothing is heard of it; its process {pid} was stopped by a signal; "
-        f"kill -CONT {pid} lets it go on."
-    )
+    assert nothing == [] and "Whether rank 1 of 2 has reached it is unknown." in report
+    process = f"its process {next(tmp_path.iterdir()).name} does not answer"
+    assert f"rank 1 of 2: nothing is heard of it; {process}" in report
 
 
 # ---------------------------------------------------------------------- leaving, and costs
@@ -292,23 +273,16 @@ def test_axes_of_one_name_count_apart_where_their_ranks_differ(watching):
     assert [(call.ranks, call.number) for call in begun] == [((0, 2), 3), ((0, 1), 1)]
 
 
-def test_a_call_costs_microseconds(watching):
-    """Far less than any collective; and the notes say what was called."""
-    axis, count = Axis("dp", 1, 3, (4, 6, 8)), 2000
-    fastest = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(count):
-            call = calls.Call("all_reduce", axis, 12)
-            watching.begin(call), watching.wait(call), watching.end(call)
-        fastest.append((time.perf_counter() - start) / count)
-    print(f"{1e6 * min(fastest):.1f} us a call")
-    assert min(fastest) < 20e-6
-    call = calls.Call("send", axis, 7, [0, 2])
-    watching.begin(call), watching.wait(call)
+def test_the_notes_say_what_was_called(watching):
+    axis = Axis("dp", 1, 3, (4, 6, 8))
+    for _ in range(3):
+        watching.begin(call := calls.Call("all_reduce", axis, 12))
+        watching.wait(call), watching.end(call)
+    watching.begin(call := calls.Call("send", axis, 7, [0, 2]))
+    watching.wait(call)
     collective, message = watching._begun.values()
     (awaited,) = watching._awaited.values()
-    assert str(collective) == f"all_reduce #{10 * count} on dp (12 bytes on the wire)"
+    assert str(collective) == "all_reduce #3 on dp (12 bytes on the wire)"
     assert str(message) == "send on dp with ranks 4, 8 (7 bytes on the wire)"
     assert awaited.key == message.key and awaited.peers == (4, 8)
     watching.end(call)

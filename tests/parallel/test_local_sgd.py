@@ -1,37 +1,27 @@
-"""Local SGD and its kin: bytes, resuming, agreement at the end, overlap, refusals, learning.
+"""Local SGD, DiLoCo and delayed gradients: bytes, agreement at the end, overlap, refusals.
 
 What they compute is proved by tests/law/test_local_sgd.py.
 """
 
-import io
-import math
 import time
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from minipar.comm.collectives import all_reduce, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
-from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.model.llama import token_loss
 from minipar.observe import timeline
-from minipar.parallel import ddp, local_sgd
-from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.local_sgd import METHODS, DelayedGradients
-from minipar.parallel.plan import Plan
-from minipar.sim.trace import pretend
+from minipar.parallel import local_sgd
+from minipar.parallel.local_sgd import DelayedGradients
 from minipar.train.optim import make_optimizer
-from minipar.train.precision import Precision
-from minipar.train.step import train_step
 from tests.law import models
 from tests.on_ranks import on_ranks
-from tests.parallel.layers import VOCABULARY, text
 
 pytestmark = pytest.mark.trains
 
@@ -110,66 +100,8 @@ def test_sends_what_the_docstring_says(ranks, method, size):
             assert max(per_step) <= ring * max(largest, 1.2 * num_bytes / 3)
 
 
-@pytest.mark.slow
-def test_each_method_sends_less_than_data_parallelism_or_as_much(ranks):
-    """The table of the docstring beside what ddp.py sends."""
-    sent = {method: sum(ranks(2).run(_sent, method)[0][0]) for method in BYTES}
-    synchronous = ranks(2).run(_synchronous)[0]
-    # A number of four bytes says who used a parameter, and under ddp one byte.
-    more = 3 * sizes_of(models.llama(0))[1] * 8
-    assert sent["delayed gradients"] == pytest.approx(synchronous + more, rel=1e-3)
-    for method in ("local sgd", "diloco", "diloco delayed", "diloco streaming"):
-        assert sent[method] < synchronous / 4
-
-
-def _synchronous() -> int:
-    mesh, model = Mesh(dp=2), models.llama(0)
-    strategy = ddp.apply(model, mesh.dp)
-    optimizer = make_optimizer(model, lr=0.02, weight_decay=0.1)
-    with timeline.record() as recorded:
-        train(model, strategy, optimizer, mesh.rank, range(8))
-    return sum(s.num_bytes for s in recorded if s.name == "all_reduce")
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("method", BYTES)
-def test_traffic_on_512_ranks_without_values(method):
-    """Mutants: code that looks at a value; a formula that is right for two ranks only."""
-    options, _, parameters, gradients = BYTES[method]
-    num_bytes, count = sizes_of(models.Foreign(0))
-    with pretend(Plan(dp=512), rank=3) as mesh:
-        model = models.Foreign(0).to("meta")
-        optimizer = torch.optim.AdamW(model.parameters())
-        strategy = local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)
-        with timeline.record() as recorded:
-            for _ in range(8):
-                optimizer.zero_grad()
-                model(torch.zeros(2, 5, dtype=torch.int64, device="meta")).sum().backward()
-                strategy.finish_backward()
-                optimizer.step()
-    formula = 2 * 511 / 512 * (parameters * num_bytes + gradients * (num_bytes + 4 * count))
-    assert recorded.bytes_by_axis()["dp"] == pytest.approx(formula, abs=8)
-
-
-@given(
-    st.lists(st.integers(1, 1000), min_size=1, max_size=40).flatmap(
-        lambda sizes: st.tuples(st.just(sizes), st.integers(1, len(sizes)))
-    )
-)
-def test_fragments_are_a_partition_and_about_equal(case):
-    """Mutants: a parameter in none or in two; all small ones in the last fragment."""
-    sizes, count = case
-    parameters = [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
-    groups = local_sgd.divide(parameters, count)
-    assert len(groups) == count and all(groups)
-    assert sorted(map(id, sum(groups, []))) == sorted(map(id, parameters))
-    totals = [sum(p.numel() for p in group) for group in groups]
-    assert max(totals) <= sum(sizes) / count + max(sizes)
-
-
-# ---------------------------------------------------------------------- saving, resuming, agreeing
-RESUMED = {
+# ---------------------------------------------------------------------- agreeing
+APART = {
     "local sgd": {"every": 4},
     "post-local sgd": {"every": 3, "synchronous_steps": 2},
     "diloco": {"every": 4},
@@ -177,34 +109,6 @@ RESUMED = {
     "diloco streaming": {"every": 4, "fragments": 3, "delay": 2},
     "delayed gradients": {},
 }
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("method", RESUMED)
-@on_ranks(2)
-def test_resumes_exactly(method):
-    """Something is under way when the delayed ones are saved. Mutants: the outer momentum, the
-    outer parameters, the count of steps, what is under way or the rank's own model is lost; the
-    state shares memory with what goes on."""
-    mesh, options = Mesh(dp=2), RESUMED[method]
-    model, optimizer, strategy = start(method, mesh, **options)
-    train(model, strategy, optimizer, mesh.rank, range(5))
-    file = io.BytesIO()
-    torch.save((strategy.state_dict(), optimizer.state_dict()), file)
-    train(model, strategy, optimizer, mesh.rank, range(5, 11))
-
-    other, other_optimizer, other_strategy = start(method, mesh, seed=1, **options)
-    train(other, other_strategy, other_optimizer, mesh.rank, range(90, 91))  # has a past
-    file.seek(0)
-    state, optimizer_state = torch.load(file)
-    other_strategy.load_state_dict(state)
-    other_optimizer.load_state_dict(optimizer_state)
-    train(other, other_strategy, other_optimizer, mesh.rank, range(5, 11))
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-    theirs = other_strategy.full_state_dict()
-    for name, value in strategy.full_state_dict().items():
-        assert torch.equal(value, theirs[name])
 
 
 @on_ranks(2)
@@ -228,7 +132,7 @@ def test_a_model_that_is_loaded_begins_anew():
 
 def _finished(method: str) -> tuple[bool, dict[str, Tensor]]:
     mesh = Mesh(dp=3)
-    model, optimizer, strategy = start(method, mesh, seed=mesh.rank, **RESUMED[method])
+    model, optimizer, strategy = start(method, mesh, seed=mesh.rank, **APART[method])
     train(model, strategy, optimizer, mesh.rank, range(6))
     weights = model.lm_head.weight.detach().clone()
     agreed = strategy.full_state_dict()
@@ -245,7 +149,7 @@ def _finished(method: str) -> tuple[bool, dict[str, Tensor]]:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("method", RESUMED)
+@pytest.mark.parametrize("method", APART)
 def test_all_ranks_agree_in_the_end(ranks, method):
     """Bit for bit, after six steps at none of which they agreed. Mutants: a fragment left out; the
     agreed model being a rank's own."""
@@ -275,50 +179,6 @@ def test_outer_parameters_of_half_precision_are_kept_in_full():
     assert (moved > 0).float().mean() > 0.2
 
 
-class Overflow(torch.autograd.Function):
-    """Makes gradients infinite."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad * math.inf
-
-
-def _overflowing() -> tuple[int, bool]:
-    mesh = Mesh(dp=2)
-    model = models.llama(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = local_sgd.apply(
-        model, mesh.dp, optimizer, method="local sgd", every=2, average=False
-    )
-    precision = Precision("fp16", axes=[mesh.dp])
-    for step in range(5):
-        tokens = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(step))
-        handle = None
-        if step == 2 and mesh.rank == 1:
-            handle = model.lm_head.register_forward_hook(lambda m, i, out: Overflow.apply(out))
-        train_step(
-            model,
-            [strategy],
-            optimizer,
-            [(tokens[:, :-1], tokens[:, 1:].contiguous())],
-            mesh.dp,
-            max_norm=1.0,
-            precision=precision,
-        )
-        if handle:
-            handle.remove()
-    return strategy.steps, all(p.isfinite().all() for p in model.parameters())
-
-
-def test_ranks_leave_out_a_step_together(ranks):
-    """A gradient overflows on one rank only. Mutant: the others step on, and wait for ever."""
-    assert ranks(2).run(_overflowing) == [(4, True)] * 2
-
-
 # ---------------------------------------------------------------------- overlap
 COMPUTE = 0.1  # seconds per step
 
@@ -346,10 +206,6 @@ def _timed(method: str, comm_seconds: float, steps: int, **options) -> tuple[flo
                 strategy.finish_backward()
                 optimizer.step()
             seconds = time.monotonic() - begin
-            if isinstance(strategy, DelayedGradients):
-                with timeline.span("forward", "model"):
-                    time.sleep(COMPUTE)
-                strategy.finish()
         return seconds, recorded.hidden_fraction
     finally:
         link.use("none")
@@ -368,19 +224,9 @@ def test_delayed_diloco_hides_its_all_reduce(ranks):
         assert hidden > 0.75
 
 
-@pytest.mark.timed
-@pytest.mark.slow
-def test_delayed_gradients_hide_behind_the_next_step(ranks):
-    """Mutant: waiting for the gradients of this step, as if they were late."""
-    run = partial(ranks(2, "link").run, _timed, comm_seconds=0.08, steps=5)
-    for _, hidden in run("delayed gradients"):
-        assert hidden > 0.6
-    for _, hidden in run("post-local sgd", synchronous_steps=5):
-        assert hidden < 0.2
-
-
 # ---------------------------------------------------------------------- errors
-def _refused() -> int:
+@on_ranks(2)
+def test_bad_options_are_refused_before_the_first_collective():
     mesh = Mesh(dp=2)
     model, other = models.llama(0), models.llama(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -393,6 +239,7 @@ def _refused() -> int:
         (model, dict(method="diloco", lr=0.0), "lr=0.0 must be above 0"),
         (model, dict(method="diloco", momentum=1.0), "momentum=1.0 is not in"),
         (model, dict(method="diloco delayed", every=4, delay=5), "use 0 to 4 steps"),
+        (model, dict(method="diloco", every=0), "every=0 must be 1 or more"),
         (model, dict(method="diloco delayed", mix=1.0), "mix=1.0 is not in"),
         (model, dict(method="diloco streaming", every=3), "fragments=4 .* use 1 to 3"),
         (model, dict(method="diloco streaming", every=99, fragments=50), "29 parameters"),
@@ -405,77 +252,6 @@ def _refused() -> int:
             with pytest.raises(ValueError, match=message):
                 local_sgd.apply(which, mesh.dp, optimizer, **options)
     assert not recorded.spans
-    return len(refused)
-
-
-def test_bad_options_are_refused_before_the_first_collective(ranks):
-    assert ranks(2).run(_refused) == [13, 13]
-
-
-# ---------------------------------------------------------------------- does it learn?
-def _halves(step: int, which: int) -> tuple[Tensor, Tensor]:
-    """As `text`, in one half of the vocabulary only, where the next token is 5 further."""
-    inputs, _ = text(step, which)
-    half = VOCABULARY // 2
-    walk = (inputs[:, :1] + 5 * torch.arange(17)) % half + half * which
-    return walk[:, :-1], walk[:, 1:].contiguous()
-
-
-def _learn(method: str | None, steps: int = 160, halves: bool = False, **options) -> list[float]:
-    """Losses on text that no rank has seen: of the agreed model, and of this rank's own."""
-    mesh, read = Mesh(dp=2), _halves if halves else text
-    shape = LlamaConfig(
-        VOCABULARY, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True
-    )
-    model = Llama(shape, seed=0)
-    optimizer = make_optimizer(model, lr=5e-3, weight_decay=0.0)
-    if method is None:
-        strategy = ddp.apply(model, mesh.dp, average=False)
-    else:
-        strategy = local_sgd.apply(
-            model, mesh.dp, optimizer, method=method, average=False, **options
-        )
-    for step in range(steps):
-        train_step(model, [strategy], optimizer, [read(step, mesh.rank)], mesh.dp, max_norm=1.0)
-    found = []
-    for state in (strategy.full_state_dict(), Strategy.full_state_dict(strategy)):
-        model.load_state_dict(state)
-        with torch.no_grad():
-            pairs = [read(9000 + i, i % 2) for i in range(10)]
-            losses = [token_loss(model(x), y).item() / y.numel() for x, y in pairs]
-        found.append(sum(losses) / len(losses))
-    return found
-
-
-@pytest.fixture(scope="module")
-def learn(standing):
-    return cache(lambda method=None, **options: standing(2).run(_learn, method, **options)[0])
-
-
-SOME = [
-    m
-    if m in ("local sgd", "diloco streaming", "delayed gradients")
-    else pytest.param(m, marks=pytest.mark.exhaustive)
-    for m in METHODS
-]
-
-
-@pytest.mark.parametrize("method", SOME)
-@pytest.mark.slow
-def test_a_llama_learns_about_as_well(learn, method):
-    """To within 0.3 nats of synchronous training; it was 0.68 for that, 0.68 to 0.76 for these,
-    and is 3.47 by chance."""
-    assert learn()[0] < 1.0
-    assert learn(method)[0] < learn()[0] + 0.3
-
-
-@pytest.mark.parametrize("method", SOME)
-@pytest.mark.slow
-def test_what_one_rank_reads_all_of_them_learn(learn, method):
-    """Each rank reads one half of the vocabulary only; alone it cannot know the other."""
-    short = partial(learn, halves=True, steps=80)
-    assert short("local sgd", every=10**6)[1] > 1.0  # its own, never averaged
-    assert short(method)[0] < 0.3
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ from torch import nn
 
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.parallel import compose, ddp, fsdp, local_sgd, zero
+from minipar.parallel import ddp, fsdp, local_sgd, zero
 from minipar.parallel.base import masters
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.explain import explain
@@ -149,21 +149,6 @@ def test_gradients_of_microbatches_add_up_in_float32():
     assert torch.equal(weight.grad, wide) and not torch.equal(narrow.float(), wide)
 
 
-def test_activations_are_in_bf16_where_autocast_leaves_them_wide():
-    """The residual stream above all; the loss is in float32 in either."""
-    seen = {}
-    for name in ("bf16", "autocast-bf16"):
-        model, plan = Llama(SHAPE, seed=0), Plan(precision=name)
-        compose.apply(model, Mesh(dp=1), plan, make)
-        model.model.layers[0].register_forward_hook(
-            lambda module, args, out, name=name: seen.update({name: out.dtype})
-        )
-        with Precision(plan.autocast).autocast():
-            loss = token_loss(model(batch(0)[0]), batch(0)[1])
-        assert loss.dtype == torch.float32
-    assert seen == {"bf16": torch.bfloat16, "autocast-bf16": torch.float32}
-
-
 def test_the_state_of_the_optimizer_is_as_wide_as_the_masters():
     """Also when it is loaded, which torch casts to the dtype of the parameters. Mutant: moments
     that were bf16 for a moment."""
@@ -182,62 +167,66 @@ def test_the_state_of_the_optimizer_is_as_wide_as_the_masters():
         state, model = optimizer.state_dict(), Llama(SHAPE, seed=0)
 
 
-def test_what_is_frozen_is_cast_and_has_no_master():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    masters.keep(model, optimizer, torch.bfloat16)
-    assert not hasattr(model[0].weight, "master") and model[0].weight.dtype == torch.bfloat16
-    model(torch.ones(2, 4).bfloat16()).sum().backward()
-    optimizer.step()
-    assert torch.equal(model[1].weight, model[1].weight.master.bfloat16())
-
-
 class Mixed(nn.Module):
-    """Floats that learn, complex numbers that do, and whole ones that do not."""
+    """A float that learns, one that is frozen, and whole numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.phase = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3) + 0j)
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.index = nn.Parameter(torch.tensor([1001, 2003]), requires_grad=False)  # odd in bf16
 
     def forward(self) -> torch.Tensor:
-        self.seen = self.weight.dtype, self.index.tolist()
-        return self.weight.float().sum() + (self.phase * (1 + 2j)).real.sum()
+        self.seen = self.weight.dtype, self.frozen.dtype, self.index.tolist()
+        return (self.weight * self.frozen).float().sum()
 
 
 @pytest.mark.parametrize("kind", ["keep", "zero", "fsdp"])
 @on_ranks(2)
 def test_only_floats_are_cast(kind):
-    """Mutants: an index that is rounded, a gradient without its imaginary part."""
+    """And what is frozen has no master. Mutant: an index that is rounded."""
     model, dp, half = Mixed(), Mesh(dp=2).dp, torch.bfloat16
-    learns = [model.weight, model.phase]
     if kind == "zero":
-        optimizer = zero.ShardedOptimizer(learns, torch.optim.SGD, dp, lr=0.1)
+        optimizer = zero.ShardedOptimizer([model.weight], torch.optim.SGD, dp, lr=0.1)
         strategy = zero.apply(model, dp, optimizer=optimizer, working_dtype=half)
     elif kind == "fsdp":
         strategy = fsdp.apply(model, dp, compute_dtype=half, reduce_dtype=half)
     else:
         strategy = ddp.apply(model, dp)
-        masters.keep(model, torch.optim.SGD(learns, lr=0.1), half)
+        masters.keep(model, torch.optim.SGD([model.weight], lr=0.1), half)
     model().backward()
     strategy.finish_backward()
-    assert model.seen == (half, [1001, 2003])
-    assert strategy.full_gradients()["phase"].tolist() == [1 - 2j] * 3
+    assert model.seen == (half, half, [1001, 2003]) and not hasattr(model.frozen, "master")
+    assert strategy.full_gradients()["weight"].dtype == torch.float32
     assert strategy.full_state_dict()["index"].tolist() == [1001, 2003]
 
 
-@pytest.mark.parametrize(
-    "names, message",
-    [(["weight"], "bias learns, but not by this"), (["weight", "bias"], "weight has a master al")],
-)
-def test_masters_that_nobody_would_step_are_refused(names, message):
-    """Mutants: a bias that learns in bf16; masters that are made of what was rounded."""
+def _refused(case: str) -> None:
     model = nn.Linear(3, 1)
+    names = ["weight"] if case == "not stepped" else ["weight", "bias"]
     optimizer = torch.optim.SGD([model.get_parameter(name) for name in names], lr=0.1)
-    with pytest.raises(ValueError, match=message):
-        for _ in range(2):
-            masters.keep(model, optimizer, torch.bfloat16)
+    masters.keep(model, optimizer, torch.bfloat16)
+    if case == "twice":
+        masters.keep(model, optimizer, torch.bfloat16)
+    elif case == "closure":
+        optimizer.step(lambda: 0.0)
+    else:
+        local_sgd.apply(model, Mesh().dp, optimizer)
+
+
+REFUSED = [
+    ("not stepped", ValueError, "bias learns, but not by this"),
+    ("twice", ValueError, "weight has a master already"),
+    ("closure", RuntimeError, "on master weights"),
+    ("before local updates", ValueError, "call it after local_sgd.apply"),
+]
+
+
+@pytest.mark.parametrize("case, error, says", REFUSED)
+def test_masters_that_nobody_would_step_are_refused(case, error, says):
+    """Mutants: a bias that learns in bf16; masters that are made of what was rounded."""
+    with pytest.raises(error, match=says):
+        _refused(case)
 
 
 @pytest.mark.parametrize("method", ["delayed gradients", "post-local sgd"])
@@ -256,31 +245,12 @@ def test_gradients_that_travel_as_one_vector_are_as_wide_as_masters(method):
     assert model.weight.grad.stride() == model.weight.stride()
 
 
-def test_masters_come_after_local_updates():
-    """Mutant: ranks agree on 16 bits of the weights, and masters go their own ways."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    masters.keep(model, optimizer, torch.bfloat16)
-    with pytest.raises(ValueError, match="call it after local_sgd.apply"):
-        local_sgd.apply(model, Mesh().dp, optimizer)
-
-
 def test_a_model_that_is_all_frozen_takes_steps():
     """As a stage of a pipeline may be. Mutant: a copy of nothing, which torch refuses."""
     model = nn.Linear(4, 4).requires_grad_(False)
     optimizer = torch.optim.SGD([{"params": []}], lr=0.1)
     masters.keep(model, optimizer, torch.bfloat16)
     optimizer.step()
-
-
-def test_a_closure_is_refused():
-    """It would compute in float32, and nothing would say so."""
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters.keep(model, optimizer, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="on master weights"):
-        optimizer.step(lambda: 0.0)
-    assert model.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.mostly_slow

@@ -1,7 +1,6 @@
 """The pipeline runtime: where it cuts, what a stage computes when, who waits for whom."""
 
 import itertools
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,8 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.comm.mesh import Mesh
-from minipar.lab.bench import pipeline_idle
-from minipar.model.llama import PRESETS, loss_of
+from minipar.model.llama import PRESETS
 from minipar.model.recompute import checkpoint_activations
 from minipar.observe import timeline
 from minipar.parallel import ddp
@@ -24,8 +22,7 @@ from minipar.parallel.pipeline import messages, runtime, split_backward, stages
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.pipeline.simulate import lower, simulate
-from minipar.ranks.launch import RankError
+from minipar.parallel.pipeline.simulate import lower
 from tests.comm.same import launched_over
 from tests.law import models
 from tests.law.harness import Task
@@ -75,30 +72,6 @@ def test_estimated_costs_are_a_third_of_the_flops_of_training():
     assert 3 * sum(stages.estimate_costs(config, 64)) == pytest.approx(
         config.flops_per_token(64, causal=True), rel=0.01
     )
-
-
-def test_a_part_is_made_of_the_very_same_modules():
-    model = models.llama(0, num_layers=4)
-    names = {p: name for name, p in model.named_parameters()}
-    cut = (1, 2, 1)
-    parts = [
-        stages.part_of(model, stages.layers_of(cut, part), part == 0, part == 2)
-        for part in range(3)
-    ]
-    found = [set(part.parameters()) for part in parts]
-    assert set().union(*found) == set(names)
-    assert found[0] & found[2] == {model.lm_head.weight}  # tied
-    assert not found[1] & (found[0] | found[2])
-    for name in (*names.values(), "lm_head.weight"):
-        home = stages.home_of(name, cut)
-        assert name in dict(parts[home].named_parameters(remove_duplicate=False))
-    x = torch.randint(61, (2, 5))
-    expected = model(x)
-    for part in parts:
-        x = part(x)
-    assert torch.equal(x, expected)
-    stages.keep_only(model, {1}, cut)
-    assert set(model.parameters()) == found[1]
 
 
 # ---------------------------------------------------------------------- backward in two halves
@@ -172,22 +145,6 @@ def test_trap_25_each_microbatch_has_its_own_inputs():
         torch.testing.assert_close(layer.weight.grad, grads[i].mT @ inputs[i].detach())
 
 
-def test_w_frees_each_input_at_its_turn():
-    """Mutant: inputs and gradients of all layers are kept until the last weight has its own."""
-    layers, put_off = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), split_backward.PutOff()
-    alive, kept, jobs = [], [], []
-    with put_off.to(jobs):
-        for layer in layers:
-            x = torch.randn(4, 3)
-            kept.append(weakref.ref(x))
-            put_off.take(layer.weight, partial(torch.Tensor.mm, x.new_ones(3, 4), x))
-            del x
-    for layer in layers:
-        layer.weight.register_hook(lambda _: alive.append([x() is not None for x in kept]))
-    split_backward.do(jobs)
-    assert alive[1] == [False, True], alive
-
-
 # ---------------------------------------------------------------------- refused, before all else
 def drop(schedule, action: str):
     rows = (tuple(a for a in row if str(a) != action) for row in schedule.actions)
@@ -226,21 +183,6 @@ ERRORS = [
 def test_what_does_not_fit_is_refused_before_any_rank_waits(call, said):
     with pytest.raises(ValueError, match=said):
         call()
-
-
-def _differ(what: str) -> None:
-    mesh = Mesh(pp=2)
-    names, cuts = ("1f1b", "gpipe"), ((2, 2), (1, 3))
-    schedule = make(names[mesh.rank] if what == "schedules" else "1f1b", 2, 3)
-    runtime.apply(TASK.build(0), mesh.pp, schedule, cut=cuts[mesh.rank] if what == "cuts" else None)
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_agree_are_told_so(ranks):
-    """Mutant: the cut of rank 0 is taken for that of all."""
-    for what in ("schedules", "cuts"):
-        with pytest.raises(RankError, match="ranks 0 and 1 of pp have different schedules or cuts"):
-            ranks(2).run(_differ, what)
 
 
 # ---------------------------------------------------------------------- the weights that exist
@@ -383,57 +325,6 @@ def test_trap_17_a_stage_is_synchronised_while_other_stages_compute(ranks):
         assert sums[0] > order.index(later), "sent before the stage had all of its gradients"
         assert sums[0] < backwards[-1], "nothing was sent before the end"
         assert sums[-1] > backwards[-1], order
-
-
-def test_stages_on_one_rank_need_no_messages():
-    """One rank, three stages: every schedule of it equals the model, in this process."""
-    model = TASK.build(0).double()
-    batches = microbatches(3)
-    expected = 0.0
-    for tokens, targets in batches:
-        loss = loss_of(model)(model(tokens), targets)
-        loss.backward()
-        expected += loss.item()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    for name in ("interleaved_1f1b", "looped_bfs", "interleaved_zb"):
-        split = TASK.build(0).double()
-        pipeline = runtime.apply(split, Mesh().pp, make(name, 1, 3, 3))
-        assert len(pipeline.stages) == 3
-        total = pipeline.run(split, [pipeline], batches)
-        pipeline.finish_backward()
-        assert total.item() == pytest.approx(expected, rel=1e-12)
-        for n, p in split.named_parameters():
-            torch.testing.assert_close(p.grad, gradients[n], rtol=1e-10, atol=1e-14)
-
-
-def test_evaluation_is_a_pipeline_of_forwards():
-    plan = messages.forward_only(make("zb_v", 4, 2), 6)
-    forwards = [action for row in plan.actions for action in row if action.computes]
-    assert sorted(forwards) == sorted(Action(s, "F", i) for s in range(8) for i in range(6))
-    # Ranks compute at the same time, not one after the other as for one microbatch alone.
-    assert simulate(plan).duration < 0.5 * len(forwards)
-
-
-# ---------------------------------------------------------------------- measured beside simulated
-@pytest.mark.timed
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "eager_1f1b", "interleaved_zb", "zb_v"])
-def test_the_measured_bubble_is_the_simulated_one(ranks, name):
-    """Within 3 points of idle time, in one of some attempts, on a link whose messages take long.
-
-    Mutants: receives posted when they are needed; a send that is waited for at once; a simulator
-    that forgets the link.
-    """
-    schedule, differences = make(name, 4, 6), []
-    for _ in range(5):  # others use this machine, too
-        simulated, measured = pipeline_idle.play(ranks(4, "link"), schedule)
-        done = Counter(span.name for span in measured if span.kind != "comm")
-        assert done == Counter(str(action) for row in schedule.actions for action in row)
-        shares = [pipeline_idle.idle_share(timeline) for timeline in (simulated, measured)]
-        differences.append(abs(shares[0] - shares[1]))
-        if differences[-1] < 0.03:
-            return
-    raise AssertionError(f"off by {[f'{100 * d:.1f}' for d in differences]} points of idle time")
 
 
 # ---------------------------------------------------------------------- messages

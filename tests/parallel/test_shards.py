@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm.mesh import Mesh
-from minipar.parallel import ddp, fsdp, tensor, zero
+from minipar.parallel import ddp, fsdp, zero
 from minipar.parallel.base.shards import Layout, Row, axes_of, full_shape, is_copy, mark
 from minipar.parallel.base.strategy import Strategy
 from minipar.train.step import computing_on
-from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
 
@@ -119,13 +118,6 @@ def test_a_whole_state_is_on_the_cpu_to_the_last_number(kind):
         state = strategy.full_optimizer_state(optimizer)["state"]
     values = [value for entries in state.values() for value in entries.values()]
     assert len(values) == 4 * 4 and all((value == 7).all() for value in values)
-
-
-def test_pieces_of_a_state_are_not_taken_for_the_whole():
-    model = models.llama(0)
-    strategy = tensor.apply(model, Mesh().tp)
-    with pytest.raises(RuntimeError, match="shards along tp"):
-        strategy.full_optimizer_state(torch.optim.SGD(model.parameters()))
 
 
 def test_the_device_that_computes_is_that_of_the_model_when_a_strategy_came():

@@ -13,10 +13,8 @@ What types do not see, and parity tests do:
   transitions are true to it is what tests/comm/test_autograd.py measures.
 - V is "something else on every rank": not which piece, and not that heads of k and v are copies
   where ranks outnumber them. A sum takes any V for a summand.
-- Functions with a backward of their own, `overlap` and ring attention, are not looked into. Their
-  types are declared below, in the words of the collective that they decompose.
-- Along cp, all is V but the parameters: Ulysses' transitions are V -> V, and can be left out
-  without a complaint.
+- The functions of `overlap`, with a backward of their own, are not looked into. Their types are
+  declared below, in the words of the collective that they decompose.
 """
 
 import math
@@ -34,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import loss_of
-from minipar.parallel import context, matrices, overlap, tensor
+from minipar.parallel import matrices, overlap, tensor
 from tests.law import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives:FutureWarning")
@@ -86,11 +84,6 @@ def linear_scatter_type(*, axis: Axis, x: Tensor, weight: Tensor):
     return spmd.rules.reduce_scatter(product, axis.group, src=spmd.V, dst=spmd.S(1))
 
 
-def attention_type(*, q: Tensor, k: Tensor, v: Tensor):
-    """Of `RingAttention` and `GatherAttention`: own queries, own keys and values, own results."""
-    return spmd.rules.einsum("bhtk,bgsk,bgsl->bhtl", q, k, v)
-
-
 @pytest.fixture(autouse=True)
 def vocabulary(monkeypatch):
     """Let minipar speak the package's words; a mutant takes one of them away again."""
@@ -99,8 +92,6 @@ def vocabulary(monkeypatch):
     for function, rule in (
         (overlap._GatherLinears, gather_linears_type),
         (overlap._LinearScatter, linear_scatter_type),
-        (context.RingAttention, attention_type),
-        (context.GatherAttention, attention_type),
     ):
         monkeypatch.setattr(function, "spmd_typecheck", staticmethod(rule), raising=False)
     monkeypatch.setattr(Mesh, "label", Mesh.label)
@@ -247,40 +238,3 @@ def test_trap_14_a_model_that_is_wrong_has_no_type(monkeypatch, mutant, mode, co
     mutant(monkeypatch)
     with pytest.raises(spmd.SpmdTypeError, match=complaint):
         typed_step(2, mode)
-
-
-def test_no_function_goes_unchecked(monkeypatch):
-    """One with a backward of its own has a declared type, or is refused."""
-    monkeypatch.delattr(overlap._LinearScatter, "spmd_typecheck")
-    with pytest.raises(spmd.SpmdTypeError, match="_LinearScatter.* not registered"):
-        typed_step(2, "overlap")
-
-
-# ---------------------------------------------------------------------- and context parallelism
-def two_axes(exchange: str, parameters_along_cp: str) -> dict[str, str]:
-    """Tensor and context parallelism on one Llama, typed along both axes."""
-    with rank_of(cp=2, tp=2) as mesh:
-        cp, tp = mesh.cp, mesh.tp
-        strategy = tensor.apply(model := models.llama(0), tp)
-        context.apply(model, cp, exchange=exchange)
-        inputs, targets = context.shard_batch(batch(), cp)
-        with checked(mesh):
-            for name, kind in parameter_types(strategy).items():
-                types = {tp.group: TYPES[kind], cp.group: TYPES[parameters_along_cp]}
-                spmd.assert_type(model.get_parameter(name), types)
-            for given in (inputs, targets):
-                spmd.assert_type(given, {tp.group: spmd.I, cp.group: spmd.V})
-            loss = loss_of(model)(model(inputs), targets)
-            # every rank has the loss of its tokens; what is meant is their sum
-            loss = spmd.reinterpret(loss, cp.group, src=spmd.V, dst=spmd.P)
-            found = {axis.name: type_of(loss, axis) for axis in (cp, tp)}
-            loss.backward()
-        return found
-
-
-@pytest.mark.parametrize("exchange", context.EXCHANGES)
-def test_ring_attention_beside_tensor_parallelism(exchange):
-    """Mutant: parameters whose gradients nobody sums over cp, as under ddp on dp alone."""
-    assert two_axes(exchange, "R") == {"cp": "P", "tp": "I"}
-    with pytest.raises(spmd.SpmdTypeError, match="Invariant type"):
-        two_axes(exchange, "I")

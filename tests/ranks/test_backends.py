@@ -1,5 +1,6 @@
 """Devices and backends where there are GPUs: torch's answers are stood in for on a CPU."""
 
+import os
 import re
 import socket
 import threading
@@ -61,41 +62,77 @@ def test_nccl_needs_a_gpu_per_rank(four_gpus):
         backends.check_backend("nccl", 5)
 
 
+@pytest.fixture
+def held_port():
+    """A port that another program holds, and where it says nothing, for as long as we live.
+
+    A rank that was answered while Python ends would abort this process.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        os.dup(other.fileno())
+        yield str(other.getsockname()[1])
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "says"),
     [
         ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
         ({"RANK": "-1"}, ValueError, "RANK='-1' is no number"),
         ({"WORLD_SIZE": "two"}, ValueError, "WORLD_SIZE='two' is no number"),
+        ({"MASTER_PORT": "99999999"}, ValueError, "MASTER_PORT=99999999: ports are 1 to 65535"),
         ({}, ConnectionError, "the 2 ranks do not meet at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ({"RANK": "1"}, ConnectionError, "within 1 s: no answer"),
         ({"RANK": "1", "MASTER_PORT": "9"}, ConnectionError, "MASTER_PORT=9 within 1 s: "),
     ],
 )
-def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, changed, error, says):
-    """Rank 0 finds its port in use; rank 1 finds that nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        known = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in (known | changed).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(error, match=re.escape(says)) as raised, backends.joined("gloo", 1):
-            pass
+def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, held_port, changed, error, says):
+    """Rank 0 finds its port in use; rank 1 that nobody answers there, or listens."""
+    known = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held_port}
+    for name, value in (known | changed).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=re.escape(says)) as raised, backends.joined("gloo", 1):
+        pass
     assert "\n" not in str(raised.value) and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("SLURM_STEP_ID=0 SLURM_NTASKS=2", "SLURM_NTASKS=2: srun started 2 tasks, and nothing"),
+        ("SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_TASKS=2: srun started 2"),
+        ("OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=4: mpirun started 4 tasks"),
+        ("SLURM_NTASKS=2", None),  # of a job: this is its script, not one of its tasks
+        ("SLURM_STEP_ID=0 SLURM_NTASKS=1", None),
+    ],
+)
+def test_tasks_without_a_rank_would_each_train_alone(monkeypatch, given, says):
+    for name in backends.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for pair in given.split():
+        monkeypatch.setenv(*pair.split("="))
+    if says is None:
+        assert not backends.under_torchrun()
+        return
+    with pytest.raises(ValueError, match=says):
+        backends.under_torchrun()
+    for name in backends.VARIABLES:
+        monkeypatch.setenv(name, "1")
+    assert backends.under_torchrun()
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """One rank of torchrun whose process group is of paper; yields what is done to it."""
     calls = []
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(backends, "pick_backend", lambda size: "nccl")
-    monkeypatch.setattr(backends, "check_backend", lambda backend, size: None)
+    monkeypatch.setattr(backends, "_meet", lambda timeout: dist.HashStore())
     usual = dist.init_process_group
 
     def init(carriers, **where):
         calls.append(carriers)
-        usual("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        usual("gloo", **where)
 
     def abort():
         calls.append("abort")
@@ -117,6 +154,18 @@ def test_after_an_error_nccl_is_aborted_and_gloo_carries_the_host(alone):
     with pytest.raises(KeyError), backends.joined("gloo"):
         raise KeyError
     assert alone[3:] == ["gloo"] and not dist.is_initialized()
+
+
+def test_a_lost_connection_is_one_line(alone):
+    """With the notes of the error. Mutant: pages of gloo and torch, above our line."""
+    with pytest.raises(ConnectionError) as raised, backends.joined("gloo"):
+        error = RuntimeError("[gloo/pair.cc:5] Timed out waiting for recv\nframe #0\nframe #1")
+        error.add_note("Go on with --resume")
+        raise error
+    assert str(raised.value) == "lost the other ranks: [gloo/pair.cc:5] Timed out waiting for recv"
+    assert raised.value.__notes__ == ["Go on with --resume"] and raised.value.__suppress_context__
+    with pytest.raises(RuntimeError, match="shapes"), backends.joined("gloo"):
+        raise RuntimeError("shapes cannot be multiplied")
 
 
 def _messages(staged: bool) -> list[float]:

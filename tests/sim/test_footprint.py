@@ -42,8 +42,7 @@ def test_all_ranks_together_have_the_parameters_of_the_model(moe, gated, cut):
     an expert without a gate; shared experts always cut."""
     c = replace(PRESETS["llama-3-8b"], moe=moe)
     one = job(f"tp=2,ep=4{cut}", config=c, gated=gated)
-    layer, experts, table = footprint.parameters(one)
-    shared = footprint.shared_experts(one)
+    layer, experts, shared, table = one.parameters
     parts = 2 if cut else 1  # of an expert
     found = c.num_layers * (2 * (layer - experts - shared) + parts * (4 * experts + shared))
     wide = sum(9 if moe.is_sparse(n) else 1 for n in range(c.num_layers)) * 14_336
@@ -60,7 +59,8 @@ def test_whole_experts_keep_as_much_as_a_rank_has_tokens(word, share):
         for plan in ("dp=4", f"tp=4,expert_tensor_parallel,{word}", f"tp=4,{word}")
     )
     kept = [footprint.activations(one)["mlp"] for one in (alone, cut, whole)]
-    assert kept[1:] == pytest.approx([kept[0] / 4, kept[0] * share])
+    rows = 2 * 2 * 8192 * 2 * 4096  # of two experts, which a rank has whole where they are cut
+    assert kept[1:] == pytest.approx([(kept[0] - rows) / 4 + rows, kept[0] * share])
     more = footprint._put_off(whole) - footprint._put_off(cut)
     assert more == pytest.approx(2 * 8192 * 3 * 3 * 14_336 * (share - 1 / 4))
 
@@ -104,9 +104,7 @@ def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
     [
         ("dp=8,zero=3", 1),
         ("dp=4,tp=2,zero=1,sequence_parallel,microbatches=2", 1),
-        ("dp=4,tp=2,zero=1,sequence_parallel", 1),  # of one microbatch, no gradients are left
         ("dp=8,zero=1", 4),
-        ("dp=8,zero=1,checkpointing=full", 2),
         ("dp=8,zero=3,checkpointing=selective", 8),
         ("pp=4,dp=2,microbatches=4", 1),
         ("dp=8,checkpointing=full", 2),
@@ -120,17 +118,5 @@ def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
     put-off weight gradients hold nothing; logits of a microbatch alone, though all are there."""
     options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
     one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
-    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
+    peak = planner.simulate(one).peak_bytes
     assert held(one) == pytest.approx(peak, rel=0.2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "microbatch"), [("", 4), ("dp=8", 4), ("checkpointing=full", 2), ("microbatches=2", 4)]
-)
-def test_alone_a_rank_has_its_gradients_when_activations_are_gone(plan, microbatch):
-    """Beside others, buckets for them stay. Mutant: both at once."""
-    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
-    one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
-    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
-    assert held(one) == pytest.approx(peak, rel=0.02)

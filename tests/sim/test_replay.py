@@ -45,12 +45,6 @@ class Round:
         return self.latency + num_bytes / self.bytes_per_second
 
 
-class Lanes(Round):
-    """As an emulated link: messages do not queue behind collectives."""
-
-    has_lanes = True
-
-
 FAST = Round(bytes_per_second=1e18)
 
 
@@ -155,31 +149,6 @@ def test_what_zero_1_leaves_to_the_next_step_is_in_its_time():
 
 
 @pytest.mark.slow
-def test_all_wait_for_a_slow_rank():
-    """On dp in the collective, on pp for the message; the slow one has nothing to wait for."""
-    for text, rank in (("dp=4", 3), ("pp=2,microbatches=2", 1), ("dp=2,pp=2,microbatches=4", 3)):
-        found = traced(text)
-        even, uneven = replay(found, FAST), replay(found, FAST, slow={rank: 3.0})
-        assert rank in uneven.timeline.ranks
-        assert even.seconds * 1.5 < uneven.seconds <= even.seconds * 3.01
-        busy = sum(s.duration for s in uneven.timeline.select(rank=rank) if s.kind != "comm")
-        assert busy == pytest.approx(uneven.seconds, rel=0.35)
-        assert uneven.idle > even.idle
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [Round(), Lanes()])
-def test_an_exchange_waits_for_neighbours_alone(machine):
-    """Of a ring of four, the one opposite the slow rank goes on at once. Mutant: all wait."""
-    found = traced("cp=4", every_cp=True)
-    step = replay(found, machine, slow={2: 5.0})
-    calls = [step.timeline.select(rank=rank, kind="comm") for rank in range(4)]
-    first = [next(span for span in own if span.name == "exchange") for own in calls]
-    assert max(first[r].start for r in (0, 1, 3)) < first[0].end < first[2].start
-    assert first[2].start < min(first[1].end, first[3].end)
-
-
-@pytest.mark.slow
 def test_a_host_sets_the_pace_where_kernels_are_short():
     """A second per layer and direction, and another for a recomputation.
 
@@ -209,16 +178,3 @@ def test_memory_is_that_of_the_fullest_rank():
     assert step.peak_bytes == max(peaks) == peaks[0]
     assert step.memory["activations"] > step.memory["parameters"]
     assert step.tokens_per_second == pytest.approx(8 * 512 / step.seconds)
-
-
-def test_bad_input_is_refused():
-    """One line that names the number."""
-    found = traced("dp=2")
-    for options, match in (
-        ({"slow": {2: 2.0}}, "rank 2"),
-        ({"slow": {0: 0.5}}, "x 0.5"),
-        ({"host": float("nan")}, "host=nan"),
-        ({"attention": 0.0}, "attention=0.0"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            replay(found, FAST, **options)

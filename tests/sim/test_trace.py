@@ -4,9 +4,7 @@ import gc
 import itertools
 import math
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -286,17 +284,6 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
         assert len(every) == 2 and every[0] == every[1], pair
 
 
-@pytest.mark.slow
-def test_what_each_refinement_changes_is_told():
-    """bf16 moves and sends fewer bytes. Mutant: a setting that does not reach the model."""
-    rows = traces.refined(replace(CONFIG, vocab_size=4096), seq_len=2048)
-    narrow, wide = rows["  bf16 working weights"], rows["ZeRO 3 in float32"]
-    assert narrow.moved < 0.95 * wide.moved and narrow.sent < 0.75 * wide.sent
-    assert rows["  recompute full"].activations < rows["ddp in float32"].activations
-    text = traces.table(rows).splitlines()
-    assert len(text) == len(rows) + 1 and len(set(map(len, text))) == 1
-
-
 # ---------------------------------------------------------------------- large
 BIG = LlamaConfig(
     128_256, 16_384, 53_248, num_layers=126, num_heads=128, num_kv_heads=8, max_seq_len=8192
@@ -331,22 +318,6 @@ def test_bad_sizes_are_refused():
         trace(CONFIG, Plan(tp=3), seq_len=32)
 
 
-@pytest.mark.slow
-def test_threads_of_a_process_trace_one_by_one():
-    """Mutants: they meet in a group that belongs to the process, and one of them is refused; the
-    load of one that waits is taken for that of all."""
-    moe = replace(CONFIG, moe=MoEConfig(4, 2, 32))
-    asked = [
-        partial(trace, CONFIG, Plan(dp=2, zero=1), seq_len=32),
-        partial(trace, moe, Plan(ep=2), seq_len=32, experts=(5, 1, 1, 1)),
-        partial(trace, moe, Plan(ep=2), seq_len=32, experts=(1, 2, 3, 2)),
-    ]
-    with ThreadPoolExecutor(len(asked)) as threads:
-        found = list(threads.map(lambda one: one(), asked))
-    for each, beside in zip(asked, found, strict=True):
-        assert list(beside.ranks[0].events()) == list(each().ranks[0].events())
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was(enabled):
     """Mutants: all is looked at, which takes half of a small trace; what is new has become old
@@ -364,16 +335,6 @@ def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
-    """Mutant: counts read where there are none, as of experts in float32 without an axis."""
-    config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
-    whole, shared = (
-        trace(config, Plan.parse(plan), seq_len=64).tokens for plan in ("tp=2", "dp=2,ep=2")
-    )
-    assert (whole, shared) == (64, 4 * 64)
 
 
 @pytest.mark.slow

@@ -172,9 +172,9 @@ def test_trains_and_is_saved_without_values(text, strict, fused):
             actor.strategy.load_full_optimizer_state(state)
         # Of what other ranks have, and write, this one is not told here.
         weights, packed, entries = shards.parts(actor.strategy)
-        assert len(entries) <= 2 * len(packed["state"])
+        assert len(entries) <= 2 * len(packed)
         if plan.zero == 3 and plan.tp == plan.ep == 1:
-            assert weights and len(entries) == 2 * len(packed["state"])
+            assert weights and len(entries) == 2 * len(packed)
 
 
 # ---------------------------------------------------------------------- what no plan names
@@ -334,8 +334,7 @@ ELSEWHERE = {
     "train/balance.py rank_loads": "lengths of documents, on the host",
     "train/data.py Batches._rows": "indices of samples, on the host",
     "train/data.py Sequences.fingerprint": "tokens of the text, on the host",
-    "train/folder.py _may_live": "a dictionary",
-    "train/metrics.py Telling.read": "the copy on the host that has landed",
+    "train/metrics.py Log.flush": "the copy on the host that has landed",
     "train/sampling.py write": "a prompt, on the host; and the sample, when all of it is written",
     "train/saver.py save_file": "a copy on the host",
     "train/tokenizer.py _plain": "tokens of a text, on the host",

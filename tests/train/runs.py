@@ -6,6 +6,7 @@ import pytest
 
 from minipar.train import checkpoint
 from minipar.train.metrics import read
+from minipar.train.saver import Saver
 
 SAME = "step", "loss", "lr", "grad_norm", "tokens"
 """Of each step, what two runs that do the same agree on."""
@@ -27,3 +28,8 @@ def assert_same_run(found: Path, expected: Path, first: int = 0, rtol: float = 1
     assert len(ours) == len(theirs) > 0
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=rtol), mine[0]
+
+
+def save(folder: Path, step: int, weights: dict, state: dict, keep: int = 2) -> None:
+    """Write a checkpoint by this process alone."""
+    Saver(folder, keep=keep).save(step, weights, state)

@@ -1,34 +1,22 @@
 """Checkpoints: whole or not at all, whatever happens while and after they are written."""
 
-import copy
 import errno
-import io
 import json
 import os
-import random
 import re
-import resource
 import shutil
 import signal
 import sys
 import threading
-import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.train import checkpoint, saver, trainer
-from minipar.train.checkpoint import CheckpointError, available, load, load_weights, step_of
-from minipar.train.config import TrainConfig
-from minipar.train.metrics import Metrics
+from minipar.train import checkpoint, saver
+from minipar.train.checkpoint import CheckpointError, available, load, newest, step_of
 from minipar.train.optim import make_optimizer
-from minipar.train.saver import save
-from tests.patience import busy
-
-SHAPE = LlamaConfig(31, 8, 12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=True)
+from tests.train.runs import save
 
 FILES = ["weights_00000.safetensors", "state_00000.safetensors", "state.pt", "manifest.json"]
 
@@ -68,7 +56,7 @@ def test_comes_back_to_the_bit(tmp_path, dtype, tied):
     untouched = {name: value.clone() for name, value in other.state_dict().items()}
     assert not all(v.equal(model.state_dict()[n]) for n, v in untouched.items())
     weights, found = load(tmp_path / "step_000002")
-    load_weights(other, weights, "checkpoint")
+    other.load_state_dict(weights)
     for name, value in model.state_dict().items():
         assert other.state_dict()[name].dtype == value.dtype
         assert other.state_dict()[name].equal(value)
@@ -123,6 +111,7 @@ def test_keeps_the_newest_and_leaves_later_ones_alone(tmp_path):
     for step in (3, 6, 9, 1_000_000):
         save(tmp_path, step, *some(step), keep=2)
     assert names(tmp_path) == ["step_000009", "step_1000000"]
+    assert newest(tmp_path.parent / "nowhere") is None
     save(tmp_path, 7, *some(7), keep=2)  # a run that went back
     assert [step_of(path) for path in available(tmp_path)] == [7, 9, 1_000_000]
     save(tmp_path, 8, *some(8), keep=1)
@@ -130,16 +119,6 @@ def test_keeps_the_newest_and_leaves_later_ones_alone(tmp_path):
     save(tmp_path, 9, *some(9), keep=2)  # the same step again
     assert [step_of(path) for path in available(tmp_path)] == [8, 9, 1_000_000]
     assert_is(tmp_path / "step_000009", 9)
-
-
-def test_keeps_those_that_were_written_last_and_not_of_the_highest_step(tmp_path):
-    """A run that goes back ends the story before it. Mutant: the later step of that story is kept,
-    and not the one before the last of the new story."""
-    for step in (3, 6):
-        save(tmp_path, step, *some(step), keep=2)
-    for step in (4, 5, 7):
-        save(tmp_path, step, *some(step), keep=2)
-    assert [step_of(path) for path in available(tmp_path)] == [5, 7]
 
 
 def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
@@ -150,28 +129,6 @@ def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
     save(tmp_path, 2, *some(2))
     assert names(tmp_path) == ["step_000001", "step_000002", "step_x"]
     assert available(tmp_path / "nowhere") == []
-
-
-def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch):
-    """A link to another disk is unlinked, and what is there stays; so does a file held open on NFS.
-
-    Mutants: what is left of one ends the next save, or that of its step.
-    """
-    save(tmp_path / "elsewhere", 1, *some(1))
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    (folder / "step_000001").symlink_to(tmp_path / "elsewhere/step_000001")
-    (folder / "step_000002").symlink_to(tmp_path / "nowhere")
-    for step in (2, 3):
-        save(folder, step, *some(step), keep=1)
-    assert names(folder) == ["step_000003"]
-    assert_is(tmp_path / "elsewhere/step_000001", 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(saver.shutil, "rmtree", lambda path, ignore_errors=False: None)
-        for step in (3, 3, 4):
-            save(folder, step, *some(step), keep=1)
-    save(folder, 5, *some(5), keep=1)
-    assert names(folder) == ["step_000005"]
 
 
 # ---------------------------------------------------------------------- killed while saving
@@ -208,10 +165,9 @@ def killed_at_line(number: int, work) -> bool:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step again"])
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
-def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, every, again):
-    """Or at each `every`-th. Mutants: write in place; delete the old one under its own name; rename
+def test_kill_at_many_lines_leaves_a_loadable_checkpoint(tmp_path, again):
+    """At each fourth line. Mutants: write in place; delete the old one under its own name; rename
     before the end."""
     first = tmp_path / "first"
     save(first, 1, *some(1))
@@ -234,53 +190,10 @@ def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, every, again)
         save(folder, step + 1, *some(step + 1))
         assert step_of(available(folder)[-1]) == step + 1
         assert all(name.startswith("step_") for name in names(folder))
-        moments += every
+        moments += 4
     assert step_of(found[-1]) == step
     assert moments > 50  # otherwise nothing was killed, and nothing is proved
     assert newest == ({1, 2} if again else {2, 3})
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
-def test_kill_at_any_byte_leaves_a_loadable_checkpoint(tmp_path):
-    """The kernel ends the child in the middle of a write: at a random byte of a random file.
-
-    Mutants: write in place; rename before all files are written.
-    """
-    save(tmp_path, 1, *some(1))
-    long = {
-        "weights_00000": ({"a": torch.zeros(3000)}, {}),
-        "state_00000": ({}, {"b": torch.zeros(3000)}),
-        "state": ({}, {"text": "x" * 12_000}),
-    }
-    generator, num_killed = random.Random(5), dict.fromkeys(long, 0)
-    for name in [*long] * 12:
-        (tmp_path / "sizes").mkdir()
-        save(tmp_path / "sizes", 2, *long[name])
-        longest = max((tmp_path / "sizes/step_000002").iterdir(), key=lambda p: p.stat().st_size)
-        assert longest.stem == name
-        limit = generator.randrange(longest.stat().st_size + 500)
-        shutil.rmtree(tmp_path / "sizes")
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, and raises
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            save(tmp_path, 2, *long[name])
-            os._exit(0)
-        status = os.waitpid(pid, 0)[1]
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXFSZ
-        num_killed[name] += killed
-        assert killed or os.WEXITSTATUS(status) == 0
-        assert_is(available(tmp_path)[0], 1)
-        assert len(available(tmp_path)) == (1 if killed else 2)
-        for path in available(tmp_path)[1:]:
-            weights, state = load(path)
-            assert len(weights) + len(state) == 1
-            shutil.rmtree(path)
-    assert min(num_killed.values()) > 6, num_killed
-    save(tmp_path, 2, *some(2))
-    assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
 @pytest.mark.parametrize("broken", ["save_file", "torch.save", "_force_to_disk", "mkdir"])
@@ -303,24 +216,6 @@ def test_a_full_disk_leaves_the_old_one_intact(tmp_path, monkeypatch, broken):
     assert_is(tmp_path / "step_000001", 1)
     save(tmp_path, 2, *some(2), keep=1)
     assert names(tmp_path) == ["step_000002"]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_device_that_is_full(tmp_path, monkeypatch):
-    """As above, but the error comes from the system."""
-    save(tmp_path, 1, *some(1))
-    write = saver.save_file
-
-    def redirect(tensors, path, *told):
-        write(tensors, path, *told)
-        if path.name.startswith("state"):
-            os.symlink("/dev/full", path.with_name("state.pt"))
-
-    monkeypatch.setattr(saver, "save_file", redirect)
-    with pytest.raises(OSError, match="cannot write checkpoint .*step_000002: .*No space left"):
-        save(tmp_path, 2, *some(2), keep=1)
-    assert names(tmp_path) == ["step_000001"]
-    assert_is(tmp_path / "step_000001", 1)
 
 
 # ---------------------------------------------------------------------- damaged later
@@ -350,17 +245,6 @@ def test_a_truncated_or_missing_file_is_named(saved, name):
     assert_is(saved, 4)
 
 
-@pytest.mark.parametrize("name", FILES[:3])
-def test_a_flipped_bit_is_noticed(saved, name):
-    whole = (saved / name).read_bytes()
-    for position in range(0, len(whole), max(1, len(whole) // 50)):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 8
-        (saved / name).write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=f"contents of {re.escape(name)} .* CRC-32"):
-            load(saved)
-
-
 @pytest.mark.parametrize("position", [0, 40, -1])
 def test_the_check_sees_every_chunk_of_a_file(saved, monkeypatch, position):
     """Mutant: the CRC-32 of the last chunk alone, which in a small file is the first as well."""
@@ -375,231 +259,52 @@ def test_the_check_sees_every_chunk_of_a_file(saved, monkeypatch, position):
         load(saved)
 
 
-@pytest.mark.slow
-def test_a_flipped_bit_of_the_manifest_never_loads_something_else(tmp_path):
-    model = Llama(SHAPE)
-    save(tmp_path, 4, model.state_dict(), {"step": 4})
-    folder = tmp_path / "step_000004"
-    path, whole = folder / "manifest.json", (folder / "manifest.json").read_bytes()
-    noticed = 0
-    for position in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 8
-        path.write_bytes(damaged)
-        try:
-            weights, state = load(folder)
-            load_weights(Llama(SHAPE, seed=1), weights, "checkpoint")
-        except CheckpointError as error:
-            assert "\n" not in str(error)
-            noticed += 1
-        else:  # such as the step, which is kept in state.pt too, or a blank
-            assert state == {"step": 4}
-            assert all(weights[n].equal(v) for n, v in model.state_dict().items())
-    assert noticed > 0.6 * len(whole)
-
-
-def test_a_checkpoint_of_another_format_is_refused(saved):
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"format": 3}, "has format 3, and this version of minipar reads 4; minipar export of the"),
+        ({"format": None}, "KeyError: 'format'"),
+        ({"files": 1}, "TypeError"),
+        ({"files": {}}, "does not list state.pt"),
+        ({"tied": {"a": "nowhere"}}, "KeyError: 'nowhere'"),
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(saved, change, says):
     manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
-    for found, said in ({}, 1), ({"format": 5}, 5):
-        other = {**manifest, **found}
-        if not found:
-            del other["format"]  # as before there was a number
-        (saved / "manifest.json").write_text(json.dumps(other), encoding="utf-8")
-        with pytest.raises(
-            CheckpointError, match=f"has format {said}, and .* reads 2 to 4; go on with"
-        ):
-            load(saved)
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"files": 1, "tied": {}}', "\xff", "{"])
-def test_a_manifest_of_another_kind(saved, text):
-    (saved / "manifest.json").write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match="is no checkpoint: its manifest.json"):
+    changed = {key: value for key, value in (manifest | change).items() if value is not None}
+    (saved / "manifest.json").write_text(json.dumps(changed), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=says) as caught:
         load(saved)
-
-
-def test_another_model_is_told_by_its_first_difference():
-    model = Llama(SHAPE)
-    weights = dict(model.state_dict())
-    before = {name: value.clone() for name, value in weights.items()}
-
-    def complaint(changed: dict) -> str:
-        with pytest.raises(CheckpointError) as caught:
-            load_weights(model, changed, "checkpoint X")
-        assert all(model.state_dict()[n].equal(v) for n, v in before.items())  # nothing was copied
-        return str(caught.value)
-
-    norm = "model.norm.weight"
-    assert complaint({**weights, norm: torch.zeros(9)}) == (
-        "checkpoint X is of another model: it has model.norm.weight of shape (9,) where the model "
-        "has (8,)"
-    )
-    lacking = {name: value for name, value in weights.items() if name != norm}
-    assert complaint(lacking).endswith("it lacks model.norm.weight")
-    more = complaint({**lacking, "extra": torch.zeros(1)})
-    assert more.endswith("it has extra, which the model has not (and 1 more)")
-
-
-# ---------------------------------------------------------------------- written by a stranger
-JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-JUNK |= st.sampled_from(
-    ["../../x", "/etc/passwd", "state.pt", 10**400, "weights_00000.safetensors"]
-)
-JUNK = st.recursive(
-    JUNK,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=4,
-)
-
-
-def places_in(tree, path=()):
-    """The paths to all that is in nested dicts and lists."""
-    yield path
-    if isinstance(tree, (dict, list, tuple)):
-        for key in tree if isinstance(tree, dict) else range(len(tree)):
-            yield from places_in(tree[key], (*path, key))
-
-
-def changed(draw, tree):
-    """A copy of `tree` with one thing gone, or something else in its place, or under its name."""
-    places = [place for place in places_in(tree) if place]
-    *path, last = places[draw(st.integers(0, len(places) - 1))]
-    tree = copy.deepcopy(tree)
-    parent = tree
-    for key in path:
-        parent = parent[key]
-    kind = draw(st.sampled_from(["replace", "replace", "remove", "rename"]))
-    if isinstance(parent, tuple) or kind == "replace":
-        value = draw(JUNK)
-        if isinstance(parent, tuple):
-            return value
-        parent[last] = value
-    else:
-        value = parent.pop(last)
-        if kind == "rename" and isinstance(parent, dict):
-            parent[draw(JUNK.filter(lambda name: isinstance(name, str)))] = value
-    return tree
-
-
-def changed_text(draw, text: bytes) -> bytes:
-    """The bytes of a file: cut short, or with some of them in another's place."""
-    at = draw(st.integers(0, len(text)))
-    inserted = draw(st.binary(max_size=4) | st.sampled_from([b"[" * 10**5, b"1" * 5000, b"null"]))
-    return text[:at] + inserted + text[at + draw(st.integers(0, 9)) :]
-
-
-@pytest.fixture(scope="module")
-def a_run(tmp_path_factory):
-    """A run of two steps, and its trainer, which can take up checkpoints."""
-    folder = tmp_path_factory.mktemp("stranger")
-    text = "".join(f"step {i * i % 97} of many, " for i in range(300))
-    (folder / "a.txt").write_text(text, encoding="utf-8")
-    config = TrainConfig(
-        mesh="dp=1",
-        data=str(folder / "a.txt"),
-        steps=2,
-        seq_len=16,
-        batch_size=2,
-        eval_batches=1,
-        sample_tokens=0,
-    )
-    trainer.train(config, str(folder / "run"))
-    return folder / "run", trainer.Trainer(config, folder / "run")
-
-
-READERS = {
-    "manifest.json": lambda run, own: own.load(run / "checkpoints/step_000002"),
-    "state.pt": lambda run, own: own.load(run / "checkpoints/step_000002"),
-    "metrics.jsonl": lambda run, own: Metrics(run / "metrics.jsonl", 2).close(),
-    "config.json": lambda run, own: TrainConfig.load(run / "config.json"),
-}
-
-
-def strangers_file(a_run, name: str, data) -> None:
-    """One that a run does not write is read as something it could have, or refused by name."""
-    run, own = a_run
-    (path,) = [*run.glob(name), *run.glob(f"checkpoints/step_000002/{name}")]
-    manifest = path.with_name("manifest.json")
-    kept = {p: p.read_bytes() for p in (path, manifest) if p.exists()}
-    try:
-        if name == "state.pt":
-            content = io.BytesIO()
-            tree = torch.load(path, weights_only=True)
-            torch.save(changed(data.draw, tree), content)
-            written = content.getvalue()
-            if data.draw(st.booleans()):
-                written = changed_text(data.draw, written)
-        elif data.draw(st.booleans()):
-            written = changed_text(data.draw, kept[path])
-        else:
-            lines = kept[path].decode().splitlines() if name == "metrics.jsonl" else [kept[path]]
-            tree = changed(data.draw, [json.loads(line) for line in lines])
-            lines = tree if isinstance(tree, list) else [tree]
-            written = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        path.write_bytes(written)
-        if name == "state.pt":  # a stranger knows how to make a CRC-32, too
-            whole = json.loads(kept[manifest])
-            whole["files"][name] = checkpoint.digest_of(path)
-            manifest.write_text(json.dumps(whole), encoding="utf-8")
-        begin = time.monotonic()
-        try:
-            READERS[name](run, own)
-        except ValueError as error:  # of which CheckpointError is one
-            message = str(error)
-            assert str(path if name.endswith(("l", "g.json")) else path.parent) in message, message
-            assert len(message) < 2000
-        assert time.monotonic() - begin < 10 * busy()
-    finally:
-        for kept_path, content in kept.items():
-            kept_path.write_bytes(content)
-    assert not (run.parent / "x").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", READERS)
-@given(data=st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_strangers_file_is_refused_by_its_name(a_run, name, data):
-    strangers_file(a_run, name, data)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", READERS)
-@given(data=st.data())
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-def test_many_files_of_strangers(a_run, name, data):
-    strangers_file(a_run, name, data)
+    assert f"checkpoint {saved}: manifest.json cannot be used" in str(caught.value)
 
 
 class Payload:
-    """What a pickle would run."""
+    """What would run something when it is unpickled."""
 
     def __reduce__(self):
-        return os.system, ("touch /tmp/minipar-was-run",)
+        return os.system, ("false",)
 
 
 def test_a_state_that_would_run_something_is_refused_and_does_not(saved):
-    content = io.BytesIO()
-    torch.save({"step": 4, "random": [Payload()]}, content)
-    (saved / "state.pt").write_bytes(content.getvalue())
+    torch.save({"step": 4, "x": Payload()}, saved / "state.pt")
     manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
     manifest["files"]["state.pt"] = checkpoint.digest_of(saved / "state.pt")
     (saved / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="step_000004: state.pt cannot be used: Unpickling"):
+    with pytest.raises(CheckpointError, match="state.pt cannot be used") as caught:
         load(saved)
-    assert not os.path.exists("/tmp/minipar-was-run")
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/state.pt", "weights_0.bin", ""])
-def test_a_manifest_names_files_of_its_own_folder_alone(saved, name):
-    manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
-    files = {**manifest["files"], name: {"num_bytes": 1, "crc32": 1}}
-    (saved / "manifest.json").write_text(json.dumps({**manifest, "files": files}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="is no name of a file of a checkpoint"):
-        load(saved)
-    del files[name], files["state.pt"]
-    (saved / "manifest.json").write_text(json.dumps({**manifest, "files": files}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="does not list state.pt"):
-        load(saved)
+@pytest.mark.parametrize(
+    "theirs, says",
+    [
+        ({"a": (9,)}, "has a of shape (9,) where the model has (8,)"),
+        ({}, "lacks a"),
+        ({"extra": (1,)}, "has extra, which the model has not (and 1 more)"),
+    ],
+)
+def test_another_model_is_told_by_its_first_difference(theirs, says):
+    weights = {name: torch.empty(shape) for name, shape in theirs.items()}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_shapes({"a": (8,)}, weights, "checkpoint X")
+    assert str(caught.value) == f"checkpoint X is of another model: it {says}"

@@ -36,27 +36,7 @@ from tests.on_ranks import on_ranks
 
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 CONFIG = LlamaConfig(61, 32, 64, num_layers=2, num_heads=4, num_kv_heads=4)
-PLANS = [
-    "dp=2,zero=3",
-    *(
-        pytest.param(text, marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)])
-        for text in (
-            "dp=2",
-            "dp=2,zero=1",
-            "dp=2,zero=2",
-            "dp=2,zero=3,checkpointing=full",
-            "pp=2,microbatches=2",
-            "tp=2",
-            "tp=2,sequence_parallel,checkpointing=full",
-            "cp=2",
-            "cp=2,context=gather",
-            "cp=2,context=ulysses",
-            "ep=2",
-            "ep=2,dispatch=overlapped,zero=3",
-        )
-    ),
-    "tp=2,sequence_parallel,tp_overlap",
-]
+PLANS = ["dp=2,zero=3", "tp=2,sequence_parallel,tp_overlap", "ep=2"]
 
 
 def train(text: str, backend: str | None, num_layers: int = 2) -> tuple[list[float], int]:
@@ -98,17 +78,7 @@ def test_a_compiled_model_trains_as_before(text, backend):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=2,tp=2,zero=1",
-        "dp=2,zero=1",
-        *(
-            pytest.param(text, marks=pytest.mark.exhaustive)
-            for text in ("dp=2", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=2")
-        ),
-    ],
-)
+@pytest.mark.parametrize("text", ["dp=2,tp=2,zero=1", "dp=2,zero=1"])
 def test_all_blocks_share_their_graphs(text):
     """In 12 layers there are as many as in 2. Mutants: a graph that begins while its weights are on
     their way; the number of a layer in its graph."""
@@ -123,7 +93,7 @@ def test_all_blocks_share_their_graphs(text):
     "changes, says",
     [
         (dict(plan="pp=2,microbatches=4,schedule=zb_h1"), "zb_h1 computes gradients of weights"),
-        (dict(recompute="selective"), "looks at single operations; use none or full"),
+        (dict(plan="dp=4", recompute="selective"), "looks at single operations; use none or full"),
     ],
 )
 def test_what_takes_blocks_apart_is_refused(changes, says):
@@ -145,7 +115,6 @@ def test_one_that_is_compiled_runs_as_minipar_train(text, tmp_path):
         steps=1,
         batch_size=1,
         seq_len=16,
-        eval_batches=1,
         sample_tokens=0,
         compile="aot_eager",
     )
@@ -167,7 +136,6 @@ APPLY = {
 }
 FLAGS = {
     "ddp": dict(plan="dp=2"),
-    "local_sgd": dict(plan="dp=2", local_method="diloco"),
     "zero 1": dict(plan="dp=2,zero=1"),
     "zero 2": dict(plan="dp=2,zero=2"),
     "fsdp": dict(plan="dp=2,zero=3"),

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, share
+from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, on_device, share
+from tests.streams import GPU, Streams
 
 # --------------------------------------------------------------------------------------- samples
 
@@ -194,10 +195,6 @@ def test_trap_23_changed_run_is_refused_unless_it_continues_exactly():
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
         assert (other.epoch, other.position) == (0, 0)
-    with pytest.raises(ValueError, match="lacks epoch"):
-        batches.load_state_dict({key: state[key] for key in state if key != "epoch"})
-    with pytest.raises(ValueError, match="position=20 is no place"):
-        batches.load_state_dict({**state, "position": 20})
 
 
 def test_epochs_are_different_permutations_and_seeds_do_not_overlap():
@@ -237,3 +234,35 @@ def test_share_deals_evenly():
 def test_batches_refuse_bad_counts(options, message):
     with pytest.raises(ValueError, match=message):
         Batches(sequences_of(5), **options)
+
+
+# ---------------------------------------------------------------------- to a GPU
+class Tokens:
+    """What of a tensor is asked for on its way to a GPU, noted down with the stream of the time."""
+
+    def __init__(self, streams, name) -> None:
+        self.streams, self.name = streams, name
+
+    def pin_memory(self):
+        return Tokens(self.streams, f"pinned {self.name}")
+
+    def to(self, device, non_blocking=False):
+        assert device == GPU and non_blocking
+        self.streams.log.append(f"{self.name} on {self.streams.now}")
+        return self
+
+    def record_stream(self, stream):
+        self.streams.log.append(f"{self.name} kept for {stream.name}")
+
+
+def test_a_gpu_takes_a_batch_while_it_computes(monkeypatch):
+    """On a lane of its own, for which computing waits. Mutants: it does not; memory is reused."""
+    streams = Streams(monkeypatch)
+    pairs = [(Tokens(streams, f"x{i}"), Tokens(streams, f"y{i}")) for i in range(2)]
+    batches = on_device(iter([pairs[:1], pairs[1:]]), GPU, lambda pair: pair)
+    next(batches)
+    expected = []
+    for name in ("pinned x0", "pinned y0"):
+        expected += [f"{name} on lane 0", "computing waits for lane 0"]
+        expected += [f"{name} kept for computing"]
+    assert streams.log == expected  # and nothing of the second batch

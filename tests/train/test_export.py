@@ -13,7 +13,7 @@ from minipar.model.llama import PRESETS, Llama, LlamaConfig, RopeScaling
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
-from minipar.train.saver import save
+from tests.train.runs import save
 
 CONFIG = TrainConfig(
     mesh="dp=1",
@@ -21,9 +21,8 @@ CONFIG = TrainConfig(
     batch_size=4,
     seq_len=16,
     warmup_steps=2,
-    eval_batches=2,
     sample_tokens=0,
-    record_every=100,
+    record_steps=0,
 )
 SHAPE = LlamaConfig(256, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64)
 
@@ -43,7 +42,7 @@ def test_an_export_spares_runs_and_may_be_to_where_one_is(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="has weights already; name another .* --overwrite"):
         weights.export(weights.Export(str(run), "."))
     weights.export(weights.Export(str(run), ".", overwrite=True))
-    with pytest.raises(ValueError, match="is not the configuration of a run: it has no mesh"):
+    with pytest.raises(ValueError, match="is not the configuration of a run: it has no plan"):
         TrainConfig.load(tmp_path / "here/config.json")
 
 

@@ -3,9 +3,7 @@
 Every tensor that comes back is equal to what was saved, bit for bit.
 """
 
-import json
 import math
-import struct
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -22,11 +20,11 @@ from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
 from minipar.parallel import compose
-from minipar.parallel.base.shards import Region
+from minipar.parallel.base.shards import Part, Region
 from minipar.parallel.plan import Plan
-from minipar.train import checkpoint, shards
-from minipar.train.checkpoint import Box, CheckpointError, by_number, load
-from minipar.train.optim import make_optimizer, names_in_order
+from minipar.train import shards
+from minipar.train.checkpoint import CheckpointError, Stored, load
+from minipar.train.optim import make_optimizer
 from minipar.train.saver import Saver
 from minipar.train.step import train_step
 
@@ -38,22 +36,15 @@ MIXTURE = LlamaConfig(
 OF_DENSE = [
     "dp=1",
     "dp=2",
-    "tp=2",
-    "dp=2,zero=2",
     "dp=2,tp=2,zero=3",
     "tp=4,sequence_parallel",
-    "pp=2,tp=2,microbatches=2",
-    "pp=2,dp=2,zero=3,microbatches=2,schedule=zb_v",
+    "pp=2,dp=2,zero=2,microbatches=2,schedule=zb_v",
     "pp=2,cp=2,zero=1,microbatches=2,schedule=dualpipe",
-    "dp=2,precision=bf16",  # with master weights
     "dp=2,zero=1,precision=bf16",
 ]
 OF_MIXTURE = [
     "dp=1",
-    "ep=2",
-    "tp=2,expert_tensor_parallel",
     "dp=2,ep=2,zero=1",
-    "dp=2,ep=2,zero=3",
     "tp=2,ep=2,zero=3,expert_tensor_parallel",
     "tp=2,ep=2,sequence_parallel,experts_over_tp",
     "pp=2,ep=2,microbatches=2",
@@ -85,10 +76,6 @@ def whole(strategy: compose.Composed) -> dict[str, Tensor]:
     return found
 
 
-def names_of(config: LlamaConfig) -> list[str]:
-    return names_in_order(Llama(config))
-
-
 def refuse_to_pickle(tensor, protocol, usual=Tensor.__reduce_ex__):
     assert tensor.is_meta or tensor.ndim == 0, f"a tensor of {tuple(tensor.shape)} is sent"
     return usual(tensor, protocol)
@@ -99,7 +86,7 @@ def save_under(folder: Path, plan: str, config: LlamaConfig) -> dict[str, Tensor
     strategy = trained(plan, config)
     with timeline.record() as seen, mock.patch.object(Tensor, "__reduce_ex__", refuse_to_pickle):
         saver = Saver(folder, strategy.mesh.world)
-        shards.save(strategy, saver, 1, {"step": 1}, names_of(config))
+        shards.save(strategy, saver, 1, {"step": 1})
     assert not seen.select(kind="comm").spans
     with timeline.record() as seen:
         found = whole(strategy)
@@ -114,17 +101,16 @@ def load_under(folder: Path, plan: str, config: LlamaConfig) -> tuple[dict[str, 
     strategy = composed(plan, config, seed=2)
     weights, state = load(folder / "step_000001", strategy.mesh.world, lazily=True)
     numbers_read = []
-    read = Box.read
+    read = Stored.__call__
 
-    def counted(box, contents, where):
-        part = read(box, contents, where)
-        numbers_read.append(part.numel())
-        return part
+    def counted(stored, region=None):
+        numbers = read(stored, region)
+        numbers_read.append(numbers.numel())
+        return numbers
 
-    with mock.patch.object(Box, "read", counted):
+    with mock.patch.object(Stored, "__call__", counted):
         shards.fill(strategy, weights)
-        optimizer = by_number(state["optimizer"], names_of(config))
-        strategy.load_full_optimizer_state(optimizer)
+        shards.load_optimizer(strategy, state["optimizer"])
     own = set(strategy.model.state_dict(keep_vars=True).values())
     moments = (t for entries in strategy.optimizer.state.values() for t in entries.values())
     num_own = sum(t.numel() for t in (*own, *moments) if t.ndim)
@@ -141,19 +127,11 @@ def size_of(plan: str) -> int:
     return Plan.parse(plan).num_ranks
 
 
-def some(cases: list[tuple], chosen: tuple[int, ...]) -> list:
-    """For `parametrize`: those that are not `chosen` are slow."""
-    return [
-        pytest.param(*case, id=case[0], marks=() if i in chosen else pytest.mark.slow)
-        for i, case in enumerate(cases)
-    ]
-
-
 CASES = [(plan, DENSE) for plan in OF_DENSE] + [(plan, MIXTURE) for plan in OF_MIXTURE]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan, config", some(CASES, chosen=(2, 4, 10, 13)))
+@pytest.mark.parametrize("plan, config", CASES)
 def test_what_one_plan_saves_any_other_reads(ranks, tmp_path, plan, config):
     """Each rank reads what it has, and no number more.
 
@@ -173,8 +151,7 @@ def test_what_one_plan_saves_any_other_reads(ranks, tmp_path, plan, config):
             assert num_read == num_own, other
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("plan, config", some(CASES, chosen=(1, 5)))
+@pytest.mark.parametrize("plan, config", [CASES[1], CASES[3], CASES[8]])
 def test_each_number_is_written_once_and_all_ranks_write(ranks, tmp_path, plan, config):
     """Mutants: rank 0 of each axis writes; a norm is written by all of tp."""
     saved, *_ = ranks(size_of(plan)).run(save_under, tmp_path, plan, config)
@@ -254,39 +231,6 @@ def test_a_file_of_one_rank_that_is_damaged_or_missing_is_named(in_boxes):
 GATE = "model.layers.0.mlp.gate_proj.weight"  # [24, 16], of which rank 1 has the rows from 12 on
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    "place, says",
-    [
-        ([GATE, [24, 16], [0, 0]], "is in weights_00000.safetensors, too"),
-        ([GATE, [24, 16], [13, 0]], "is not in"),
-        ([GATE, [25, 16], [13, 0]], "another shape"),
-        ([GATE, [24, 16], [12]], "another shape"),
-        ([GATE, [24, 16], [-1, 0]], "no place"),
-        ([GATE, [24, 16]], "not enough values"),
-        (["elsewhere", [24, 16], [12, 0]], "has 192 numbers"),
-        ("{", "cannot be used"),
-    ],
-)
-def test_a_box_that_cannot_be_is_refused_by_the_name_of_its_file(in_boxes, place, says):
-    """Written by a stranger who knows how to make a CRC-32. Mutant: an offset is not looked at."""
-    path, manifest = in_boxes / "weights_00001.safetensors", in_boxes / "manifest.json"
-    content = path.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    assert json.loads(header["__metadata__"][GATE]) == [GATE, [24, 16], [12, 0]]
-    header["__metadata__"][GATE] = place if place == "{" else json.dumps(place)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-    told = json.loads(manifest.read_text(encoding="utf-8"))
-    assert told["format"] == 4
-    told["files"][path.name] |= checkpoint.digest_of(path)
-    manifest.write_text(json.dumps(told), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=says) as caught:
-        load(in_boxes)
-    assert "weights_0000" in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_of_a_region_no_file_is_opened_that_has_nothing_of_it(in_boxes):
     """Mutant: all files of a tensor are opened."""
     weights, _ = load(in_boxes, lazily=True)
@@ -295,3 +239,11 @@ def test_of_a_region_no_file_is_opened_that_has_nothing_of_it(in_boxes):
     assert weights[GATE](rows).shape == (4 * 16,)
     with pytest.raises(CheckpointError, match="weights_00001.safetensors cannot be used"):
         weights[GATE]()
+
+
+def test_a_tensor_of_which_a_part_is_nowhere_is_refused(tmp_path):
+    """Mutant: what no file has is left as memory happens to be."""
+    own = {"w": Part(torch.arange(6.0), Region.whole((2, 5))._replace(flat=slice(0, 6)))}
+    Saver(tmp_path).save(1, {}, {"step": 1}, {"weights": own}, {})
+    with pytest.raises(CheckpointError, match=r"w of shape \(2, 5\) has 6 numbers in all files"):
+        load(tmp_path / "step_000001")

@@ -30,10 +30,9 @@ from minipar.observe import memory
 def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
     """Cast the parameters of `model` to `dtype`; `optimizer` steps their former values.
 
-    These masters are ``p.master``. Gradients add up in the dtype of the master. To the optimizer
-    nothing changes: while it steps, or loads its state, ``p.data`` *is* the master. Weights written
-    into `p` between two steps are taken over (see `master_of`). Parameters that `optimizer` does
-    not step are cast and have no master. Those of whole numbers stay as they are.
+    These masters are ``p.master``. Gradients add up in the dtype of the master. While `optimizer`
+    steps, or loads its state, ``p.data`` *is* the master. Frozen parameters are cast and have no
+    master. Whole numbers stay as they are.
 
     Raises `ValueError` for a parameter that learns and is not stepped by `optimizer`, or has a
     master already; `RuntimeError` for a step with a closure, which would compute with the masters.
@@ -44,8 +43,8 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
             raise ValueError(f"{name} has a master already; call keep() once, with one optimizer")
         if p.requires_grad and p not in stepped:
             raise ValueError(
-                f"{name} learns, but not by this optimizer, so its steps would round to nothing; "
-                f"make one optimizer, with groups, of all parameters that learn, or freeze the rest"
+                f"{name} learns, but not by this optimizer; make one optimizer, with groups, of "
+                f"all parameters that learn, or freeze the rest"
             )
     working: dict[nn.Parameter, Tensor] = {}
     for p in filter(torch.is_floating_point, model.parameters()):

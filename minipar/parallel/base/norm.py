@@ -1,15 +1,11 @@
 """The gradient norm of a model that is spread over a mesh.
 
 Idea.   Clipping scales every gradient by one number, which comes from the norm of *all* gradients.
-        A rank sees only a part of them. Two mistakes are easy: to leave out the shards of other
-        ranks, and to add up copies. So each parameter names the axes over which it is cut:
-
-            param.shard_axes = (mesh.tp,)        set by the strategy that cut it; absent: replicated
-
-        Its sum of squares is added over exactly these axes. A parameter that is whole here, but on
-        this pipeline stage only, is a shard along `pp`.
-Comms.  One all-reduce of 2^(k-1) numbers per axis, for k axes. The caller names the axes, and the
-        calls depend on them alone. So a rank without a parameter of some kind makes the same calls.
+        Two mistakes are easy: to leave out the shards of other ranks, and to add up copies. So each
+        parameter names the axes over which it is cut (``shard_axes``), and its sum of squares is
+        added over exactly these. A parameter of one pipeline stage is a shard along `pp`.
+Comms.  One all-reduce of 2^(k-1) numbers per axis, for k axes. The calls depend on the named axes
+        alone: a rank without a parameter of some kind makes the same calls.
 In torch: `torch.nn.utils.clip_grad_norm_`, which for plain tensors sees one rank alone.
 Source. Pascanu, Mikolov & Bengio (arXiv 1211.5063), algorithm 1.
 Proved by tests/train/test_optim.py.
@@ -34,8 +30,8 @@ def grad_norm(
     """Return the 2-norm of all gradients of the model: a float64 scalar, equal on all ranks.
 
     Args:
-        parameters: a parameter without gradient adds nothing, one listed twice counts once. A
-            parameter with `is_copy` adds nothing: another rank of the same axis counts it.
+        parameters: one listed twice counts once. One with `is_copy` adds nothing: another rank of
+            the same axis counts it.
         axes: every axis over which any rank's parameter is cut, in the same order on all ranks.
         device: the device that computes; by default the parameters', but they may be offloaded.
 
@@ -72,8 +68,7 @@ def clip_grad_norm(
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
     Arguments and errors as of `grad_norm`. ``max_norm=math.inf`` only measures. Where the norm is
-    not finite, gradients stay as they are, so that the caller can skip the step. Raises
-    `ValueError` for a `max_norm` that is not positive.
+    not finite, gradients stay as they are. Raises `ValueError` unless `max_norm` is positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; use math.inf not to clip")
@@ -108,9 +103,9 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
         noted = getattr(param, "reduced", None)
         if noted is not None and param.grad is not None and noted != param.grad._version:
             raise RuntimeError(
-                "gradients have changed since finish_backward(), and this rank has shards of them: "
-                "torch's clip_grad_norm_ would see these alone, so use strategy.clip_grad_norm_; "
-                "after a change that looks at each number alone, call strategy.note_reduced()"
+                "gradients have changed since finish_backward(). Of these torch's clip_grad_norm_ "
+                "sees the shards of this rank alone: use strategy.clip_grad_norm_. After a change "
+                "that looks at each number alone, call strategy.note_reduced()"
             )
 
 

@@ -43,8 +43,8 @@ def pack(
     order = {label: i for i, label in enumerate(itertools.chain(*labels))}
     packed = []
     for group, own in zip(groups, labels, strict=True):
-        group = {key: value for key, value in group.items() if key != "param_names"}
-        group["params"] = [order[label] for label in own]
+        group = {**group, "params": [order[label] for label in own]}
+        group.pop("param_names", None)
         if named and all(isinstance(label, str) for label in own):
             group["param_names"] = list(own)
         packed.append(group)
@@ -91,8 +91,8 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
             own = {p: v for p, v in own.items() if isinstance(v, Tensor) and v.shape == p.shape}
             if own:
                 joined = row.join(own, next(iter(own.values())).dtype)
-                for p in own:
-                    whole[label_of[p]][key] = to_host(joined[p])
+                for p, moment in joined.items():
+                    whole[label_of[p]][key] = to_host(moment)
     return pack(whole, members, optimizer.param_groups)
 
 
@@ -102,13 +102,14 @@ def _copied(value: Any) -> Any:
 
 
 def cut_state(
-    state: Mapping[str, Any], members: Members, rows: Iterable[Row]
-) -> dict[Hashable, dict[str, Any]]:
-    """Return, by label, this rank's part of what `join_state` returned, paired by name.
+    state: Mapping[str, Any], optimizer: Optimizer, members: Members, rows: Iterable[Row]
+) -> dict[str, Any]:
+    """Return what `optimizer` on this rank can load of what `join_state` returned.
 
     Raises `ValueError` for the state of other parameters.
     """
     row_of, parameters = {p: row for row in rows for p in row.pieces}, ChainMap(*members)
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
     own: dict[Hashable, dict[str, Any]] = {}
     for label, entries in unpack(state, members).items():
         piece = piece_of(parameters[label])
@@ -120,4 +121,5 @@ def cut_state(
                 is_cut = row and key not in SCALARS and value.shape == row.shapes[piece]
                 value = (row.part_of(piece, value) if is_cut else value).clone()
             own[label][key] = value
-    return own
+    labels = [[label for label, p in g.items() if piece_of(p) in stepped] for g in members]
+    return pack(own, labels, state["param_groups"], named=False)

@@ -1,12 +1,10 @@
 """Random numbers on several ranks: the same where tensors are the same, others where they differ.
 
-Idea.   Ranks with the same activations must drop the same ones, or the activations differ from
-        there on. Ranks with different activations must not, or the noise repeats (T22). Torch has
-        one stream of random numbers per device. `seed` starts it alike on ranks that compute alike.
-        `fork_rng` steps aside into a stream of this rank's own.
+Idea.   Ranks with the same activations must drop the same ones. Ranks with different activations
+        must not, or the noise repeats (T22). `seed` starts torch's stream of random numbers alike
+        on ranks that compute alike. `fork_rng` steps aside into a stream of this rank's own.
 Math.   A stream inside `fork_rng` begins at hash(s, r), with s the next number of the stream
-        outside and r the rank. So there is no state to keep. Recomputation restores the stream
-        outside before it runs a forward again, and so it restores both.
+        outside and r the rank. Recomputation restores the stream outside, and so both.
 Where.  Each type of tensor along an axis (comm/autograd.py) has its stream:
 
           dp, cp, pp                       other data on every rank           ``seed(0, mesh.dp)``
@@ -14,12 +12,10 @@ Where.  Each type of tensor along an axis (comm/autograd.py) has its stream:
           tp, inside, V                    heads, hidden units                ``fork_rng(mesh.tp)``
           tp, ``sequence``, outside, V     residual stream, cut along tokens  ``fork_rng(mesh.tp)``
 
-Comms.  None. Costs you: some microseconds to save and restore a stream. Masks inside of borders
-        depend on the number of ranks; all others are those of one device.
+Comms.  None. Masks inside of borders depend on the number of ranks.
 Source. Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), appendix B.2, which keeps both
-        streams instead and has recomputation save them. In torch: DTensor's random ops.
-Proved by tests/parallel/test_random.py. Our Llama, like Llama itself, has no dropout: this is for
-layers of your own.
+        streams. In torch: DTensor's random ops.
+Proved by tests/parallel/test_random.py. Our Llama has no dropout: this is for layers of your own.
 """
 
 from collections.abc import Iterator

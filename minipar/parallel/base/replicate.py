@@ -34,14 +34,11 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     for those, tensors in alike.items():
         own = [f"{names[id(t)]} {tuple(t.shape)} of {t.dtype}" for t in tensors]
         every = all_gather_object(own, those)
-        other = next((r for r, theirs in enumerate(every) if theirs != every[0]), None)
-        if other is not None:
-            first, differs = next(
-                pair for pair in zip_longest(every[0], every[other]) if len({*pair}) > 1
-            )
-            raise ValueError(
-                f"ranks 0 and {other} of {those.name} have different models: {first} and {differs}"
-            )
+        for r, theirs in enumerate(every):
+            for first, other in zip_longest(every[0], theirs):
+                if first != other:
+                    who = f"ranks 0 and {r} of {those.name}"
+                    raise ValueError(f"{who} have different models: {first} and {other}")
         broadcast_all(tensors, those)
 
 

@@ -41,7 +41,7 @@ class CutSequences(Strategy):
         """
         raise NotImplementedError
 
-    # Both are functions, no methods: a copy of the model must not copy the process groups.
+    # Both return functions: a copy of the model must not copy the process groups.
     def _split(self, core: Core) -> Core:
         return lambda *args: self.attend(core, *args)
 
@@ -61,11 +61,7 @@ class CutSequences(Strategy):
         return number
 
     def finish_backward(self) -> None:
-        """Send nothing: the gradients of keys have reached their ranks during backward.
-
-        Gradients of parameters are parts of a sum over cp and dp. The data strategy adds them up,
-        over the joint axis of both.
-        """
+        """Send nothing: the data strategy sums the gradients over the joint axis of cp and dp."""
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:

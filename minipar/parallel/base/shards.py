@@ -22,7 +22,7 @@ shard is a *piece*. Three parameters of 4, 5 and 2 numbers on two ranks, S = 6::
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,21 +65,20 @@ def copies_axis(p: Tensor, axis: Axis | None) -> Axis | None:
     """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
 
     Raises `ValueError` unless each rank of `axis` has a copy of this expert, or another expert. An
-    expert's first shard axis is that of expert parallelism. `spread_outside` of its ranks share a
-    batch as ranks of tensor parallelism do, and are not of the data axis.
+    expert's first shard axis is that of expert parallelism; `spread_outside` of its ranks share a
+    batch as ranks of tensor parallelism do.
     """
     copies = getattr(p, "copies", axis)
-    if axis is None or not hasattr(p, "copies"):
-        return copies
-    spread = axes_of(p)[0]
-    sharing = spread.size // getattr(p, "spread_outside", 1) * copies.size
-    if sharing != axis.size:
-        raise ValueError(
-            f"experts are spread over {spread.name}={spread.size} with copies={copies.size}, so "
-            f"{sharing} ranks share their gradients, but data is over "
-            f"{axis.name}={axis.size}; let both be the same ranks, as expert.apply(model, mesh.ep, "
-            f'copies=mesh.dp) and then data over mesh.joint("dp", "ep")'
-        )
+    if axis is not None and hasattr(p, "copies"):
+        spread = axes_of(p)[0]
+        sharing = spread.size // getattr(p, "spread_outside", 1) * copies.size
+        if sharing != axis.size:
+            raise ValueError(
+                f"experts are spread over {spread.name}={spread.size} with copies={copies.size}, "
+                f"so {sharing} ranks share their gradients, but data is over "
+                f"{axis.name}={axis.size}; let both be the same ranks: copies=mesh.dp and data "
+                f'over mesh.joint("dp", "ep")'
+            )
     return copies
 
 
@@ -110,6 +109,30 @@ def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
 def gradient_bytes(p: Tensor) -> int:
     """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
     return p.numel() * p.grad_dtype.itemsize
+
+
+def kind_of(p: Tensor) -> tuple:
+    """Return what gradients must have in common to share a flat buffer."""
+    return p.grad_dtype, p.device, copies_axis(p, None)
+
+
+def in_groups(
+    parameters: Iterable[nn.Parameter], capacity: Callable[[int], float]
+) -> list[list[nn.Parameter]]:
+    """Pack `parameters`, in their order, by kind, group i up to ``capacity(i)`` bytes.
+
+    A parameter that is larger has a group to itself.
+    """
+    groups: list[list[nn.Parameter]] = []
+    latest: dict[tuple, tuple[list[nn.Parameter], float]] = {}  # of each kind, and the room in it
+    for p in parameters:
+        group, room = latest.get(kind_of(p), ([], 0.0))
+        if not group or gradient_bytes(p) > room:
+            group, room = [], capacity(len(groups))
+            groups.append(group)
+        group.append(p)
+        latest[kind_of(p)] = group, room - gradient_bytes(p)
+    return groups
 
 
 def check_divides(name: str, n: int, what: str, size: int) -> None:
@@ -148,33 +171,22 @@ class Row:
     ) -> None:
         self.layout, self.axis, self.shard = layout, axis, shard
         self.device = shard.device  # which computes and sends, wherever the shard goes
-        self.shapes: dict[nn.Parameter, torch.Size] = {}  # of the whole, by piece
+        self.pieces: list[nn.Parameter] = []
         for p, span in zip(parameters, layout.spans, strict=True):
             data = shard[span].view(-1, *(1 for _ in p.shape[1:]))
             piece = nn.Parameter(data, p.requires_grad)
             vars(piece).update(vars(p))
             mark(piece, axis, of=p)
-            self.shapes[piece] = p.shape
-        self.pieces = list(self.shapes)
+            self.pieces.append(piece)
+        self.shapes = dict(zip(self.pieces, (p.shape for p in parameters), strict=True))  # whole
+        self.spans = dict(zip(self.pieces, layout.spans, strict=True))
         self.cuts = dict(zip(self.pieces, layout.cuts, strict=True))
 
     def move(self, shard: Tensor) -> None:
         """Make the pieces views of `shard` [S], which may lie on another device."""
         self.shard = shard
-        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
+        for piece, span in self.spans.items():
             piece.data = shard[span].view_as(piece)
-
-    def check_place(self) -> None:
-        """Raise `RuntimeError` for a piece that has other memory than the shard."""
-        first, width = self.shard.data_ptr(), self.shard.element_size()
-        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
-            if piece.numel() and piece.data_ptr() != first + span.start * width:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(self.shapes[piece])} has got new memory since "
-                    f"its strategy was applied, as by p.data = ..., vector_to_parameters or "
-                    f"model.to(): write into it, as by p.data.copy_(...), or move and cast the "
-                    f"model before"
-                )
 
     def split(self, row: Tensor) -> list[Tensor]:
         """Return views of a whole row [n S], one in the shape of each parameter."""
@@ -182,7 +194,15 @@ class Row:
         return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=False)]
 
     def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return the part of `whole`, shaped as the parameter, that belongs to `piece`."""
+        """Return the part of `whole` that belongs to `piece`.
+
+        Raises `ValueError` unless `whole` has the shape of the parameter.
+        """
+        if whole.shape != self.shapes[piece]:
+            raise ValueError(
+                f"a tensor of shape {tuple(whole.shape)} is not for a parameter of shape "
+                f"{tuple(self.shapes[piece])}: is the state that of another model?"
+            )
         return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
 
     @torch.no_grad()
@@ -191,15 +211,13 @@ class Row:
     ) -> dict[nn.Parameter, Tensor]:
         """Gather whole tensors from the parts that all ranks have for each piece; a collective.
 
-        For weights, gradients, moments: tensors in the shape of the piece. Zeros where `own` has
-        none.
+        For weights, gradients, moments: tensors in the shape of the piece.
         """
         shard = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
-        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
-            if piece in own:
-                shard[span] = own[piece].flatten()
-        whole = self.split(all_gather(shard, self.axis))
-        return {piece: t.clone() for piece, t in zip(self.pieces, whole, strict=True)}
+        for piece, part in own.items():
+            shard[self.spans[piece]] = part.flatten()
+        whole = dict(zip(self.pieces, self.split(all_gather(shard, self.axis)), strict=True))
+        return {piece: whole[piece].clone() for piece in own}
 
 
 # ---------------------------------------------------------------------- places in a whole tensor
@@ -258,17 +276,15 @@ def boxes_of(
     """
     if not shape:
         return [((), ())][start:stop]
-    row, found = math.prod(shape[1:]), []
+    units, found = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))], []
     while start < stop:
-        i, at = divmod(start, row)
-        rows = 0 if at else (stop - start) // row
-        end = min(stop, start + rows * row if rows else (i + 1) * row)
-        if rows:
-            found.append(((i, *(0 for _ in shape[1:])), (rows, *shape[1:])))
-        else:
-            inner = boxes_of(shape[1:], at, at + end - start)
-            found += [((i, *offset), (1, *size)) for offset, size in inner]
-        start = end
+        # The first dim of which a whole unit begins here. A box has some of them, side by side.
+        whole = (d for d, unit in enumerate(units) if not start % unit and start + unit <= stop)
+        dim = next(whole)
+        offset = tuple(start // unit % size for unit, size in zip(units, shape, strict=True))
+        count = min((stop - start) // units[dim], shape[dim] - offset[dim])
+        found.append((offset, (*(1 for _ in range(dim)), count, *shape[dim + 1 :])))
+        start += count * units[dim]
     return found
 
 

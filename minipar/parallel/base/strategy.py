@@ -15,7 +15,7 @@ torch; no function of torch is replaced.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,11 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.comm.values import to_device
+from minipar.comm.values import look, to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
-from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled, pack
+from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.shards import Row, axes_of, full_shape, in_order, piece_of
 
 
@@ -48,8 +48,7 @@ class Strategy:
         self.device = device_of(model)  # which computes, wherever parameters go from here
         self.synchronises = True  # false under `no_sync`
         self.is_finished = True  # false from a backward on, until `finish_backward`
-        self.watched: Set[nn.Parameter] = frozenset()
-        self.frozen: Set[nn.Parameter] = frozenset()
+        self.frozen = [p for p in model.parameters() if not p.requires_grad]
 
     # ------------------------------------------------------------------ one step
     def finish_backward(self) -> None:
@@ -73,9 +72,8 @@ class Strategy:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The norm is that of the whole model, as torch's function of this name has it on one device.
-        A collective. Raises `RuntimeError` before `finish_backward`, `ValueError` for a `max_norm`
-        that is not positive.
+        The norm is that of the whole model, as torch has it on one device. A collective. Raises
+        `RuntimeError` before `finish_backward`, `ValueError` unless `max_norm` is positive.
         """
         self.check_finished("clip_grad_norm_()")
         parameters = list(self.with_gradients())
@@ -85,20 +83,27 @@ class Strategy:
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Call ``scaler.unscale_(optimizer)``, and tell all ranks of an overflow in one shard.
 
-        Call it before ``scaler.step``: either all ranks skip the step then, or none. A collective.
-        Where gradients are whole, torch's own `unscale_` is enough.
+        A collective. ``scaler.step`` then skips the step on all ranks, or on none.
         """
         self.check_finished("unscale_()")
         scaler.unscale_(optimizer)
         found = scaler._found_inf_per_device(optimizer)
         found.setdefault(self.device, torch.zeros((), device=self.device))
-        for axis in in_order([axis for p in self.with_gradients() for axis in axes_of(p)]):
+        parameters = list(self.with_gradients())
+        for axis in in_order([axis for p in parameters for axis in axes_of(p)]):
             for flag in found.values():
                 all_reduce(flag, axis, "max", out=flag)
-        for p in self.with_gradients():
+        for p in parameters:
             if p.grad is not None:
                 p.grad.unscaled = True
         self.note_reduced()
+
+    def note_reduced(self) -> None:
+        """Remember the gradients of shards as they are now; the step refuses later changes.
+
+        Call it after a change of your own that looks at each number alone, as ``p.grad *= 2``.
+        """
+        note_reduced(self.with_gradients())
 
     def release(self) -> None:
         """Free memory that only computing needs, such as gathered weights, before another stage."""
@@ -107,36 +112,54 @@ class Strategy:
         """Cut this rank's tokens out of a microbatch of whole sequences."""
         return microbatch
 
-    # ------------------------------------------------------------------ checks
+    # ------------------------------------------------------------------ for strategies with hooks
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse a step of `parameters` (or shards) between backward and `finish_backward`."""
-        self.watched = frozenset(parameters)
-        self.frozen = frozenset(p for p in self.model.parameters() if not p.requires_grad)
-        _watching.add(self)
+        """Refuse a step of `parameters` (or shards) between backward and `finish_backward`.
+
+        The strategy lives as long as its parameters, which hold it.
+        """
+        for p in parameters:
+            vars(p).setdefault("watched_by", Local()).append(self)
 
     def hook_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make autograd call ``self._on_gradient(p)`` whenever it has added to ``p.grad``.
 
         Torch keeps hooks where Python's garbage collector does not look, so the hook itself must
-        not hold the strategy. The parameter does: the strategy lives as long as its parameters.
+        not hold the strategy.
         """
         method = weakref.WeakMethod(self._on_gradient)
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: method()(p))
-            vars(p).setdefault("hooked_by", Local()).append(self)
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Note that a backward has begun, which `finish_backward` must end."""
         check_not_summed(p)
         self.is_finished = False
 
+    def tell_used(self, used: list[bool], replicas: Axis | None = None) -> Callable[[], list[bool]]:
+        """Start to tell all ranks, in a byte for each parameter, which of them this rank used.
+
+        The result waits, and returns which of them any rank used. It looks at the bytes only if
+        this rank has unused ones, as a look waits for the GPU. On "meta" all ranks are alike.
+        """
+        told = flags(used, self.device)
+        if replicas is not None:
+            all_reduce(told, replicas, "max", out=told)
+        pending = all_reduce(told, self.axis, "max", out=told, async_op=True)
+
+        def used_by_any() -> list[bool]:
+            told = pending.wait()
+            return used if all(used) else look(told, on_meta=used)
+
+        return used_by_any
+
     def check_finished(self, what: str) -> None:
         """Raise `RuntimeError` if `what` comes between a backward and its `finish_backward`."""
         if not self.is_finished:
             raise RuntimeError(
-                f"{what} came before finish_backward(): the gradients here are those of this rank, "
-                f"not of the batch. Call finish_backward() of the {type(self).__name__} strategy "
-                f"along {self.axis.name} once per step, after the last backward, on all ranks"
+                f"{what} came before finish_backward(), so gradients are those of this rank, not "
+                f"of the batch. Call finish_backward() of {type(self).__name__} along "
+                f"{self.axis.name} once per step, after the last backward, on all ranks"
             )
 
     def check_step(self) -> None:
@@ -148,77 +171,74 @@ class Strategy:
                 f"{self.axis.name}, and no rank shares its gradient. Unfreeze first, then apply"
             )
 
-    def note_reduced(self) -> None:
-        """Remember the gradients of shards as they are now; the step refuses later changes.
-
-        `clip_grad_norm_` and `unscale_` renew this. After a change of your own that looks at each
-        number alone, such as ``p.grad *= 2``, call it yourself.
-        """
-        note_reduced(self.with_gradients())
-
-    def replaced(self, old: Iterable[nn.Parameter], why: str | None = None) -> None:
-        """Refuse optimizers that step `old`: the model has other parameters in their place."""
-        name = type(self).__module__.rpartition(".")[2]
+    def replaced(
+        self, old: Iterable[nn.Parameter], remedy: str = "make the optimizer after fsdp.apply"
+    ) -> None:
+        """Refuse optimizers that step `old`: other parameters are stepped in their place."""
         for p in old:
-            p.stepped_elsewhere = why or f"make the optimizer after {name}.apply"
+            p.stepped_elsewhere = remedy
 
     # ------------------------------------------------------------------ whole tensors, out and in
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
-        Tied weights stay one tensor. Buffers, such as the averages of BatchNorm, are this rank's
-        own. A collective wherever the strategy shards: all ranks call it.
+        Masters come in the place of weights that were rounded. Tied weights stay one tensor.
+        Buffers are this rank's own. A collective: all ranks call it.
         """
-        state, masters = self.model.state_dict(keep_vars=True), self.full_masters()
-        return copied(state, lambda t: masters[t] if t in masters else t.detach().clone())
+        state = self.model.state_dict(keep_vars=True)
+        masters = {p: master_of(p) for p in self.model.parameters() if hasattr(p, "master")}
+        whole = self._join(lambda piece: piece.data)
 
-    def full_masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return whole copies of all master weights, see masters.py."""
-        return {p: master_of(p).clone() for p in self.model.parameters() if hasattr(p, "master")}
+        def copy(t: Tensor) -> Tensor:
+            own = piece_of(t)
+            return whole[own] if own in whole else masters.get(t, t).detach().clone()
+
+        return copied(state, copy)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
-        whole: dict[nn.Parameter, Tensor | None] = {}
-        for row in self.rows:
-            own = {p: p.grad for p in row.pieces if p.grad is not None}
-            joined = row.join(own, row.shard.dtype)
-            whole |= {p: joined[p] if p in own else None for p in row.pieces}
-        found = {}
+        whole = self._join(lambda piece: piece.grad)
+        found: dict[str, Tensor | None] = {}
         for name, p in self.model.named_parameters():
-            own = None if p.grad is None else p.grad.detach().clone()
-            found[name] = whole.get(piece_of(p), own)
+            own = piece_of(p).grad
+            found[name] = whole.get(piece_of(p), None if own is None else own.detach().clone())
         return found
 
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
-        self.model.load_state_dict(state)
-        with torch.no_grad():
-            self.load_masters({p: state[name] for name, p in self.model.named_parameters()})
+    def _join(self, part: Callable[[nn.Parameter], Tensor | None]) -> dict[nn.Parameter, Tensor]:
+        """Gather a whole tensor for each piece from the `part` of each rank, unless it is None."""
+        whole: dict[nn.Parameter, Tensor] = {}
+        for row in self.rows:
+            parts = {piece: t for piece in row.pieces if (t := part(piece)) is not None}
+            whole |= row.join(parts, row.shard.dtype)
+        return whole
 
-    def load_masters(self, whole: Mapping[nn.Parameter, Tensor]) -> None:
-        """Give each parameter's master, if it has one, its part of `whole`."""
-        for p, values in whole.items():
-            if hasattr(p, "master"):
-                p.master.copy_(values)
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
+        row_of = {piece: row for row in self.rows for piece in row.pieces}
+        own = self.model.state_dict(keep_vars=True)
+        self.model.load_state_dict(
+            {
+                name: row_of[own[name]].part_of(own[name], t) if own.get(name) in row_of else t
+                for name, t in state.items()
+            }
+        )
+        for name, p in self.model.named_parameters():
+            piece = piece_of(p)
+            if piece is not p:  # the slice of a master, perhaps
+                piece.copy_(row_of[piece].part_of(piece, state[name]))
+            elif hasattr(p, "master"):
+                p.master.copy_(state[name])
 
     def members(self, optimizer: Optimizer) -> Members:
-        """Return the parameters that `optimizer` steps, by group, each by its name in the model.
-
-        Raises `RuntimeError` where these are shards that only `compose.apply` puts together.
-        """
-        if self.shard_axes and not self.rows:
-            raise RuntimeError(
-                f"{type(self).__name__} has shards along {self.shard_axes[0].name}, and does not "
-                f"join the state of their optimizer; let compose.apply put strategies together"
-            )
+        """Return the parameters that `optimizer` steps, by group, each by its name in the model."""
         names = {p: name for name, p in self.model.named_parameters()}
         return labelled([group["params"] for group in optimizer.param_groups], names)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
 
-        "param_names" of each group name its parameters, so it fits any number of ranks, and an
-        optimizer of a serial model.
+        It fits any number of ranks, and an optimizer of the serial model.
         """
         return join_state(optimizer, self.members(optimizer), self.rows)
 
@@ -228,8 +248,7 @@ class Strategy:
         Raises `ValueError` for the state of other parameters.
         """
         members = self.members(optimizer)
-        own = cut_state(state, members, self.rows)
-        optimizer.load_state_dict(pack(own, members, state["param_groups"], named=False))
+        optimizer.load_state_dict(cut_state(state, optimizer, members, self.rows))
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
@@ -254,14 +273,14 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ValueError(
-                f"{path or type(module).__name__} has sparse=True, and only dense gradients can be "
-                f"shared here; make it with sparse=False"
+                f"{path or type(module).__name__} has sparse=True, and gradients that ranks share "
+                f"are dense; make it with sparse=False"
             )
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
-                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: its forward "
-                f"writes into the rows that it looks up, and ranks look up others; make it with "
-                f"max_norm=None, and scale its weights after the step"
+                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: each rank's "
+                f"forward would write into other rows; make it with max_norm=None, and scale "
+                f"weights after the step"
             )
     for p in model.parameters():
         p.claimed_by = Local([f"{name} along {axis.name}"])
@@ -277,9 +296,8 @@ def refuse_state(model: nn.Module) -> None:
                 "strategy on all ranks for whole weights, load_full_state_dict() to load them"
             )
 
-    for module in model.modules():
-        if any(axes_of(p) for p in module.parameters(recurse=False)):
-            module.register_state_dict_pre_hook(refuse)
+    if any(axes_of(p) for p in model.parameters()):
+        model.register_state_dict_pre_hook(refuse)
 
 
 # ---------------------------------------------------------------------- when gradients arrive
@@ -302,8 +320,6 @@ def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
 
 
 # ---------------------------------------------------------------------- when an optimizer steps
-_watching: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
-
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
     optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop,
@@ -334,11 +350,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Check the contract before each step of any optimizer."""
     parameters = stepped_by(optimizer)
     for p in parameters:
-        if why := getattr(p, "stepped_elsewhere", None):
-            raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
-    for strategy in list(_watching):
-        if not strategy.watched.isdisjoint(parameters):
-            strategy.check_step()
+        if remedy := getattr(p, "stepped_elsewhere", None):
+            raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {remedy}")
+    for strategy in {strategy for p in parameters for strategy in getattr(p, "watched_by", ())}:
+        strategy.check_step()
     shards = [p for p in parameters if axes_of(p)]
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)
@@ -369,12 +384,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return `state` with a copy of each tensor; a tensor with two names is copied once.
-
-    Entries that are no tensors stay as they are: those of modules with `get_extra_state`.
-    """
-    copies = {t: copy(t) for t in state.values() if isinstance(t, Tensor)}
-    return {name: copies[t] if isinstance(t, Tensor) else t for name, t in state.items()}
+    """Return `state` with a copy of each tensor; a tensor with two names is copied once."""
+    copies = {t: copy(t) for t in state.values()}
+    return {name: copies[t] for name, t in state.items()}
 
 
 def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
@@ -383,10 +395,9 @@ def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
 
 
 def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:
-    """Make routers that count the tokens of their own rank count the tokens of all ranks of `axes`.
+    """Make routers count the tokens of all ranks of `axes`, in the place of their own rank's.
 
-    With `anew`, also routers that count for several ranks already. A collective where routers
-    balance over a batch: it makes process groups.
+    With `anew`, also routers that count for several ranks already. A collective.
     """
     own = [router for _, router in routers(model) if anew or router.sum_counts is alone]
     if any(router.config.balance == "batch" for router in own):

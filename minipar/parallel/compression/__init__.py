@@ -1,8 +1,8 @@
 """Compression: send less than the gradients, and remember what was left out.
 
 Idea.   A gradient is noisy: 8 bits, one bit, one entry in a hundred or a matrix of rank 4 will do,
-        if what a step leaves out (the *residue*) is added to the gradient of the next one. Nothing
-        is lost then, it only comes later: *error feedback*.
+        if the part that a step leaves out (the *residue*) is added to the gradient of the next
+        step. Then nothing is lost; it only comes later: *error feedback*.
 Math.   On rank r, with gradient g_r and residue e_r: v_r = w g_r + e_r (w = 1/n to average, else
         1), of which s_r is sent; e_r <- v_r - s_r; every rank gets g = sum_r s_r. Invariant:
         g + sum_r e_r after the step = sum_r (w g_r + e_r before it), whatever the compressor.
@@ -18,16 +18,15 @@ Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fracti
         with one scale of 4 bytes per block of b numbers.
 Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks differ in scale.
         So a codec either gathers all vectors (n-1 of them arrive), or each rank gets one chunk
-        from every rank, decompresses, adds in float32, compresses the sum and hands that out: 2
-        (n-1)/n vectors, one rounding more. On two ranks that is no fewer bytes, so they gather.
-        What random-k and PowerSGD send is linear in the gradient: an all-reduce adds it up.
+        from every rank, decompresses, adds in float32, compresses the sum and sends the sum to
+        all: 2 (n-1)/n vectors, one rounding more. On two ranks both cost the same; they gather.
+        Random-k and PowerSGD send numbers that are linear in the gradient: an all-reduce adds them.
 Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
-Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. Gradients have
-        to mean the same from step to step (unscale them *before* if a loss scale may change). What
-        was kept back for a parameter that no rank uses in the step is lost. A checkpoint holds the
-        residues of all ranks (`Compressed.state_dict`), n times the size of the model.
-Limits. A thread launches these calls, so ranks differ in their order among calls on other groups.
-        Gloo does not mind; NCCL wants one order, so there use it over dp alone (never tried).
+Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. A loss scale
+        must not change from step to step. If no rank uses a parameter in a step, its residue is
+        lost. A checkpoint holds the residues of all ranks (`Compressed.state_dict`), n times the
+        size of the model. Use it over dp alone: a thread launches the calls, so their order among
+        calls on other groups differs from rank to rank, and NCCL wants one order.
 Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
         QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
         fp8: 2209.05433. PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.

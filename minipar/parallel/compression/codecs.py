@@ -1,6 +1,6 @@
 """Ways to add up vectors over all ranks with fewer bytes.
 
-A codec turns a vector into bytes, which are gathered, since a link cannot add codes. `RandomK` and
+A codec turns a vector into bytes, which ranks gather, since a link cannot add codes. `RandomK` and
 `PowerSGD` send numbers that are linear in the vector, which a link can add.
 """
 
@@ -21,11 +21,11 @@ class Compressor:
     """A way to add up vectors over all ranks. Keeps state: every strategy needs one of its own."""
 
     feedback = True
-    """True if residues are kept unless the user says otherwise: where the error has a bias."""
+    """True if the error has a bias, so that residues are kept by default."""
     generator: torch.Generator | None = None
     """Random numbers, from the first call on."""
     starts: dict[nn.Parameter, Tensor] | None = None
-    """Warm starts by parameter, if the compressor has any."""
+    """Warm starts by parameter, if the compressor has any: PowerSGD's Q of the last step."""
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
@@ -103,8 +103,8 @@ class Half(Codec):
 class _Scaled(Codec):
     """Numbers as small codes, times a scale for each block of `block` (None: one for all).
 
-    A small block keeps an outlier from silencing many others, at 4 bytes per scale. The largest
-    number of a block becomes the `largest` of the `code`.
+    The largest number of a block becomes the `largest` of the `code`. In a small block an outlier
+    rounds few others to zero, at 4 bytes per scale.
     """
 
     block: int | None = 256
@@ -118,7 +118,7 @@ class _Scaled(Codec):
         return blocks.abs().amax(-1, keepdim=True) / self.largest
 
     def encode(self, ratios: Tensor) -> Tensor:
-        """Return numbers of the order of their scale, [C, N], as codes of one byte."""
+        """Return numbers divided by their scale, [C, N], as codes of one byte."""
         return ratios.clamp(-self.largest, self.largest).to(self.code)
 
     def decode(self, codes: Tensor, length: int) -> Tensor:
@@ -281,13 +281,13 @@ class PowerSGD(Compressor):
             grads[parameter].zero_()
 
         ps = _add_all([m @ self._start(p, m) for p, m in matrices.items()], axis)
-        # By Householder's method: Gram-Schmidt, as in the paper, fails where columns depend on each
-        # other, as those of a gradient of lower rank do.
+        # Householder's method. The paper's Gram-Schmidt fails if columns depend on each other, as
+        # those of a gradient of lower rank do.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = _add_all([m.mT @ p for m, p in zip(matrices.values(), ps, strict=True)], axis)
         for (parameter, matrix), p, q in zip(matrices.items(), ps, qs, strict=True):
             sent = torch.matmul(p, q.mT, out=sums[parameter].view_as(matrix))
-            matrix -= sent / axis.size  # every rank keeps its distance to the mean of what was sent
+            matrix -= sent / axis.size  # a rank's residue is its distance to the mean that was sent
             self.starts[parameter] = q
         return total
 
@@ -300,7 +300,7 @@ class PowerSGD(Compressor):
         q = self.starts.get(parameter)
         if q is None or q.shape != shape:
             return fresh
-        # A step of zeros or of nan must not be remembered for ever.
+        # Zeros or nan in one step must not stay for ever.
         return torch.where(q.isfinite().all() & q.any(), q, fresh)
 
 
@@ -321,7 +321,7 @@ def check(is_good: bool, name: str, value: Any, rule: str) -> None:
 
 
 def make_generator(device: torch.device, seed: int) -> torch.Generator | None:
-    """Return random numbers that leave the caller's alone; None on "meta", which has none."""
+    """Return a generator apart from torch's global one; None on "meta", which has none."""
     return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
 

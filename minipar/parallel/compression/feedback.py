@@ -1,4 +1,4 @@
-"""Error feedback, plugged into ddp: what a step leaves out is added to the next gradient."""
+"""Error feedback, plugged into ddp: the part that a step leaves out joins the next gradient."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ from minipar.parallel.compression.codecs import (
 
 
 class Bucket(Protocol):
-    """The part of a bucket of `ddp` that is needed here."""
+    """The facts about a bucket of `ddp` that a compressor reads."""
 
     parameters: list[nn.Parameter]
     flat: Tensor  # [N]: gradients, one parameter after the other
@@ -38,11 +38,11 @@ class Compressed:
 
     Args:
         compressor: one of its own for each strategy.
-        error_feedback: keep residues; by default where `compressor` has a bias.
-        warmup_steps: so many steps are reduced exactly first, while gradients still change fast.
+        error_feedback: keep residues; by default, if `compressor` has a bias.
+        warmup_steps: number of first steps that are reduced exactly, while gradients change fast.
 
-    Works in a thread, one bucket after the other in the order of the calls, so that backward goes
-    on: between its start and `finish_backward`, nothing else may use the axis.
+    A thread works on one bucket after the other, in the order of the calls, while backward goes on.
+    From the first bucket to `finish_backward`, nothing else may use the axis.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Compressed:
         if step < self.warmup_steps or axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
         work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
-        if bucket.flat.is_meta:  # a trace has no time: when the thread calls must not be by chance
+        if bucket.flat.is_meta:  # a trace records calls in a fixed order: no thread
             with beside() as numbers:
                 Background(work, [], bucket.flat.device, "compression").wait()
             return Pending(None, bucket.flat, lambda flat: waited(numbers) or flat)
@@ -73,8 +73,6 @@ class Compressed:
     @torch.no_grad()
     def _reduce(self, bucket: Bucket, axis: Axis, weight: float) -> None:
         flat, parameters = bucket.flat, bucket.parameters
-        if not flat.numel():  # parameters without elements
-            return
         vector = weight * flat.to(torch.promote_types(flat.dtype, torch.float32))
         pieces = vector.split([p.numel() for p in parameters])
         if self.feedback:
@@ -82,12 +80,12 @@ class Compressed:
                 piece += self._residues.get(p, 0)
         flat.copy_(self.compressor.reduce(vector, axis, parameters))
         if self.feedback:
-            # An overflow spoils one step, which the trainer skips or reports, not all that follow.
+            # An overflow spoils this step, which the trainer skips or reports, and no later one.
             vector.nan_to_num_(nan=0, posinf=0, neginf=0)
             self._residues.update(zip(parameters, pieces, strict=True))
 
     def residue(self, parameter: nn.Parameter) -> Tensor:
-        """Return what this rank has kept back of the gradient of `parameter`, in its shape."""
+        """Return the residue that this rank keeps of a gradient, in the shape of `parameter`."""
         kept = self._residues.get(parameter)
         return torch.zeros_like(parameter) if kept is None else laid_out_as(parameter, kept)
 
@@ -103,9 +101,9 @@ class Compressed:
         }
 
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Go on from what `state_dict` returned on this rank, of as many ranks.
+        """Go on from what `state_dict` returned on this rank, with as many ranks.
 
-        Another compressor may take over: it owes what the first one kept back, if it has residues.
+        Another compressor may go on: with feedback it takes over the residues of the first one.
         """
         parameters = dict(model.named_parameters())
 

@@ -57,8 +57,8 @@ class Action:
 class Schedule:
     """The actions of every rank in one step, in order.
 
-    `rank_of[stage]` is where a stage lives. With `copies` = 2 (DualPipe) the model is held twice:
-    stage S + s holds the same layers as stage s, microbatch i goes through copy i % 2, and the
+    `rank_of[stage]` is the rank of a stage. With `copies` = 2 (DualPipe) the model exists twice:
+    stage S + s has the same layers as stage s, microbatch i goes through copy i % 2, and the
     runtime sums the gradients of both. `max_live[rank]` promises how many microbatches the stages
     of a rank hold at most; empty if nothing is promised.
     """
@@ -72,12 +72,11 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """p."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """S: how many pieces the model is cut into (copies do not count)."""
+        """S, the number of parts of the model; copies do not count."""
         return len(self.rank_of) // self.copies
 
     @property
@@ -85,28 +84,33 @@ class Schedule:
         """True if the lists hold messages as well."""
         return any(not action.computes for row in self.actions for action in row)
 
+    @property
+    def splits_backward(self) -> bool:
+        """True if some backward is I and W."""
+        return any(action.kind == "W" for row in self.actions for action in row)
+
     def stages_on(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
+        """Return the stages of a rank, ascending."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
     def part(self, stage: int) -> int:
-        """Which piece of the model a stage holds: 0 has the embedding, S - 1 the head."""
+        """Return the part of the model in a stage: 0 has the embedding, S - 1 the head."""
         return stage % self.num_stages
 
     def path(self, microbatch: int) -> range:
-        """The stages that a microbatch goes through, in order."""
+        """Return the stages that a microbatch goes through, in order."""
         first = microbatch % self.copies * self.num_stages
         return range(first, first + self.num_stages)
 
     def takes(self, action: Action) -> Action | None:
-        """The message that brings what an action needs; None for W and at the ends of the model.
+        """Return the message that an action needs; None for W and at the ends of the model.
 
         `2F0` needs `2RF0`, the output of stage 1; `2B0` needs `2RB0`, the gradient from stage 3.
         """
         return self._message("R", action)
 
     def makes(self, action: Action) -> Action | None:
-        """The message that carries the result of an action on; None where no stage needs it."""
+        """Return the message that sends the result of an action; None if no stage needs it."""
         return self._message("S", action)
 
     def _message(self, way: str, action: Action) -> Action | None:
@@ -117,7 +121,7 @@ class Schedule:
         return Action(action.stage, way + ("F" if is_forward else "B"), action.microbatch)
 
     def peer(self, message: Action) -> int:
-        """The rank at the other end of a message."""
+        """Return the rank at the other end of a message."""
         return self.rank_of[message.twin.stage]
 
     def travels(self, message: Action | None) -> bool:
@@ -131,19 +135,19 @@ class Schedule:
         return {(rank, self.peer(a)) for rank, row in rows for a in row if not a.computes}
 
     def last_gradient(self, stage: int) -> Action | None:
-        """The B or W after which the gradients of a stage are complete; None if it has none.
+        """Return the B or W that completes the gradients of a stage; None if there is none.
 
-        Data parallelism synchronises the stage right after it, and never before.
+        Data parallelism synchronises the stage right after this action, and never before.
         """
         row = self.actions[self.rank_of[stage]]
         return next((a for a in reversed(row) if a.stage == stage and a.kind in "BW"), None)
 
     def without_messages(self) -> "Schedule":
-        """The same schedule with computing actions only."""
+        """Return the same schedule with computing actions only."""
         return replace(self, actions=tuple(tuple(a for a in r if a.computes) for r in self.actions))
 
     def as_text(self) -> str:
-        """Print a line that says what it is, then a line per rank; `parse` reads it back."""
+        """Return a head line and a line per rank; `parse` reads them back."""
         head = f"{self.name}: microbatches {self.num_microbatches}"
         head += f"; stages on ranks {_words(self.rank_of)}"
         if self.copies > 1:
@@ -166,8 +170,8 @@ class Schedule:
         )
         if match is None:
             raise ValueError(
-                f"{head!r} does not say what the schedule is; write, for two ranks and four "
-                "microbatches, 'mine: microbatches 4; stages on ranks 0 1'"
+                f"{head!r} does not say what the schedule is; write, for example, "
+                "'mine: microbatches 4; stages on ranks 0 1'"
             )
         name, m, rank_of, copies, max_live = match.groups(default="")
         rows = []
@@ -182,7 +186,7 @@ class Schedule:
 
 
 def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action, ...]]:
-    """Cut a row into what its rank does at a time: one action, or, if `paired`, two side by side.
+    """Cut a row into single actions and, if `paired`, pairs that run side by side.
 
     A pair is an F and the B right after it, of another stage.
     """

@@ -1,4 +1,4 @@
-"""How the result of one stage reaches the next: messages of one pass, posted ahead of need."""
+"""Messages that bring the result of one stage to the next, posted ahead of need."""
 
 from collections import deque
 from collections.abc import Callable
@@ -16,11 +16,11 @@ IN_FLIGHT = 8  # sends of a rank that were not waited for yet
 
 
 class Mail:
-    """Carries tensors from stage to stage in one pass: over the axis, or by hand within a rank.
+    """Carries tensors from stage to stage in one pass: over the axis, or directly within a rank.
 
-    Receives are posted in the order of the list, which is the order in which peers send, and some
-    of them ahead of their turn: a message that departs finds its buffer ready. `buffer` makes one
-    for a microbatch.
+    Receives are posted in the order of the list, which is the order in which peers send. Some are
+    posted ahead of their turn, so a message that departs finds its buffer ready. `buffer` makes the
+    buffer of a microbatch.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Mail:
         self._posted: dict[Action, Pending] = {}
         self._sent: deque[Pending] = deque()
         self._here: dict[Action, Tensor] = {}  # handed over within this rank, or ready to be sent
-        # NCCL runs the messages of two ranks one after the other, so none may overtake; and as
-        # NCCL is asynchronous to this list, the turn of a receive is early enough.
+        # NCCL runs the messages of two ranks one after the other, and asynchronously to this list:
+        # there a receive is early enough at its turn.
         for _ in range(AHEAD if device.type == "cpu" else 0):
             self.receive()
 
     def receive(self, _: Action | None = None) -> None:
-        """RF, RB: post the next receive of the list; it is `AHEAD` of the one whose turn it is."""
+        """RF, RB: post the next receive of the list, on CPUs `AHEAD` of its turn."""
         if self._to_post:
             message = self._to_post.popleft()
             buffer, peer = self.buffer(message.microbatch), self.schedule.peer(message)
@@ -77,7 +77,7 @@ class Mail:
 
 
 def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The forwards of any number of microbatches through the first copy of the stages, in waves."""
+    """Return a schedule of forwards alone, of any number of microbatches, in waves."""
     path = range(schedule.num_stages)
     rank_of = schedule.rank_of[: schedule.num_stages]
     waves = sorted((i + stage, stage, i) for i in range(num_microbatches) for stage in path)

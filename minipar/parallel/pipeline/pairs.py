@@ -1,8 +1,8 @@
-"""Forward of one microbatch beside backward of another: one computes while the other's rows travel.
+"""Forward of one microbatch beside backward of another: each computes while the other waits.
 
-Idea.   Two threads and one baton. A thread that would wait for an all-to-all hands the baton over,
-        and waits when the baton comes back. So exactly one of the two computes at any moment, and
-        the rows of one travel while the other computes. With experts in every layer:
+Idea.   Two threads take turns. A thread that must wait for an all-to-all lets the other thread run,
+        and waits when its turn comes back. So one of the two computes at any moment while the rows
+        of the other travel. With experts in every layer:
 
             backward   combine' ------ experts' dispatch' ---- attention' combine' ------ ...
             forward             attention dispatch ---- experts combine ------- attention ...
@@ -12,12 +12,12 @@ Idea.   Two threads and one baton. A thread that would wait for an all-to-all ha
 Order.  The turn changes at every wait for an all-to-all, never by who is ready first. Ranks of a
         group play the same row of the schedule, so all of them launch in the same order, as NCCL
         demands. Other collectives are waited for at once.
-Threads. Forward stays in the thread of the caller. Backward gets a thread of its own, in which
-        autograd finds the same device and dispatch modes. Each has its own open spans of the
-        recorder. Random numbers are drawn from one stream in turns: dropout is not reproducible.
-GPU.    There a wait is one of the stream, and the host goes on; the baton decides in which order
-        the two launch their kernels. Counts of rows, read by the host once per layer, still make
-        the host wait for all that is queued. Measured on CPUs and emulated devices only.
+Threads. Forward stays in the thread of the caller. Backward gets a thread of its own, with the same
+        device and dispatch modes. Each has its own open spans of the recorder. Random numbers are
+        drawn from one stream in turns: dropout is not reproducible.
+GPU.    There a wait is one of the stream, and the host goes on; turns decide in which order the two
+        launch their kernels. The host reads counts of rows once per layer, and then waits for all
+        that is queued. Measured on CPUs and emulated devices only.
 Errors. An error in one of the two reaches the caller; the other ends at its next turn.
 Source. DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.1, figure 4. In torch: none.
 Proved by tests/parallel/test_pairs.py, and with experts and without by tests/law.
@@ -39,7 +39,7 @@ FORWARD, BACKWARD = 0, 1
 
 
 def side_by_side(forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
-    """Run both, each while the other's all-to-alls travel, and return their results.
+    """Run both functions in turns, each while rows of the other travel; return both results.
 
     Neither may need a result of the other. Raises the error of either of them.
     """
@@ -60,7 +60,7 @@ class _Pair(calls.Tap):
 
     def __init__(self) -> None:
         self.caller = threading.get_ident()
-        self.batons = [threading.Semaphore(0) for _ in range(2)]
+        self.turns = [threading.Semaphore(0) for _ in range(2)]
         self.travelling: set[int] = set()  # all-to-alls that were not waited for yet
         self.is_over, self.results = [False, False], [None, None]
         self.error: BaseException | None = None
@@ -75,28 +75,28 @@ class _Pair(calls.Tap):
     def wait(self, call: calls.Call) -> None:
         if call.number in self.travelling:
             self.travelling.discard(call.number)
-            self.hand_over()
+            self.let_other_run()
             if self.error is not None:
                 raise _Ended
 
-    # ------------------------------------------------------------------ whose turn it is
-    def hand_over(self) -> None:
-        """Hand over: the other thread runs until it waits or ends."""
+    # ------------------------------------------------------------------ turns
+    def let_other_run(self) -> None:
+        """Let the other thread run until it waits or ends."""
         me = FORWARD if threading.get_ident() == self.caller else BACKWARD
         if not self.is_over[1 - me]:
             with self.recorder.blocked() if self.recorder else nullcontext():
-                self.batons[1 - me].release()
+                self.turns[1 - me].release()
                 self.take_turn(me)
 
     def take_turn(self, me: int) -> None:
-        """Wait for the baton; from then on the recorder notes the spans of this thread."""
-        self.batons[me].acquire()
+        """Wait for the turn; from then on the recorder notes the spans of this thread."""
+        self.turns[me].acquire()
         if self.recorder:
             self.recorder.go_on(self.open_spans[me])
 
     # ------------------------------------------------------------------ from beginning to end
     def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
-        """Play both from beginning to end; backward's first all-to-all needs little computing."""
+        """Run both to their ends. Backward begins: its first all-to-all needs little computing."""
         modes = dispatch._get_current_dispatch_mode_stack()
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -110,16 +110,16 @@ class _Pair(calls.Tap):
                     stack.callback(dispatch._pop_mode)
                 self.results[BACKWARD] = self.attempt(backward)
             self.is_over[BACKWARD] = True
-            self.batons[FORWARD].release()
+            self.turns[FORWARD].release()
 
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(beside,), name="backward", daemon=True)
         thread.start()
-        self.attempt(self.hand_over)  # up to the first wait of backward
+        self.attempt(self.let_other_run)  # up to the first wait of backward
         if self.error is None:
             self.results[FORWARD] = self.attempt(forward)
         self.is_over[FORWARD] = True
-        self.attempt(self.hand_over)  # the rest of backward
+        self.attempt(self.let_other_run)  # the rest of backward
         thread.join()
         if self.error is not None:
             raise self.error

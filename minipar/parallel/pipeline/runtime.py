@@ -1,9 +1,9 @@
-"""Pipeline parallelism: ranks hold layers of their own and pass activations on, by any schedule.
+"""Pipeline parallelism: each rank has some of the layers, and a schedule says what it does when.
 
-Idea.   Cut the model into stages and the batch into microbatches. A schedule (`schedules.py`) says
-        what each rank does in which order; this file does it.
-Math.   None of its own: stage s computes x_s = f_s(x_(s-1)) forward and, from the gradient of x_s,
-        those of x_(s-1) and of its weights backward. Gradients of microbatches add up.
+Idea.   Cut the model into stages and the batch into microbatches. A schedule (`schedules.py`) lists
+        the actions of each rank in order; this file does them, one method per kind of action.
+Math.   None of its own. Stage s computes x_s = f_s(x_(s-1)) forward. Backward it computes, from the
+        gradient of x_s, the gradients of x_(s-1) and of its weights. Microbatches add up.
 Shapes. Tokens and targets [B, T] of each microbatch are on all ranks of the axis. Between stages
         [B, T, D]. A parameter exists on the ranks of its stage only: a shard along `pp`.
 Comms.  Per microbatch and pair of neighbouring stages on different ranks: B·T·D elements forward
@@ -39,7 +39,6 @@ from minipar.comm.collectives import (
     Pending,
     all_gather_object,
     all_reduce,
-    broadcast,
     connect,
     exchange,
 )
@@ -56,7 +55,7 @@ from minipar.parallel.pipeline.messages import Mail, forward_only
 from minipar.parallel.pipeline.pairs import side_by_side
 from minipar.parallel.pipeline.schedules import check_pairs
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
-from minipar.parallel.pipeline.split_backward import Job, PutOff, Used, weights_in
+from minipar.parallel.pipeline.split_backward import Job, PutOff
 from minipar.parallel.pipeline.stages import (
     balance,
     check_cut,
@@ -79,24 +78,23 @@ def apply(
 ) -> "Pipeline":
     """Leave on each rank of `axis` the layers of its stages, in place; names stay.
 
-    The weights are those that rank 0 of the axis has now.
+    The weights are those of rank 0 of the axis.
 
     Args:
         schedule: for as many ranks as the axis has, and the microbatches of a step.
         cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
             are balanced.
-        token_shards: between layers, activations are cut along the tokens into so many shards: the
-            ranks of sequence parallelism.
-        paired: where the schedule has a forward beside a backward, each runs while the all-to-alls
-            of the other travel: see `pairs`.
+        token_shards: ranks of sequence parallelism, which cut activations between layers.
+        paired: run a forward beside a backward, where the schedule has them in a row: each runs
+            while the all-to-alls of the other travel, see `pairs`.
 
-    Raises `ValueError` on every rank for a schedule that cannot be run (`checks.validate` names the
-    action), that has no pairs and should, or that is for other ranks; for a cut that does not fit;
-    for a model that is no plain Llama; and where ranks were given different schedules or cuts.
+    Raises `ValueError` on every rank: for a schedule that cannot be run (`checks.validate` names
+    the action), for other ranks, or without pairs; for a cut that does not fit; for a model that is
+    no plain Llama.
     """
     if not isinstance(getattr(model, "config", None), LlamaConfig) or "forward" in vars(model):
         raise ValueError(
-            f"a pipeline cuts a Llama by its names, with the forward it was born with, not this "
+            f"a pipeline cuts a Llama by its names, with the forward of its class, not this "
             f"{type(model).__name__}"
         )
     validate(schedule)
@@ -113,11 +111,6 @@ def apply(
         cut = balance(estimate_costs(model.config), schedule.num_stages)
     else:
         cut = check_cut(cut, schedule.num_stages, model.config.num_layers)
-    # Ranks that follow different plans would wait for each other.
-    plans = all_gather_object((schedule.as_text(), cut), axis)
-    other = next((r for r, plan in enumerate(plans) if plan != plans[0]), None)
-    if other is not None:
-        raise ValueError(f"ranks 0 and {other} of {axis.name} have different schedules or cuts")
     replicate(model, axis)
     connect(axis, device_of(model), schedule.pairs)
     return Pipeline(model, axis, schedule, cut, token_shards, paired)
@@ -134,13 +127,12 @@ class Step:
     """The work of one rank on the microbatches of one step: a method per kind of action.
 
     Each method takes the tensor that its action needs (None at the ends of the model) and returns
-    the tensor for the next stage. Between F and the end of its backward, `live` holds the input of
-    a stage, the weights it used, and where its backward begins. The output is not kept.
+    the tensor for the next stage. From F to the end of its backward, `live` holds the input of a
+    stage and the node where backward begins. The output is not kept.
     """
 
     pipeline: "Pipeline"
     microbatches: Sequence[Microbatch]
-    loss: Callable[[Tensor, Tensor], Tensor]
     strategies: Sequence[Strategy] = ()  # that synchronise gradients within a stage
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss
     autocast: Callable[[], AbstractContextManager] = nullcontext
@@ -148,7 +140,7 @@ class Step:
     def __post_init__(self) -> None:
         device = self.microbatches[0][0].device
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
-        self.live: dict[tuple[int, int], tuple[Tensor | None, Used, object]] = {}
+        self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
 
     @property
@@ -165,23 +157,20 @@ class Step:
         """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
         module = self.pipeline.stages[action.stage]
         tokens, targets, *context = self.microbatches[action.microbatch]
-        if targets is not None:
-            context = beside(self.pipeline.model, targets, context)
-        # The view is no leaf: fsdp's hooks on a leaf would not be called in I.
-        inputs = tokens if x is None else x.requires_grad_().view_as(x)
-        with self.autocast(), self.pipeline.put_off.watch() as used:
-            out = module(inputs, *context)
+        context = beside(self.pipeline.model, targets, context)
+        with self.autocast():
+            out = module(tokens if x is None else x.requires_grad_(), *context)
             if module.lm_head is not None:
-                loss = self.loss(out, targets)
+                loss = loss_of(self.pipeline.model)(out, targets)
                 self.total.add_(loss.detach())
                 out = self.weigh(loss)
         if out.requires_grad:
-            self.live[action.stage, action.microbatch] = x, used, get_gradient_edge(out)
+            self.live[action.stage, action.microbatch] = x, get_gradient_edge(out)
         return out.detach()
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """B: gradient of the output (None: the loss) -> gradient of the input (None: tokens)."""
-        x, _, root = self._begin_backward(action)
+        x, root = self._forward_of(action)
         if root is not None:
             with self._synchronise_last(action):
                 torch.autograd.backward(root, gradient)
@@ -190,14 +179,12 @@ class Step:
 
     def backward_input(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """I: as `backward`, but gradients of weights wait for `backward_weight`."""
-        x, used, root = self._begin_backward(action)
+        x, root = self._forward_of(action)
         jobs = self.owed[action.stage, action.microbatch] = []
         grad = None
         if root is not None:
-            modules = self.pipeline.stages[action.stage].modules()
-            weights = list(dict.fromkeys(w for m in modules for w in used.get(m) or weights_in(m)))
-            # The gradient of a shard would be reduced now, and once more by W.
-            assert not any(getattr(w, "is_flat", False) for w in weights), "used without a call"
+            stage = self.pipeline.stages[action.stage]
+            weights = [weight for weight in stage.parameters() if weight.requires_grad]
             inputs = weights if x is None else [x, *weights]
             with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
                 found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
@@ -213,9 +200,9 @@ class Step:
         with self._synchronise_last(action):
             split_backward.do(self.owed.pop((action.stage, action.microbatch)))
 
-    def _begin_backward(self, action: Action) -> tuple[Tensor | None, Used, object]:
-        """Return what F left; nothing where all weights so far are frozen."""
-        return self.live.pop((action.stage, action.microbatch), (None, {}, None))
+    def _forward_of(self, action: Action) -> tuple[Tensor | None, object]:
+        """Return what F kept in `live`; nothing where all weights so far are frozen."""
+        return self.live.pop((action.stage, action.microbatch), (None, None))
 
     @contextmanager
     def _synchronise_last(self, action: Action) -> Iterator[None]:
@@ -233,18 +220,12 @@ class Step:
             strategy.release()
 
 
-PAIRED_FSDP = (
-    "fsdp frees weights after each backward, and in a pair the forward beside it may need those of "
-    "the embedding or the head"
-)
-
-
 class Pipeline(Strategy):
-    """A model cut into stages, and a schedule by which they work.
+    """A model cut into stages, and the schedule by which the stages work; made by `apply`.
 
-    Tensor parallelism is applied to `model` before it, data parallelism after it. In a list of
-    strategies it comes last, because it collects the whole model; where another one keeps weights
-    in shards, ``pipeline.full_state_dict(other.full_state_dict())``.
+    Apply tensor parallelism before it and data parallelism after it. In a list of strategies it
+    comes last, because it collects the whole model. If another strategy keeps shards of weights,
+    call ``pipeline.full_state_dict(other.full_state_dict())``.
     """
 
     def __init__(
@@ -262,7 +243,8 @@ class Pipeline(Strategy):
         own = schedule.stages_on(axis.rank)
         self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
         self.put_off = PutOff()
-        if any(action.kind == "W" for action in schedule.actions[axis.rank]):
+        self.splits = schedule.splits_backward
+        if self.splits:
             split_backward.enable(model, self.put_off)
         self.stages: dict[int, Llama] = {}
         for stage in own:
@@ -277,7 +259,7 @@ class Pipeline(Strategy):
         self.dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """Tell the gradient norm who has what; return the parameters that several ranks have."""
+        """Mark parameters as shards for the gradient norm; return those that several ranks have."""
         twins = {}
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
@@ -287,7 +269,7 @@ class Pipeline(Strategy):
             mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
             if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
                 twins[p] = weight.ranks
-                p.comes_last = True  # data parallelism: its sum arrives when the pipeline ends
+                p.comes_last = True  # to data parallelism: its sum arrives when the pipeline ends
         return twins
 
     # ------------------------------------------------------------------ one step
@@ -300,18 +282,18 @@ class Pipeline(Strategy):
         weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Forward and backward of all microbatches: in place of `step.forward_backward`.
+        """Run forward and backward of all microbatches, in place of `step.forward_backward`.
 
         All ranks of the axis load the same microbatches. Gradients add up in ``p.grad``. The other
-        `strategies` synchronise the gradients of a stage during its last backward, while stages
-        that are not as far still compute. Returns the sum of the losses, float64, equal on all
-        ranks of the axis; it is complete after `finish_backward`.
+        `strategies` synchronise the gradients of a stage during its last backward, while other
+        stages still compute. Returns the sum of the losses, float64, equal on all ranks of the
+        axis; it is complete after `finish_backward`.
 
         Raises `ValueError` for another number of microbatches than the schedule is for, and for
         fsdp where it would go wrong.
         """
         self._check(len(microbatches))
-        step = Step(self, microbatches, loss_of(model), strategies, weigh, autocast)
+        step = Step(self, microbatches, strategies, weigh, autocast)
         with self._twins_apart():
             self._play(self.schedule, microbatches, step.methods)
         assert not step.owed, f"the schedule left the W of {list(step.owed)} undone"
@@ -326,13 +308,11 @@ class Pipeline(Strategy):
             )
         if not any(getattr(p, "is_flat", False) for p in self.model.parameters()):
             return
-        if self.paired:
-            raise ValueError(f"{PAIRED_FSDP}; use zero or ddp, or paired=False")
-        if any(len(weight.ranks) > 1 for weight in self.weights):
+        if self.splits or any(len(weight.ranks) > 1 for weight in self.weights):
             raise ValueError(
-                f"fsdp reduces the gradients of one rank of {self.axis.name} at a time, but here "
-                f"several have the same weights, to be summed before; use zero or ddp, or a model "
-                f"whose embeddings are not tied and any schedule but dualpipe"
+                f"fsdp gathers weights for a whole backward, and reduces their gradients at its "
+                f"end: use a schedule of F and B, not {self.schedule.name}, and untie embeddings, "
+                f"which two ranks of {self.axis.name} have; or use zero or ddp"
             )
 
     def _play(
@@ -356,20 +336,19 @@ class Pipeline(Strategy):
         mail.close()
 
     def buffer(self, tokens: Tensor) -> Tensor:
-        """Return an empty message for a microbatch: [B, T, D], or this rank's shard of the T."""
+        """Return an empty message for a microbatch: [B, T, D], or this rank's shard of T."""
         shape = len(tokens), tokens.shape[1] // self.token_shards, self.config.hidden_size
         dtype = self.dtype or next(self.model.parameters()).dtype
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     @contextmanager
     def _twins_apart(self) -> Iterator[None]:
-        """In the body, parameters that other ranks have as well are replaced by stand-ins.
+        """In the body, replace parameters that other ranks have as well by stand-ins.
 
-        What a stand-in gathers is a part of a sum, which nothing else may take for a gradient: data
-        parallelism would send it. The parameter gets the sum at the end, as from one backward.
+        The gradient of a stand-in is a part of a sum. Data parallelism, whose hooks are on the
+        parameter, must not send it. At the end the parameter gets the sum, as by one backward.
         """
-        here = set(self.model.parameters())  # fsdp has others in the place of some
-        stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins if p in here}
+        stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
         for p, stand_in in stand_ins.items():
             stand_in.grad_dtype = p.grad_dtype
         places = [
@@ -407,46 +386,24 @@ class Pipeline(Strategy):
             self._adding.wait()
             self._adding = None
 
-    # ------------------------------------------------------------------ forward only
-    @torch.no_grad()
-    def __call__(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Tokens [B, T] -> logits [B, T, V] on all ranks of the axis, as a whole model would.
-
-        So `evaluate` and `generate` take a pipeline in place of a model. One microbatch, hence one
-        rank at a time; for many, see `evaluate`.
-        """
-        logits = self.buffer(tokens).new_empty(*tokens.shape, self.config.vocab_size)
-
-        def keep(found: Tensor, _: None) -> Tensor:
-            logits.copy_(found)
-            return logits.new_zeros(())
-
-        self._forward(Step(self, [(tokens, None, positions, mask)], keep))
-        return broadcast(logits, self.axis, src=self.schedule.rank_of[self.schedule.num_stages - 1])
-
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Sum of the losses of any number of microbatches, float64, equal on all ranks.
+        """Sum the losses of any number of microbatches, in float64, equal on all ranks.
 
         Ranks work on different microbatches at the same time, and send activations only.
         """
-        step = Step(self, microbatches, loss_of(self.model))
-        self._forward(step)
+        step = Step(self, microbatches)
+        schedule = forward_only(self.schedule, len(microbatches))
+        self._play(schedule, microbatches, step.methods)
         return all_reduce(step.total, self.axis)
-
-    def _forward(self, step: Step) -> None:
-        schedule = forward_only(self.schedule, len(step.microbatches))
-        self._play(schedule, step.microbatches, step.methods)
 
     # ------------------------------------------------------------------ the whole model
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Collect what each rank has by the names of its parameters: on all ranks, for all names.
+        """Collect the tensors of all ranks by names of parameters; a collective.
 
-        Their gradients, say, or an entry of the optimizer's state; None where no rank has any, or
-        the rank that counts has None. A tied weight has all of its names. A collective.
+        For weights, gradients, or an entry of the optimizer's state. None where the first rank of a
+        weight has none. A tied weight has all of its names.
         """
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
         known = all_gather_object(facts, self.axis)
@@ -470,12 +427,14 @@ class Pipeline(Strategy):
         return {name: found[name] for name in self.names}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take what is of this rank's stages out of what `join` returned."""
+        """Take the tensors of this rank's stages out of what `join` returned."""
         return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}
 
     def full_state_dict(self, own: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """As of the serial model, on all ranks. `own`: whole weights of this rank's layers, from a
-        strategy that keeps them in pieces."""
+        """Return the weights of the serial model, on all ranks.
+
+        `own`: whole weights of this rank's layers, from a strategy that keeps shards of them.
+        """
         return self.join(self.model.state_dict(keep_vars=True) if own is None else own)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:

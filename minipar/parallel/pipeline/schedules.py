@@ -47,11 +47,11 @@ Queues = Mapping[str, Sequence[tuple[int, int]]]
 
 # ---------------------------------------------------------------------- the one mechanism
 def play(score: Sequence[Phase], queues: Queues) -> tuple[Action, ...]:
-    """The actions of one rank.
+    """Return the actions of one rank.
 
-    Letter F or B takes the next (stage, microbatch) of its queue; I takes B's next and owes its
-    weight gradient; W pays the oldest one owed. A letter with nothing to take is silent. Queues may
-    be numbered: F0, B1 and I1. What is owed when the score ends is paid then.
+    Letter F or B takes the next (stage, microbatch) of its queue. I takes the next of B and owes
+    its weight gradient; W does the oldest one owed. A letter with an empty queue is silent. Queues
+    may be numbered: F0, B1 and I1. Weight gradients still owed at the end of the score come last.
     """
     waiting = {letter: deque(items) for letter, items in queues.items()}
     owed: deque[tuple[int, int]] = deque()
@@ -77,7 +77,7 @@ def compose(
     queues: Callable[[list[int]], Queues],
     live: Callable[[int], int],
 ) -> Schedule:
-    """A schedule from the `score` of each rank, the `queues` of its stages and its live bound."""
+    """Make a schedule from the `score` of each rank, the `queues` of its stages, its live bound."""
     ranks = range(max(rank_of) + 1)
     rows = []
     for rank in ranks:
@@ -88,7 +88,7 @@ def compose(
 
 
 def _loop(p: int, v: int = 1) -> list[int]:
-    """Stages go round the ranks v times: rank 0 has stages 0, p, 2p ..."""
+    """Return the ranks of stages that go round v times: rank 0 has stages 0, p, 2p ..."""
     return [stage % p for stage in range(p * v)]
 
 
@@ -187,7 +187,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 # ---------------------------------------------------------------------- v stages per rank
 def _rounds(p: int, m: int) -> list[range]:
-    """Microbatches in rounds of p, or a little more where p does not divide m; one if m < p."""
+    """Cut microbatches into rounds of p, or a few more if p does not divide m; one if m < p."""
     count = max(1, m // p)
     size, longer = divmod(m, count)
     starts = [i * size + min(i, longer) for i in range(count + 1)]
@@ -378,7 +378,7 @@ def check_pairs(schedule: Schedule) -> None:
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """The schedule `name` for p ranks and m microbatches; v stages per rank where one may choose.
+    """Make the schedule `name` for p ranks, m microbatches and, for LOOPED ones, v stages per rank.
 
     Raises ValueError for an unknown name, and for a v that the schedule does not have.
     """

@@ -1,14 +1,13 @@
-"""Time on paper: what a schedule takes, how long its ranks are idle, when messages travel.
+"""Time of a schedule on paper: how long it takes, how long ranks are idle, when messages travel.
 
-Model:  A rank runs its actions in order, each as soon as what it needs is there. Messages travel
-        beside computing; those of one rank to one other queue up on the wire. An update of the
-        weights is not part of it.
-Bubble: there are two definitions, and papers use either. `bubble` counts idle time of a step that
-        starts and ends for all ranks together: (p-1)/M of the work for GPipe and 1F1B, the ratio
-        to the ideal time of Narayanan et al. 2021 (2104.04473). `bubble_between` counts only from
-        a rank's own first action to its own last one, as in Qi et al. 2023 (2401.10241, 2): there
-        a rank that ends early goes on with the optimizer. Both hold for the whole step, so B is
-        always I + W: costs are those of F, I and W.
+Model:  A rank runs its actions in order, each as soon as its inputs are there. Messages travel
+        beside computing; the messages of one rank to one other queue up on the wire. Updates of
+        the weights are left out.
+Bubble: papers use one of two definitions. `bubble` counts idle time of a step that starts and ends
+        for all ranks together: (p-1)/M of the work for GPipe and 1F1B, the ratio to the ideal time
+        of Narayanan et al. 2021 (2104.04473). `bubble_between` counts only from a rank's own first
+        action to its own last one, as in Qi et al. 2023 (2401.10241, 2): there a rank that ends
+        early goes on with the optimizer. B is always I + W: costs are those of F, I and W.
 """
 
 from collections import defaultdict, deque
@@ -27,9 +26,9 @@ SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each action of one stage, a number for all stages or a sequence by part of model.
+    """Seconds of each action of one stage: one number, or a sequence by part of the model.
 
-    `message` is how long the wire is busy with one message, `latency` what it takes on top.
+    A message keeps the wire busy for `message` seconds and arrives `latency` seconds later.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -39,10 +38,10 @@ class Costs:
     latency: float = 0.0
 
     def per_rank(self, schedule: Schedule) -> "Costs":
-        """Costs given for 1/p of the model, as costs of a stage of `schedule`, which is 1/S of it.
+        """Scale costs of 1/p of the model to a stage of `schedule`, which is 1/S of the model.
 
         So schedules of different v are compared on the same model. Raises ValueError for costs by
-        part, which belong to one way of cutting.
+        part, which belong to one cut.
         """
         costs = (self.forward, self.input_gradient, self.weight_gradient)
         if not all(isinstance(cost, int | float) for cost in costs):
@@ -52,7 +51,7 @@ class Costs:
         return replace(self, forward=forward, input_gradient=inputs, weight_gradient=weights)
 
     def seconds(self, kind: str, part: int) -> float:
-        """Seconds of F, B, I or W of a part of the model."""
+        """Return the seconds of F, B, I or W of a part of the model."""
         if kind == "B":
             return self.seconds("I", part) + self.seconds("W", part)
         cost = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[kind]
@@ -62,8 +61,8 @@ class Costs:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Time all computing and all messages. By default, F, I and W take 1 s, messages nothing.
 
-    Spans are named as their actions, with `stage` and `microbatch` in their meta; a message is a
-    span of its sender. Raises ValueError if the schedule deadlocks, or if costs by part do not have
+    A span has the name of its action, and `stage` and `microbatch` in its meta; a message is a span
+    of its sender. Raises ValueError for a schedule that deadlocks, and unless costs by part have
     one cost per part.
     """
     costs = costs or Costs()
@@ -84,7 +83,7 @@ def events(
 ) -> Iterator[tuple[Action, int, float, float]]:
     """Yield (action, rank, start, end) of all computing and of all messages that take time.
 
-    A pair starts when both of its actions can, and both end with it.
+    A pair starts when both of its actions can start, and both end together.
     """
     rows = [deque(slots(row, paired)) for row in schedule.without_messages().actions]
     exists = {action for row in rows for slot in row for action in slot}
@@ -123,16 +122,13 @@ def events(
 
 
 def lower(schedule: Schedule, paired: bool = False) -> Schedule:
-    """Add messages: sends right after what makes them, receives at the same time.
+    """Add messages: each send right after its action, its receive at the same time.
 
-    If it is `paired`, F and B that `actions.slots` finds are one action, after which both send.
-
-    All actions are put in one order, by when they would end; a message takes its place there on
-    both of its ranks. So a receive stands before the action that its rank is busy with when the
-    message departs. Messages between two ranks are received in the order sent. Because one order of
-    everything exists, blocking messages cannot deadlock. Where ranks run in step, a message departs
-    just when it is needed: a runtime with non-blocking messages had better post its next receives
-    earlier, in this order. Raises ValueError if the schedule deadlocks.
+    All actions are sorted by the time at which they would end. A message takes its place in this
+    one order on both of its ranks, so blocking messages cannot deadlock, and messages between two
+    ranks are received in the order sent. A receive stands before the action that its rank computes
+    when the message departs. If `paired`, an F and a B side by side are one action, after which
+    both send. Raises ValueError if the schedule deadlocks.
     """
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
     computing = [(end, rank, a) for a, rank, _, end in events(schedule, Costs(), paired)]
@@ -148,7 +144,7 @@ def lower(schedule: Schedule, paired: bool = False) -> Schedule:
 
 # ---------------------------------------------------------------------- bubbles
 def idle(timeline: Timeline) -> dict[int, float]:
-    """Seconds per rank without F, B, I or W, from the first start to the last end on any rank.
+    """Return the seconds of each rank without F, B, I or W, between the first start and last end.
 
     Other spans of a measured timeline (messages, the optimizer) do not count.
     """
@@ -158,13 +154,13 @@ def idle(timeline: Timeline) -> dict[int, float]:
 
 
 def bubble(timeline: Timeline) -> float:
-    """Idle time of all ranks / their computing time: (p-1)/M for GPipe and 1F1B."""
+    """Return idle time of all ranks / their computing time: (p-1)/M for GPipe and 1F1B."""
     busy = sum(busy for _, _, busy in _work(timeline).values())
     return sum(idle(timeline).values()) / busy
 
 
 def bubble_between(timeline: Timeline) -> float:
-    """Idle / computing time of the rank with the longest time from its first start to its last end.
+    """Return idle / computing time of the rank that takes longest from its start to its end.
 
     Other ranks may use the rest of the time, for example for the optimizer.
     """
@@ -174,7 +170,7 @@ def bubble_between(timeline: Timeline) -> float:
 
 
 def _work(timeline: Timeline) -> dict[int, tuple[float, float, float]]:
-    """First start, last end and seconds of computing, of each rank that computes."""
+    """Return first start, last end and seconds of computing of each rank."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in timeline:
         if span.kind in SPAN_KIND.values():

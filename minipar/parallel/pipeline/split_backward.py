@@ -1,12 +1,12 @@
 """Backward in two halves: the gradient of the input now, the gradients of the weights later.
 
-Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, none
+Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, no rank
         for dW: a schedule may put dW where a rank would be idle. Each half costs as much as
         a forward.
-How:    Linear layers and embeddings of a stage get a backward of their own. As long as a list is
-        open for put-off work, it returns dx and adds "dW, from this x and this dy" to the list;
-        else it returns both. Other weights (the scales of norms) are too little work to move:
-        their gradients are computed with dx, and join the list as they are.
+How:    Linear layers and embeddings of a stage get a backward of their own. While a list for
+        put-off work is open, backward returns dx and adds a job for dW, with this x and this dy, to
+        the list; else it returns both. Other weights (the scales of norms) are too little work to
+        move: their gradients are computed with dx and join the list as they are.
 Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So hooks on gradients,
         as data parallelism has them, see W as the backward of a weight.
 Memory: x and dy of every linear layer live until W, the rest of the graph until I.
@@ -25,36 +25,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Job = tuple[nn.Parameter, Callable[[], Tensor]]
-Used = dict[nn.Module, list[Tensor]]
 
 
 class PutOff:
-    """Where the layers of a model find the list of weight gradients that is open, if one is."""
+    """The list of weight gradients that is open, if one is; all layers of a model share it."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] | None = None
-        self._used: Used | None = None
-
-    @contextmanager
-    def watch(self) -> Iterator[Used]:
-        """In the body, note which weights modules use, if `enable` has hooked them.
-
-        A module may use other weights than it has at rest: fsdp lends weights for each forward.
-        """
-        self._used = used = {}
-        try:
-            yield used
-        finally:
-            self._used = None
-
-    def note(self, module: nn.Module, *_: Any) -> None:
-        """Note the weights of `module`, which has run forward: a forward hook."""
-        if self._used is not None:
-            self._used[module] = weights_in(module)
 
     @contextmanager
     def to(self, jobs: list[Job]) -> Iterator[None]:
-        """In the body, backward puts weight gradients off into the list `jobs`."""
+        """In the body, put weight gradients of a backward off into the list `jobs`."""
         self._jobs = jobs
         try:
             yield
@@ -70,34 +51,25 @@ class PutOff:
 
 
 def do(jobs: list[Job]) -> None:
-    """Compute the weight gradients of a list and add them up. Frees each input at its turn.
-
-    Weights that came into the graph together, such as a block's from fsdp, get their gradients
-    together: fsdp waits for all weights of a block, and reduces their gradients once.
-    """
-    groups: dict[Any, list[Job]] = {}
-    for weight, job in jobs:
-        groups.setdefault(weight.grad_fn or weight, []).append((weight, job))
+    """Compute the weight gradients of a list and add them up. Frees each input at its turn."""
+    groups: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
+    for weight, job in jobs:  # a tied weight has two jobs
+        groups.setdefault(weight, []).append(job)
     jobs.clear()
-    for key in list(groups):
-        weights, group = zip(*groups.pop(key), strict=True)
-        torch.autograd.backward(weights, [job() for job in group])
-
-
-def weights_in(module: nn.Module) -> list[Tensor]:
-    """Weights of `module` itself, without its children, that want a gradient."""
-    return [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    for weight in list(groups):
+        found = [job() for job in groups.pop(weight)]
+        torch.autograd.backward([weight] * len(found), found)
 
 
 # ---------------------------------------------------------------------- layers that can wait
 def split_linear(x: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
-    """dW = dyᵀ x, summed over all tokens: [F, D] from x [..., D] and dy [..., F]."""
+    """Return dW = dyᵀ x, summed over all tokens: [F, D] from x [..., D] and dy [..., F]."""
     dw = dy.flatten(0, -2).mT @ x.flatten(0, -2).to(dy.dtype)
     return dw.to(weight.dtype)
 
 
 def split_embedding(tokens: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
-    """dW: row v is the sum of dy [..., D] where the token is v; [V, D]."""
+    """Return dW [V, D]: row v is the sum of dy [..., D] where the token is v."""
     dw = torch.zeros_like(weight)
     return dw.index_add_(0, tokens.flatten(), dy.flatten(0, -2).to(weight.dtype))
 
@@ -105,7 +77,7 @@ def split_embedding(tokens: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
 class _Split(torch.autograd.Function):
     """x Wᵀ, or rows of W; dW goes to `put_off`.
 
-    The weight is no saved tensor: activation checkpointing would hand out a copy of the weight.
+    The weight is no saved tensor, because activation checkpointing would return a copy.
     """
 
     @staticmethod
@@ -128,26 +100,17 @@ class _Split(torch.autograd.Function):
 
 
 def enable(model: nn.Module, put_off: PutOff) -> None:
-    """Make linear layers and embeddings of `model` put off their weight gradients, in place.
+    """Make linear layers and embeddings of a Llama put off their weight gradients, in place.
 
-    So do modules whose `multiply` is torch's, such as those of tensor parallelism. Modules with
-    a forward of their own stay as they are. That is right, but W has less to do, and a gradient as
-    large as the weight waits for W.
+    Modules with another forward stay as they are; then I computes their gradients, and W has less
+    to do.
     """
-    linear, embedding = (partial(_Split.apply, f, put_off) for f in (F.linear, F.embedding))
+    functions = {nn.Linear: F.linear, nn.Embedding: F.embedding}
     for module in model.modules():
-        if module._parameters:
-            module.register_forward_hook(put_off.note)
-        if "forward" in vars(module):  # other code has changed what it does
-            continue
-        if getattr(module, "multiply", None) is F.linear:
-            module.multiply = linear
-        elif type(module) is nn.Linear:
-            module.forward = partial(_forward, linear, module)
-        elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
-            module.forward = partial(_forward, embedding, module)
+        function = functions.get(type(module))
+        if function is not None and "forward" not in vars(module):
+            module.forward = partial(_forward, partial(_Split.apply, function, put_off), module)
 
 
 def _forward(function: Callable, module: nn.Module, x: Tensor) -> Tensor:
-    y, bias = function(x, module.weight), getattr(module, "bias", None)
-    return y if bias is None else y + bias
+    return function(x, module.weight)

@@ -1,8 +1,8 @@
-"""Where to cut a Llama into stages, and which rank has which weight afterwards.
+"""The cut of a Llama into stages, and which rank has which weight afterwards.
 
 A cut is a tuple of layer counts, one per part of the model: (3, 4, 4, 3). Part 0 also has the
-embedding and the last part the final norm and the head, so equal counts are seldom equal work:
-with a vocabulary of 128 k, Llama 3's head costs as much as several layers.
+embedding and the last part the final norm and the head, so equal counts are seldom equal work.
+With a vocabulary of 128 k, Llama 3's head costs as much as several layers.
 """
 
 import copy
@@ -32,7 +32,7 @@ def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
 
 # ---------------------------------------------------------------------- the cut
 def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Find the cut with the cheapest dearest part, for costs of embedding, L layers and head.
+    """Find the cut whose dearest part is cheapest, for costs of embedding, L layers and head.
 
     In a pipeline every rank waits for the slowest. Ties go by the second dearest part, and so on.
     Every part has a layer. Raises ValueError for more parts than layers.
@@ -61,7 +61,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int, ...]:
-    """Check a cut of the user's own. The first and the last part may do without layers."""
+    """Return a user's cut; raise `ValueError` if it is none. Part 0 and the last may be empty."""
     if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
         raise ValueError(
             f"cut={tuple(cut)} is no cut of {num_layers} layers into {num_parts} stages: it needs "
@@ -88,7 +88,7 @@ def home_of(name: str, cut: Sequence[int]) -> int:
 
 
 def part_of(model: Llama, layers: range, first: bool = False, last: bool = False) -> Llama:
-    """Make a Llama of some of the modules of `model`, the very same ones; the others are None."""
+    """Make a Llama that shares some of the modules of `model`; the others are None."""
     part, inner = copy.copy(model), copy.copy(model.model)
     part._modules, inner._modules = dict(model._modules), dict(model.model._modules)
     part.model = inner
@@ -115,7 +115,7 @@ def keep_only(model: Llama, parts: set[int], cut: Sequence[int]) -> None:
 # ---------------------------------------------------------------------- who has what
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer: its names (several if it is tied) and the ranks that have it."""
+    """A parameter or buffer: its names (two if it is tied) and the ranks that have it."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
