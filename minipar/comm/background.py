@@ -47,7 +47,7 @@ class Background:
             self._at = max(self._at, other._at)
             if self._lane is not None and other._lane is not None:
                 self._lane.wait_stream(other._lane)
-        on_lane = nullcontext() if self._lane is None else torch.cuda.stream(self._lane)
+        on_lane = torch.cuda.stream(self._lane) if self._on.type == "cuda" else nullcontext()
         try:
             with clock.beside(self._at), torch.inference_mode(self._is_inference), on_lane:
                 self._work()
@@ -62,7 +62,7 @@ class Background:
         with self._call.waiting():
             self._thread.join()
             clock.reach(self._at)
-        if self._lane is not None:
+        if self._on.type == "cuda":
             torch.cuda.current_stream(self._on).wait_stream(self._lane)
         if self._error is not None:
             raise self._error
