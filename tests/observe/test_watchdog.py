@@ -17,7 +17,7 @@ from minipar.comm import collectives as comm
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline, watchdog
 from minipar.observe.stalls import Call, State, explain
-from minipar.tools import hang
+from minipar.tools import dumps, hang
 from tests.on_ranks import on_ranks
 from tests.patience import until
 
@@ -179,7 +179,7 @@ def late_for_a_message(dump: str) -> list[str]:
 def test_a_message_that_does_not_come_names_its_sender(ranks, tmp_path):
     dump = tmp_path / "stalled.json"
     (report,) = sum(ranks(4).run(late_for_a_message, str(dump)), [])
-    page = hang.explain(*hang.read([dump]))
+    page = hang.explain(*dumps.read([dump]))
     assert page.findings == [
         "rank 0 waits in recv #1 from rank 2 on dp; rank 2 has no send for it open."
     ]
