@@ -123,7 +123,7 @@ def test_dataloader_workers_inside_a_rank(pool):
         return batches
 
     usual = multiprocessing.get_start_method()  # not the fork server, which imports torch anew
-    assert pool.run(multiprocessing.get_start_method) == [usual] * 4
+    assert pool.run(lambda: multiprocessing.get_start_method()) == [usual] * 4
     assert pool.run(load, False) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 4
     with within(RECOVERY), pytest.raises(RankError, match="SIGKILL"):
         pool.run(load, True)
