@@ -128,9 +128,9 @@ class _Lane:
 
     def start(self, pairs: Sequence[Pair]) -> Copy:
         copy, called = Copy(pairs), time.monotonic()
-        job = partial(self._thread.submit, self._copy, list(pairs), copy.num_bytes, called)
+        submit = partial(self._thread.submit, self._copy, list(pairs), copy.num_bytes, called)
         copy.call = Call(self._name, HOST, copy.num_bytes, peers=())
-        copy.call.begin(lambda: _Work(job()))
+        copy.call.begin(lambda: _Work(submit()))
         return copy
 
     def _copy(self, pairs: list[Pair], num_bytes: int, called: float) -> tuple[float, float]:

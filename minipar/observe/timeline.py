@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,50 +196,23 @@ class Timeline:
         return Timeline((span for spans in shifted for span in spans), self.label)
 
     def save(self, path: str | Path) -> Path:
-        """Write Chrome trace events for https://ui.perfetto.dev; gzipped if `path` ends with .gz.
-
-        Each rank is a process with a thread for compute and one for communication. Collectives in
-        flight together have more threads, because the format nests the spans of a thread.
-        """
-        zero, events, lanes = self.start, [], _lanes(self.spans)
-        for rank in self.ranks:
-            events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
-            events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
-        for rank, tid, name in sorted(
-            {(s.rank, *lane) for s, lane in zip(self.spans, lanes, strict=True)}
-        ):
-            events.append(_metadata("thread_name", rank, tid, name=name))
-            events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
-        for span, (tid, _) in zip(self.spans, lanes, strict=True):
-            # ts and dur are rounded microseconds for the viewer; args are exact, for `load`.
-            args = {"start": span.start, "end": span.end, "meta": span.meta}
-            if span.kind == "comm":
-                args |= {"axis": span.axis, "bytes": span.num_bytes}
-            event = {"ph": "X", "cat": span.kind, "name": span.name, "pid": span.rank, "tid": tid}
-            ts, dur = 1e6 * (span.start - zero), 1e6 * span.duration
-            events.append(event | {"ts": round(ts, 3), "dur": round(dur, 3), "args": args})
-        document = {"minipar": 1, "label": self.label, "displayTimeUnit": "ms"}
-        document["traceEvents"] = events
-        path, text = Path(path), json.dumps(document)
-        if path.suffix == ".gz":
-            path.write_bytes(gzip.compress(text.encode(), mtime=0))
-        else:
-            path.write_text(text, encoding="utf-8")
+        """Write a file for `load` and for https://ui.perfetto.dev; gzipped if it ends with .gz."""
+        document = {"minipar": 2, "label": self.label, "displayTimeUnit": "ms"}
+        document["spans"] = [asdict(span) for span in self.spans]
+        document["traceEvents"] = _events(self.spans)
+        path, content = Path(path), json.dumps(document).encode()
+        path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
         return path
 
     @staticmethod
     def load(path: str | Path) -> "Timeline":
-        """Read what `save` wrote, exactly. Raises ValueError for any other file."""
+        """Read a file of `save`, exactly. Raises ValueError for any other file."""
         document = read_json(path)
-        if "minipar" not in document:
-            raise ValueError(
-                f"{path} was not written by Timeline.save; try tools.traces.from_profiler"
-            )
         try:
-            spans = [_loaded(e) for e in document["traceEvents"] if e["ph"] == "X"]
-            return Timeline(spans, document["label"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not what Timeline.save writes: {error!r}") from None
+            return Timeline((Span(**span) for span in document["spans"]), document["label"])
+        except (KeyError, TypeError):
+            hint = "for traces of torch.profiler use tools.traces.from_profiler"
+            raise ValueError(f"{path} was not written by Timeline.save; {hint}") from None
 
 
 # ---------------------------------------------------------------------- recording
@@ -301,30 +274,33 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         timeline.spans = Timeline(spans).spans
 
 
-# ---------------------------------------------------------------------- files
-def _loaded(event: dict[str, Any]) -> Span:
-    """Return the span of an event that `save` wrote."""
-    kind, name, rank, args = (event[key] for key in ("cat", "name", "pid", "args"))
-    axis, num_bytes = args.get("axis", ""), args.get("bytes", 0)
-    return Span(kind, name, rank, args["start"], args["end"], axis, num_bytes, args["meta"])
+# ---------------------------------------------------------------------- files and clocks
+def _events(spans: list[Span]) -> list[dict[str, Any]]:
+    """Return Chrome trace events: a process per rank, with threads for compute and communication.
 
-
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-
-
-def _lanes(spans: list[Span]) -> list[tuple[int, str]]:
-    """Return (tid, name) of each span: 0 for compute, 1, 3 ... for communication in flight."""
-    free: dict[tuple[int, bool], list[float]] = defaultdict(list)  # when each lane ends
-    result = []
+    The format nests the spans of a thread, so collectives in flight together have several threads.
+    """
+    zero = min((span.start for span in spans), default=0.0)
+    ends: dict[tuple[int, bool], list[float]] = defaultdict(list)  # of each thread's latest span
+    threads, events = {}, []
     for span in spans:
         talks = span.kind in NOT_COMPUTE
-        ends = free[span.rank, talks]
-        lane = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
-        ends[lane : lane + 1] = [span.end]
-        name = "communication" if talks else "compute"
-        result.append((2 * lane + talks, f"{name} {lane + 1}" if lane else name))
-    return result
+        free = ends[span.rank, talks]
+        number = next((i for i, end in enumerate(free) if end <= span.start), len(free))
+        free[number : number + 1] = [span.end]
+        name, tid = "communication" if talks else "compute", 2 * number + talks
+        threads[span.rank, tid] = f"{name} {number + 1}" if number else name
+        event = {"ph": "X", "cat": span.kind, "name": span.name, "pid": span.rank, "tid": tid}
+        ts, dur = 1e6 * (span.start - zero), 1e6 * span.duration  # microseconds
+        args = {"axis": span.axis, "bytes": span.num_bytes, **span.meta}
+        events.append(event | {"ts": round(ts, 3), "dur": round(dur, 3), "args": args})
+    for (rank, tid), name in sorted(threads.items()):
+        of = {"ph": "M", "pid": rank, "tid": tid}
+        events.append(of | {"name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append(of | {"name": "process_sort_index", "args": {"sort_index": rank}})
+        events.append(of | {"name": "thread_name", "args": {"name": name}})
+        events.append(of | {"name": "thread_sort_index", "args": {"sort_index": tid}})
+    return events
 
 
 def machine() -> str:

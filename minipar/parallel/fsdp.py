@@ -182,10 +182,7 @@ class Border(torch.autograd.Function):
     def forward(ctx: Any, then: Callable, tensors: Sequence[Tensor], *inputs: Tensor) -> Any:
         ctx.then = then
         ctx.set_materialize_grads(False)  # None tells that a tensor was not used
-        passed = [t.detach() for t in tensors]
-        pairs = zip(passed, inputs, strict=True)
-        ctx.mark_non_differentiable(*(t for t, given in pairs if not given.requires_grad))
-        return tuple(passed)
+        return tuple(t.detach() for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -27,8 +27,7 @@ Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 an
 In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
 
-A `Bucket` lives through a step. `Stage1` and `Stage2` bring the gradients. A `ShardedOptimizer`
-steps all buckets. Use::
+A `Bucket` lives through a step, a stage brings the gradients, a `ShardedOptimizer` steps. Use::
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
@@ -387,14 +386,12 @@ def apply(
         optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
         stage: 1: gradients are whole until the end of backward; 2: they never are.
         average: divide the sum of the gradients by the number of ranks.
-        working_dtype: compute in this dtype, and gather weights in it. The slices keep their dtype
-            and are the master weights of masters.py; gradients are summed in their dtype. Frozen
-            parameters are cast and have no master.
+        working_dtype: compute, and gather weights, in this dtype. The slices keep their dtype: they
+            are the master weights of masters.py.
 
     After a backward that an exception cut short, and before a step is left out, call
-    `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for
-    another stage, an optimizer of other parameters or along another axis, and for the models that
-    `claim` refuses.
+    `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an
+    optimizer of other parameters or along another axis, and for models that `claim` refuses.
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")

@@ -8,8 +8,7 @@ Trace.  A list of segments, each a list of events in their order: see `tracer.py
 Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
         pipeline, ranks with as many layers are alike, too: one of them runs, and the others follow
         their own rows of the schedule with what it did, while `Mail`, the real one, sends messages.
-        Other ranks of dp, cp and tp do as their first does. (A ring computes blocks of another
-        shape on each rank of cp: some percent, where kernels are short.)
+        Other ranks of dp, cp and tp do as their first does.
 Steps.  One that others have gone before is recorded: the first learns orders (ddp, fsdp), and what
         one step sends may be awaited in the next (zero).
 
@@ -19,11 +18,12 @@ fused, but for norms. Loaders, checkpoints and what Python does between operatio
 
 import copy
 import gc
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.comm.calls import taps
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Mesh, rank_at
 from minipar.emulate import operations
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
@@ -93,6 +93,7 @@ class Traces:
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
+    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # the same, by place on cp
 
     def at_peak(self) -> dict[str, int]:
         """Return the bytes by category when the fullest rank is at its fullest."""
@@ -165,6 +166,7 @@ def trace(
     *,
     sequences: int = 1,
     seq_len: int,
+    every_cp: bool = False,
     on_cpu: bool = False,
     bucket_mb: float | None = None,
 ) -> Traces:
@@ -172,6 +174,8 @@ def trace(
 
     Args:
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
+        every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
+            where kernels are short that makes a difference of some percent.
         on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
         bucket_mb: capacity of a bucket of gradients, as in `compose.apply`.
 
@@ -191,16 +195,18 @@ def trace(
     alike: dict[Any, list[int]] = defaultdict(list)
     for place in range(plan.pp):
         alike[_kind_of(config, plan, place)].append(place)
-    found: dict[int, Trace] = {}
-    for places in alike.values():
-        rank = places[0] * (plan.num_ranks // plan.pp)  # pp is the outermost axis
+    found: dict[int, dict[int, Trace]] = defaultdict(dict)
+    sizes = plan.mesh_sizes()
+    for c, places in itertools.product(range(plan.cp if every_cp else 1), alike.values()):
+        own = {"pp": places[0], "cp": c}
         norms = nullcontext() if on_cpu else operations.fused_norms()
-        with pretend(plan, rank) as mesh, norms:
+        with pretend(plan, rank_at({a: own.get(a, 0) for a in sizes}, sizes)) as mesh, norms:
             actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
-            found |= _record(actor, places, Tracer())
+            found[c] |= _record(actor, places, Tracer())
             del actor
+    found = {c: dict(sorted(ranks.items())) for c, ranks in found.items()}
     tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
-    return Traces(plan, tokens, dict(sorted(found.items())))
+    return Traces(plan, tokens, found.pop(0), found)
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:

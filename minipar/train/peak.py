@@ -10,6 +10,7 @@ speed of a matmul on all ranks at once, so larger matmuls than that one may come
 `Peak.source` says which of the two a figure is.
 """
 
+import re
 import time
 from dataclasses import dataclass
 
@@ -66,6 +67,8 @@ def data_sheet(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype.itemsize not in (2, 4):
         return None
     name = torch.cuda.get_device_name(device)
+    if re.search(r"-\d+C$", name):  # a virtual GPU, such as "NVIDIA H100XM-80C": a share of one
+        return None
     in_16_bits, in_float32 = next((v for k, v in DATA_SHEETS.items() if k in name), (None, None))
     return in_16_bits if dtype.itemsize == 2 else in_float32
 

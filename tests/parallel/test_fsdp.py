@@ -83,7 +83,8 @@ def assert_equal(found: dict, wanted: dict, rtol: float = 1e-11) -> None:
 def assert_same_gradients(
     build: Callable, loss_of: Callable = loss_of, inputs: Callable = data, **options
 ) -> timeline.Timeline:
-    """As those of one device, of the sum of the losses of both ranks; return the last step."""
+    """As those of one device, of the sum of the losses of both ranks; and no block is taken for the
+    one that follows it. Return the last step."""
     mesh = Mesh(dp=2)
     torch.manual_seed(0)
     model = build().double()
@@ -99,6 +100,7 @@ def assert_same_gradients(
         wanted = {name: p.grad for name, p in plain.named_parameters()}
         assert_equal(strategy.full_gradients(), wanted)
         assert models.gathered_bytes(strategy) == 0
+    assert not any(block is after for block, after in strategy.follows["backward"].items())
     return recorded
 
 
@@ -452,7 +454,7 @@ def linear() -> nn.Module:
 
 
 class Recomputing(nn.Module):
-    """Checkpoints inside of its blocks, and one around two of them; lists inside of a dict."""
+    """Checkpoints inside of its blocks, around one and around two; lists inside of a dict."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -474,7 +476,8 @@ class Recomputing(nn.Module):
             x = pair(x) * self.parts["scales"][0]
         first, second, third = self.parts["last"]
         both = lambda x: second(torch.sin(first(x)))  # noqa: E731
-        return third(checkpoint(both, x, use_reentrant=False))
+        x = checkpoint(both, x, use_reentrant=False)
+        return checkpoint(third, x, use_reentrant=False)
 
 
 class Leaves(nn.Linear):

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import math
 from collections import defaultdict
 from dataclasses import replace
 from unittest import mock
@@ -154,14 +153,6 @@ def test_selective_repeats_no_product(text):
         assert ("_grouped_mm" if "ep" in text else "mm") in products[0]
 
 
-@pytest.mark.slow
-def test_ranks_of_ep_have_tokens_of_their_own():
-    """Mutant: those of dp alone are counted, though ep cuts the batch as well."""
-    config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
-    for text in ("ep=4", "dp=2,ep=2"):
-        assert trace(config, Plan.parse(text), seq_len=32).tokens == 4 * 32
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "text", ["dp=64", "dp=64,zero=1", "dp=64,zero=2,microbatches=3", "dp=64,zero=3,microbatches=2"]
@@ -285,29 +276,6 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
 
 
 # ---------------------------------------------------------------------- large
-BIG = LlamaConfig(
-    128_256, 16_384, 53_248, num_layers=126, num_heads=128, num_kv_heads=8, max_seq_len=8192
-)
-PIPELINE = "dp=128,tp=8,pp=16,zero=1,sequence_parallel,microbatches=16,precision=bf16"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        (PRESETS["llama-3-8b"], "dp=16384,zero=3,precision=bf16"),
-        pytest.param(BIG, PIPELINE, marks=pytest.mark.exhaustive),
-    ],
-    ids=["8B", "405B"],
-)
-def test_large_models_on_thousands_of_ranks(config, text):
-    """8B on 16,384 ranks, and 405B on as many with a pipeline: seconds, and a sane answer."""
-    plan = Plan.parse(text)
-    found = trace(config, plan, seq_len=8192)
-    total = sum(rank.flops for rank in found.ranks.values()) * plan.num_ranks / plan.pp
-    expected = found.tokens * config.flops_per_token(8192, causal=True)
-    assert total == pytest.approx(expected, rel=0.05)
-    assert math.prod(plan.mesh_sizes().values()) == 16_384
 
 
 def test_bad_sizes_are_refused():

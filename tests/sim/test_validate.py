@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minipar.lab import predicted
 from minipar.sim import cost, footprint, hardware, planner, validate
@@ -226,26 +224,6 @@ def test_experts_over_ranks_of_tp_too_are_whole(tmp_path):
     assert few.parameters.experts == many.parameters.experts
 
 
-def test_experts_without_a_gate_have_two_matrices_and_may_be_chosen_alone(tmp_path):
-    """Of 3072 they are three of 2048. Mutants: the dense layer's width; a row left out."""
-    columns = "kind,experts,top_k,moe_ffn,shared_experts"
-    for top_k, shared in ((1, ""), (2, 1)):
-        gpt, gated = (
-            one(tmp_path, columns, f"{kind},8,{top_k},{width},{shared}")
-            for kind, width in (("gpt", 3072), ("moe", 2048))
-        )
-        assert gpt.ideal == pytest.approx(gated.ideal) and gpt.job.config.moe.top_k == top_k
-
-
-def test_a_planner_chooses_no_type_no_software_and_no_network(tmp_path):
-    """Mutant: runs in 8 bits and in 16 bits are of one cell."""
-    columns = "dtype,framework,inter_gbps_per_gpu,microbatch"
-    rows = "bf16,fms,400,1", "fp8,fms,400,1", "bf16,nanotron,400,1", "bf16,fms,200,1"
-    cells = [one(tmp_path, columns, row.replace("fms", "fms-fsdp")).cell for row in rows]
-    assert len({*cells}) == 4
-    assert one(tmp_path, columns, "bf16,fms-fsdp,400,2").cell == cells[0]
-
-
 def test_memory_and_bandwidth_are_in_the_units_of_their_source(tmp_path):
     """torchtitan prints reserved GiB. Mutants: 10^9 bytes; a share of a port for all of a node."""
     lost = hardware.load("h100").device.fragmentation
@@ -274,29 +252,6 @@ def test_what_is_no_table_is_one_line(tmp_path):
         assert str(error.value).count("\n") == 0
     with pytest.raises(SystemExit, match="No such file"):
         validate.main([str(tmp_path / "none.csv")])
-
-
-ODD = st.sampled_from(["", "nan", "-1", "1e999", '"', '""', ",", "\n", "\0", "Ä", "9" * 200_000])
-PLACES = st.sampled_from([",", "32", "layers", "h100", "bf16", "8", "4.5", "\n"])
-
-
-def test_a_hostile_table_is_read_or_refused_in_one_line(tmp_path):
-    """Mutant: the csv module's own error, which names no file."""
-    path = tmp_path / "table.csv"
-
-    @settings(max_examples=50, deadline=None)
-    @given(st.lists(st.tuples(PLACES, ODD), min_size=1, max_size=3))
-    def once(changes):
-        text = f"{HEAD}\n{GOOD}\n{GOOD}\n"
-        for old, new in changes:
-            text = text.replace(old, new, 2)
-        path.write_text(text, encoding="utf-8")
-        try:
-            validate.read(path)
-        except ValueError as error:
-            assert str(path) in str(error) and "\n" not in str(error)
-
-    once()
 
 
 def test_what_a_table_leaves_open_is_taken_as_usual(tmp_path):

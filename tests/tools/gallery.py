@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minipar.comm import autograd
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import loss_of
-from minipar.parallel import ddp, fsdp, tensor, zero
+from minipar.parallel import ddp, fsdp, tensor
 from minipar.parallel.base.replicate import replicate
 from minipar.tools.prove.job import Job
 from tests.law import models
@@ -416,17 +416,6 @@ def llama() -> nn.Module:
 
 def llama_loss(model, batch):
     return loss_of(model)(model(batch[0]), batch[1]) / batch[1].numel()
-
-
-def our_ddp(model, mesh):
-    return model, ddp.apply(model, mesh.dp, bucket_mb=0.004)
-
-
-def our_zero(model, mesh):
-    optimizer = zero.ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, mesh.dp, lr=0.01, weight_decay=0.1, eps=1e-6
-    )
-    return model, zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 
 
 def our_fsdp(model, mesh):

@@ -182,6 +182,8 @@ def busy(first, **more):
 IN_DP = dump(waits("all_reduce", 7, group=DP), members={DP: [0, 1]})
 SPLITS = [{"input_split_sizes": a, "output_split_sizes": [1, 2]} for a in ([1, 3], [2, 2])]
 UNEVEN = [call("_broadcast_oop", 2, "scheduled", size=size) for size in (16, 26, 20)]
+MADE = ("35", "tp")
+BOTH = {("0", "default_pg"): [0, 1], MADE: [0, 1]}
 ALL_64 = {("0", "default_pg"): [*range(64)]}
 NCCL = {  # dumps by rank -> what is said, and the ranks to look at
     "a rank is still in what others have ended": (
@@ -202,13 +204,19 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         [2],
     ),
     "a root ends early, and who waits elsewhere is a victim": (
-        many((0,), call("broadcast", 3))
-        | many((1,), waits("broadcast", 3, "scheduled"), waits("all_reduce", 1, group=TP),
-               members={TP: [1, 2]})
+        many((0,), call("broadcast", 3, group=DP), members={DP: [0, 1]})
+        | many((1,), waits("broadcast", 3, group=DP), waits("all_reduce", 1, group=TP),
+               members={DP: [0, 1], TP: [1, 2]})
         | many((2,), members={TP: [1, 2]}),
-        ["rank 2 did not come to broadcast #3 on default_pg.",
-         "rank 2 did not come to all_reduce #1 on tp."],
+        ["rank 2 did not come to all_reduce #1 on tp."],
         [2],
+    ),
+    "ids of groups count what this rank made, names what all did": (
+        many((0,), waits("all_reduce", 8, group=MADE, pg_id=1), members=BOTH,
+             pg_status=status(3, 3) | status(8, 7, "1"))
+        | many((1,), members=BOTH, pg_status=status(3, 3) | status(8, 8, "1")),
+        ["behind: rank 0, still in all_reduce #8 on tp, which rank 1 ended."],
+        [0],
     ),
     "a call that timed out is retired, and has not ended": (
         many((0,), waits("all_reduce", 3, retired=True)) | many((1,), call("all_reduce", 2)),

@@ -173,8 +173,11 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
         (b'{"traceEvents": {}}', "no list `traceEvents`"),
         (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
         (b'{"traceEvents": [1]}', "1 of its 1 events are malformed"),
-        (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "not what Timeline.save writes"),
-        (b'{"minipar": 1, "traceEvents": [], "label": ""}', "a timeline without spans"),
+        (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "was not written by Timeline.save"),
+        (
+            b'{"minipar": 2, "spans": [], "traceEvents": [], "label": ""}',
+            "a timeline without spans",
+        ),
         (gzip.compress(b"{}")[:-6], "no readable trace"),
     ]:
         (tmp_path / "x.json").write_bytes(content)

@@ -30,8 +30,6 @@ RIGHT = {
     "sequence parallel norm by hand": (job(gallery.sequence_parallel), TP),
     "tokens apart": (job(gallery.context_parallel, shares=gallery.tokens_apart), {"cp": 2}),
     "rows dealt like cards, by hand": (job(gallery.dealt, gather=gallery.undealt), TP),
-    "our ddp": (job(gallery.our_ddp), DP),
-    "our ZeRO-2": (job(gallery.our_zero), DP),
     "our fsdp": (job(gallery.our_fsdp), DP),
     "our tensor and ddp": (
         job(gallery.our_both, build=gallery.llama, loss=gallery.llama_loss),
