@@ -85,7 +85,7 @@ def measure(size: int) -> dict[str, float]:
     n, tokens, heads = sizes["cube"], sizes["length"], sizes["heads"]
     one, count = torch.zeros(1, device=device), 200  # in a row: the host waits for the last
     found = {"launch": _seconds(lambda: [one.neg_() for _ in range(count)], device) / count}
-    if is_gpu:
+    if device.type == "cuda":
         found["processors"] = torch.cuda.get_device_properties(device).multi_processor_count
     for name, dtype in DTYPES.items():
         if not is_gpu and dtype == torch.float16:
@@ -96,7 +96,10 @@ def measure(size: int) -> dict[str, float]:
     found["byte"] = _seconds(lambda: a + 1.0, device) / (2 * sizes["bytes"])
     found["length"] = tokens
     found["forward"], found["backward"] = _attention(heads, tokens, device)
-    memory = torch.cuda.mem_get_info(device)[1] if is_gpu else psutil.virtual_memory().total / size
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory = psutil.virtual_memory().total / size
     found["memory"] = -memory  # the smallest counts
     for power in (12, sizes["most"]) if size > 1 else ():
         tensor = torch.zeros(2**power // 4, device=device)

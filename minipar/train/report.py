@@ -129,14 +129,13 @@ def profiler(folder: Path, rank: int) -> torch.profiler.profile:
     It writes trace_rank0.json (open it at https://ui.perfetto.dev, or with `minipar overlap`), and
     on a GPU memory_rank0.pickle (open it at https://pytorch.org/memory_viz).
     """
-    on_gpu = torch.cuda.is_initialized()
     folder.mkdir(exist_ok=True)
-    if on_gpu:
+    if torch.cuda.is_initialized():
         torch.cuda.memory._record_memory_history()
 
     def write(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(folder / f"trace_rank{rank}.json"))
-        if on_gpu:
+        if torch.cuda.is_initialized():
             torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
 

@@ -152,7 +152,7 @@ def test_experts_work_in_bf16_too(ranks, dispatch):
 # ---------------------------------------------------------------------- the law, in float64
 PLANS = ["dp=2,tp=2,zero=1,sequence_parallel", "dp=2,pp=2,zero=2,microbatches=3"]
 PLANS += ["pp=2,tp=2,schedule=dualpipe_v,microbatches=4", "dp=2,cp=2,zero=2,checkpointing=full"]
-PLANS += ["dp=2,pp=2,microbatches=3,schedule=zb_h1", "dp=4", "dp=2,tp=2,compression=bf16"]
+PLANS += ["dp=2,pp=2,microbatches=3,schedule=zb_h1", "dp=4", "dp=4,compression=bf16"]
 
 
 def exact(case: Case, working: bool) -> Outcome:
