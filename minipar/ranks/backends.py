@@ -3,10 +3,12 @@
 import datetime
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -183,12 +185,35 @@ def _meet(timeout: float) -> dist.Store:
     def look() -> None:
         try:
             seconds = datetime.timedelta(seconds=timeout)
-            found.set_result(next(dist.rendezvous("env://", timeout=seconds))[0])
+            store, rank, size = next(dist.rendezvous("env://", timeout=seconds))
+            found.set_result(_of_this_start(store, rank, size))
         except Exception as error:
             found.set_exception(error)
 
     threading.Thread(target=look, daemon=True).start()
     return found.result(timeout + 1)
+
+
+def _of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """Return the part of `store` that only the ranks of this start use.
+
+    When torchrun starts its ranks again, it keeps the store, with the addresses of dead ranks in
+    it. So rank 0 calls by a new name, each rank answers by a new name, and rank 0 repeats the
+    answer: a rank that hears the call of a dead rank 0 hears no answer of its own, and asks again.
+    """
+    mine = uuid4().hex
+    if rank == 0:
+        store.set("call", mine)
+        for other in range(1, size):
+            store.set(f"{mine} heard {other}", store.get(f"{mine} here {other}"))
+        return dist.PrefixStore(mine, store)
+    while True:  # who waits for this thread knows for how long
+        call = store.get("call").decode()
+        store.set(f"{call} here {rank}", mine)
+        heard = f"{call} heard {rank}"
+        if store.check([heard]) and store.get(heard).decode() == mine:
+            return dist.PrefixStore(call, store)
+        time.sleep(0.02)
 
 
 def _number(name: str) -> int:
