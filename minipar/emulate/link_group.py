@@ -57,6 +57,7 @@ class LinkWork(dist.Work):
     ) -> None:
         super().__init__()
         self.verb, self.num_bytes = verb, num_bytes
+        self.peer: int | None = None  # the group's rank at the other end of a message
         self.t_issue, self.t_start, self.t_end = clock.now(), None, None
         self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
         self.run = run  # does the real operation; given when this rank and its link are ready
@@ -395,6 +396,7 @@ class LinkGroup(dist.ProcessGroup):
         latency = wires.between(pair).latency
         work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, latency, hold)
         work.t_issue = mine.start  # the time that the other end sees
+        work.peer = peer
         return self._enqueue((verb, peer), work)
 
 

@@ -373,7 +373,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
 
     def note(work: link_group.LinkWork) -> None:
         if work.verb not in ("recv", "barrier", _END) and work.exception() is None:
-            sent.append(Sent(work.verb, work.num_bytes, getattr(work, "peer", None)))
+            sent.append(Sent(work.verb, work.num_bytes, work.peer))
 
     wire = link.current()
     link.use("none")
