@@ -51,6 +51,7 @@ LOOKS = 20
 time passes while a stalled machine runs no thread."""
 
 _flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
+_alone = False  # whether operations that began before the body do not count
 _lost: list[str] = []
 _random = random.Random()
 
@@ -62,20 +63,21 @@ class Race(RuntimeError):
 
 
 @contextmanager
-def watching() -> Iterator[None]:
+def watching(*, alone: bool = False) -> Iterator[None]:
     """Find races of this rank's link groups in the body. Raises `Race` for the first one.
 
-    Operations that began before the body do not count, such as those of a cell that failed.
+    With `alone`, operations that began before the body, such as in one that failed, do not count.
     Raises `ValueError` if there is no link group: over other backends it sees nothing.
     """
-    global _flying
+    global _flying, _alone
     backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
     if "link" not in backends:
         raise ValueError(
             f"strict.watching() sees collectives of the backend link, and here they go over "
             f"{', '.join(sorted(set(backends))) or 'none'}; use Ranks(n, backend='link')"
         )
-    before, _flying = _flying, weakref.WeakSet()
+    before = _flying, _alone
+    _flying, _alone = weakref.WeakSet(), alone
     _lost.clear()
     taps.append(_threads)
     try:
@@ -95,7 +97,7 @@ def watching() -> Iterator[None]:
             raise race
     finally:
         taps.remove(_threads)
-        _flying = before
+        _flying, _alone = before
 
 
 @contextmanager
@@ -178,7 +180,8 @@ class Handle:
             )
 
     def __del__(self) -> None:
-        if self._watch is _flying and not self._is_settled:
+        counts = self._watch is _flying or not _alone
+        if _flying is not None and counts and not self._is_settled:
             _lost.append(", ".join([self.what, *self._tensors]))
 
 
