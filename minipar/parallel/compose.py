@@ -72,8 +72,6 @@ def apply(
     *,
     ddp_version: ddp.Version = "overlapped",
     bucket_mb: float | None = None,
-    reduce: ddp.Reduce | None = None,
-    reduce_dtype: torch.dtype | None = None,
     init: Callable[[str], Tensor] | None = None,
 ) -> "Composed":
     """Put what `plan` names on `model`, in place, with the weights of rank 0.
@@ -83,8 +81,7 @@ def apply(
         make_optimizer: called as ``make_optimizer(model, make=...)`` once the parameters are final.
             It hands them to `make` in the order of the model; `make` is AdamW, or a class with
             the same arguments that shards its state (ZeRO 1 and 2).
-        ddp_version, bucket_mb, reduce: as in `ddp.apply`; ZeRO has such buckets, too.
-        reduce_dtype: as in `fsdp.apply`.
+        ddp_version, bucket_mb: as in `ddp.apply`; ZeRO has such buckets, too.
         init: for a model on "meta" under ZeRO 3: returns the whole first value of a weight by its
             serial name. `apply` asks for one weight at a time, so no rank ever has all.
 
@@ -157,8 +154,8 @@ def apply(
             data_axis,
             blocks=[*fsdp.find_blocks(model), *tables],
             compute_dtype=dtype,
-            # Gradients are summed up in float32 all the same, unless told otherwise.
-            reduce_dtype=reduce_dtype or (torch.float32 if dtype else None),
+            # Gradients are summed up in float32 all the same.
+            reduce_dtype=torch.float32 if dtype else None,
             average=False,
             init=None if init is None else lambda name, _: parts.own_piece(name, init(name)),
         )
@@ -171,15 +168,14 @@ def apply(
         if plan.zero == 1 and plan.pp > 1:  # else backward, and the stage before, wait for a reduce
             parts.data.most_in_flight = len(parts.data.buckets)
     else:
-        if plan.compression != "none":
-            parts.compressed = Compressed(COMPRESSORS[plan.compression]())
+        make = COMPRESSORS.get(plan.compression)
         parts.data = ddp.apply(
             model,
             data_axis,
             version=ddp_version,
             bucket_mb=bucket_mb,
             average=False,
-            reduce=parts.compressed or reduce,
+            reduce=None if make is None else Compressed(make()),
         )
         optimizer = make_optimizer(model, make=torch.optim.AdamW)
         if dtype is not None:
@@ -196,7 +192,6 @@ class Parts:
     tensor: "tensor.TensorParallel | None" = None
     context: Strategy | None = None
     pipeline: runtime.Pipeline | None = None
-    compressed: Compressed | None = None
 
     def own_piece(self, name: str, whole: Any) -> Any:
         """Cut a weight, or an entry of its optimizer state, as the weight is cut."""

@@ -355,6 +355,9 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     """
     how = Options(axis, **options)
     axes = [each for each in (axis, how.replicate_axis) if each is not None]
+    if len(axes) > 1 and len({*axes[0].ranks, *axes[1].ranks}) < axes[0].size + axes[1].size - 1:
+        where = " and ".join(f"{each.name} on ranks {list(each.ranks)}" for each in axes)
+        raise ValueError(f"axis and replicate_axis may share this rank alone, not {where}")
     before = list(model.parameters())
     blocks = find_blocks(model, how.blocks)
     check_hooks(model)

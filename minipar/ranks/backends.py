@@ -116,22 +116,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0)) if "RANK" in os.environ else 0
 
 
-def restarts() -> int:
-    """Return how often the torchrun of this host has started its ranks again (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def restarts_left() -> int:
-    """Return how often it would do so again."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - restarts()
-
-
-def job_name() -> str | None:
-    """Return the --rdzv-id of torchrun, the same after restarts of ranks; None without one."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if name == "none" else name
-
-
 @contextmanager
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.

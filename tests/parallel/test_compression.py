@@ -4,7 +4,6 @@ That sums are right when nothing is left out is proved by tests/law/test_law.py.
 """
 
 import copy
-import io
 import math
 from functools import partial
 
@@ -247,76 +246,6 @@ def test_residues_and_warm_up_are_kept_by_parameter():
         before = after
     assert len(strategy.buckets) > 2
     assert exact == [False, True, True, False, False]
-
-
-RESUMED = {
-    "top-k": partial(TopK, 0.1),
-    "int8 stochastic": partial(Int8, stochastic=True),
-    "random-k": partial(RandomK, 0.1),
-    "powersgd": partial(PowerSGD, 2),
-}
-
-
-def _resume(make, steps: int, at: int) -> tuple[list[Tensor], bool]:
-    """Train, leaving off at step `at` for a new model and compressor; return the weights.
-
-    And whether residues differ from rank to rank.
-    """
-    mesh = Mesh(dp=2)
-
-    def fresh() -> tuple[nn.Module, Compressed, ddp.Overlapped]:
-        model = _network()
-        reduce = Compressed(make(), warmup_steps=1, error_feedback=True)
-        return model, reduce, ddp.apply(model, mesh.dp, bucket_mb=0.004, reduce=reduce)
-
-    model, reduce, strategy = fresh()
-    for step in range(steps):
-        if step == at:
-            file = io.BytesIO()
-            torch.save((model.state_dict(), reduce.state_dict(model)), file)
-            file.seek(0)
-            weights, state = torch.load(file, weights_only=True)
-            model, reduce, strategy = fresh()
-            model.load_state_dict(weights)
-            reduce.load_state_dict(state, model)
-        x = random(16, 40, seed=100 * step + mesh.rank, dtype=torch.float32)
-        model.zero_grad()
-        (model(x) - x.cumsum(1)[:, :1]).square().mean().backward()
-        strategy.finish_backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.05 * p.grad
-    first, second = all_gather_object(_residues(reduce, model.parameters()), mesh.dp)
-    return [p.detach().clone() for p in model.parameters()], not first.equal(second)
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", RESUMED)
-def test_resumes_to_the_bit(ranks, name):
-    """6 steps, or 3 and another 3.
-
-    Mutants: residues, the place, random numbers or warm starts that begin anew; residues of another
-    rank.
-    """
-    make = RESUMED[name]
-    whole, resumed = (ranks(2).run(_resume, make, 6, at) for at in (-1, 3))
-    for (theirs, differ), (ours, _) in zip(whole, resumed, strict=True):
-        assert differ
-        assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_another_compressor_takes_over():
-    """It owes what the first kept back; a warm start of another rank of matrix is left alone."""
-    model = _network()
-    first, second = Compressed(PowerSGD(2)), Compressed(PowerSGD(3))
-    for p in model.parameters():
-        first._residues[p] = torch.full((p.numel(),), 0.5)
-    first.compressor.starts[model[0].weight] = torch.ones(model[0].in_features, 2)
-    for other in (second, Compressed(TopK())):
-        other.load_state_dict(first.state_dict(model), model)
-        assert all((other.residue(p) == 0.5).all() for p in model.parameters())
-    start = second.compressor._start(model[0].weight, model[0].weight)
-    assert start.shape == (model[0].in_features, 3)
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,6 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
 
 
 @pytest.mark.slow
-def test_restarts_are_counted(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert backends.restarts() == 2 and backends.restarts_left() == 1
-
-
-@pytest.mark.slow
 def test_ranks_behind_the_emulated_link_leave_gpus_alone(ranks, tmp_path, monkeypatch):
     ranks(1)  # so that the fork server runs, and only the ranks of this test import the spy
     spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"

@@ -24,9 +24,9 @@ Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks d
 Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
 Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. A loss scale
         must not change from step to step. If no rank uses a parameter in a step, its residue is
-        lost. A checkpoint holds the residues of all ranks (`Compressed.state_dict`), n times the
-        size of the model. Use it over dp alone: a thread launches the calls, so their order among
-        calls on other groups differs from rank to rank, and NCCL wants one order.
+        lost. A checkpoint holds no residues: training that resumes begins with none. Use
+        compression over dp alone: a thread launches the calls, so their order among calls on other
+        groups differs from rank to rank, and NCCL wants one order.
 Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
         QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
         fp8: 2209.05433. PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.

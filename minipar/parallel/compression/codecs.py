@@ -24,8 +24,6 @@ class Compressor:
     """True if the error has a bias, so that residues are kept by default."""
     generator: torch.Generator | None = None
     """Random numbers, from the first call on."""
-    starts: dict[nn.Parameter, Tensor] | None = None
-    """Warm starts by parameter, if the compressor has any: PowerSGD's Q of the last step."""
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
@@ -260,7 +258,7 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         check(self.rank >= 1, "rank", self.rank, "1 to 32")
-        self.starts = {}
+        self.starts: dict[nn.Parameter, Tensor] = {}  # Q of the last step
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """True if gradients of this shape are sent as P and Q."""
@@ -298,7 +296,7 @@ class PowerSGD(Compressor):
             shape, generator=self.generator, dtype=matrix.dtype, device=matrix.device
         )
         q = self.starts.get(parameter)
-        if q is None or q.shape != shape:
+        if q is None:
             return fresh
         # Zeros or nan in one step must not stay for ever.
         return torch.where(q.isfinite().all() & q.any(), q, fresh)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from minipar.parallel.compression.codecs import (
     Sign,
     TopK,
     check,
-    make_generator,
 )
 
 
@@ -88,35 +87,6 @@ class Compressed:
         """Return the residue that this rank keeps of a gradient, in the shape of `parameter`."""
         kept = self._residues.get(parameter)
         return torch.zeros_like(parameter) if kept is None else laid_out_as(parameter, kept)
-
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return this rank's place in the warm-up, residues, warm starts and random numbers."""
-        names = {p: name for name, p in model.named_parameters()}
-        starts, generator = self.compressor.starts or {}, self.compressor.generator
-        return {
-            "steps": {names[p]: step for p, step in self._steps.items()},
-            "residues": {names[p]: kept.clone() for p, kept in self._residues.items()},
-            "starts": {names[p]: q for p, q in starts.items()},
-            "generator": generator and generator.get_state(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Go on from what `state_dict` returned on this rank, with as many ranks.
-
-        Another compressor may go on: with feedback it takes over the residues of the first one.
-        """
-        parameters = dict(model.named_parameters())
-
-        def by_parameter(kept: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:
-            return {parameters[n]: tensor.to(parameters[n].device) for n, tensor in kept.items()}
-
-        self._steps = {parameters[name]: step for name, step in state["steps"].items()}
-        self._residues = by_parameter(state["residues"]) if self.feedback else {}
-        self.compressor.starts = by_parameter(state["starts"])
-        if state["generator"] is not None:
-            device = next(iter(parameters.values())).device
-            self.compressor.generator = make_generator(device, seed=0)
-            self.compressor.generator.set_state(state["generator"])
 
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
