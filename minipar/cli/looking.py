@@ -72,7 +72,7 @@ class Prove:
     steps: int = 3
     """How many optimizer steps."""
     rtol: float = RTOL
-    """What counts as equal, relative to the largest number of a tensor."""
+    """Largest difference that counts as equal, relative to the largest number of a tensor."""
     timeout: float = 30.0
     """Seconds after which a collective fails that not all ranks join; a run may take 20 times as
     long."""

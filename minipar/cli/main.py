@@ -1,4 +1,4 @@
-"""What `minipar` calls: a command is run, and its errors become a line and an exit code."""
+"""The entry of `minipar`: run a command; turn its errors into a line and an exit code."""
 
 import os
 import sys

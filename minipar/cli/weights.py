@@ -31,7 +31,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Generate:
-    """Let a trained model go on with a text, on this process alone."""
+    """Continue a text with a trained model, on this process alone."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Folder of a run, of one of its checkpoints, or of a model as Hugging Face's libraries write
@@ -45,7 +45,7 @@ class Generate:
     top_k: int = 40
     """Draw among so many of the likeliest tokens."""
     seed: int = 0
-    """Of the draw."""
+    """Seed of the draw."""
 
 
 def export(command: Export) -> None:

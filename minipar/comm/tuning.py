@@ -16,7 +16,7 @@ from minipar.comm.plans import CHUNK_BYTES
 
 @dataclass(frozen=True)
 class Tuning:
-    """What an axis of `size` ranks costs: seconds per message, per byte sent, per byte added up.
+    """The costs of an axis of `size` ranks: seconds per message, per byte sent, per byte added up.
 
     `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
     port, 1/(n-1) where each peer has a wire of its own.

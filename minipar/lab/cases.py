@@ -1,4 +1,4 @@
-"""What a check looks at: what each rank was given, returned and sent; and how it refuses."""
+"""The facts of a check: each rank's inputs, result and messages; and how a check refuses."""
 
 import sys
 from collections import Counter
@@ -168,7 +168,7 @@ def _total(sent: Counter) -> int:
 
 
 class NoAnswer(TypeError):
-    """What a learner's function returned cannot be used at all."""
+    """The result of a learner's function cannot be used at all."""
 
     @property
     def report(self) -> str:

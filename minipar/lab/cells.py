@@ -198,7 +198,7 @@ class Ranks(launch.Ranks):
 
     @property
     def label(self) -> str:
-        """What a figure must say of devices and link."""
+        """Return the words that a figure must say about devices and link."""
         wire = self.link.label if self.backend == "link" else f"backend {self.backend}"
         return wire if self.device is None else f"emulated {self.device}; {wire}"
 
@@ -258,7 +258,7 @@ class Ranks(launch.Ranks):
 
 
 class _Transcript:
-    """What ranks say during one call: the first one's at once, the others' in order at the end."""
+    """Lines that ranks print in one call: rank by rank, the first rank's at once."""
 
     def __init__(self, ranks: list[int]) -> None:
         self._live = set(ranks[:1])

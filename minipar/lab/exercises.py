@@ -314,7 +314,7 @@ def _import(run: Callable) -> None:
 
 
 def _only_raises(answer: Callable, error: str) -> bool:
-    """Whether no way leads through a function but to raise `error`, as in an untouched stub."""
+    """True if a function can only raise `error`, as an untouched stub does."""
     code = getattr(answer, "__code__", None)
     steps = [step.opname for step in dis.get_instructions(code)] if code else []
     forks = any("JUMP" in step or step.startswith(("RETURN", "YIELD", "FOR")) for step in steps)
@@ -418,7 +418,7 @@ class _Watched:
         return result
 
     def is_in(self, tb: Any) -> bool:
-        """Whether a traceback leads through code of the learner's."""
+        """True if a traceback leads through the learner's code."""
         file = getattr(getattr(self._answer, "__code__", None), "co_filename", None)
         return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_tb(tb))
 

@@ -42,7 +42,7 @@ from minipar.observe import memory
 
 _aten = torch.ops.aten
 RANKING = ("activations", "gradients", "optimizer", "buffers", "parameters")
-"""What a storage counts as if it is several of these: the last. A tag (`comm.memory`) beats all."""
+"""A storage of several kinds counts as the last of them. A tag (`observe.memory`) beats all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +138,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 # ---------------------------------------------------------------------- who holds what
 @dataclass
 class MemoryHistory:
-    """What a rank held: bytes of each category from ``seconds[i]`` on, until the next.
+    """The memory of a rank: bytes of each category from ``seconds[i]`` on, until the next.
 
     `seconds` is on the clock of `Timeline`. `device["unseen"]`, on a GPU only, is what its
     allocator has handed out beyond what the ledger saw: the inside of operations, and libraries.
@@ -161,7 +161,7 @@ class MemoryHistory:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """What the device holds at its highest point, the largest category first."""
+        """Return the bytes at the highest point by category, the largest first."""
         totals = self.totals
         if not totals:
             return {}
@@ -330,7 +330,7 @@ class MemoryLedger(LiveBytes):
 
 
 def budget(num_bytes: float, model: nn.Module | None = None) -> MemoryLedger:
-    """Let the body of a ``with`` hold at most `num_bytes` on the device; return what counts them.
+    """Allow the body of a ``with`` at most `num_bytes` on the device; return what counts them.
 
     Raises `OverBudget` as `MemoryLedger` does, and `ValueError` for a budget that is none.
     """

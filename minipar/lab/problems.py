@@ -52,7 +52,7 @@ class Problem:
         return self.work()
 
     def markdown(self, number: str) -> str:
-        """What stands above the learner's cell in the notebook."""
+        """Return the text above the learner's cell in the notebook."""
         text = " ".join((self.work.__doc__ or "").split())
         within = f"to within {100 * self.within:g} %" if self.within else "exactly"
         asked = f"**Asked:** {self.unit}, {within}. **Source:** {self.source}."

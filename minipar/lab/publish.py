@@ -36,7 +36,7 @@ RAISES = "raises-exception"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FOREIGN = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\Users\\)[^\s\"':)]*")
-"""What a path on a particular machine looks like."""
+"""Paths of a particular machine."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:

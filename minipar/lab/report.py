@@ -1,4 +1,4 @@
-"""What `minipar overlap` found as one HTML file that stands alone: tables and the picture."""
+"""The findings of `minipar overlap` as one HTML file that stands alone: tables and the picture."""
 
 import base64
 from html import escape

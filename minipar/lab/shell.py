@@ -103,7 +103,7 @@ class RankShell(InteractiveShell):
         pass  # a rank has no windows
 
     def ask_exit(self) -> None:
-        """What ``quit()`` calls."""
+        """Refuse ``quit()``, which calls this method."""
         raise NoExit("the ranks end with the notebook; ranks.restart() there makes fresh ones")
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:

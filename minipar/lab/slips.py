@@ -1,4 +1,4 @@
-"""What a failing answer behaves like, in a sentence: "Did you divide?"
+"""A guess, in a sentence, at the slip behind a failing answer: "Did you divide?"
 
 Each wrong answer of an exercise has a sentence, ``@fails("result", "Exactly n times ...")``. How it
 fails on the inputs of one seed, the criterion, the message and what was sent, gives a fingerprint.

@@ -20,7 +20,7 @@ from minipar.lab import draw
 from minipar.lab.draw.pen import in_words
 
 Drawn = Figure | tuple[Figure, str]
-"""What a drawing function returns: a figure, or a figure and a line of text below it."""
+"""The result of a drawing function: a figure, or a figure and a line of text below it."""
 
 
 class Explorer(ipywidgets.VBox):
@@ -55,7 +55,7 @@ class Explorer(ipywidgets.VBox):
 
     @property
     def values(self) -> dict[str, Any]:
-        """What the sliders say now."""
+        """Return the values of the sliders."""
         return {name: slider.value for name, slider in self.sliders.items()}
 
     def redraw(self) -> None:

@@ -135,7 +135,7 @@ class Recorder(Tap):
         return self.stack[-1] if self.stack else None
 
     def go_on(self, stack: list[Frame]) -> None:
-        """Let this thread record from here on; `stack` holds the spans that it has open."""
+        """Record this thread from here on; `stack` holds the spans that it has open."""
         self.stack, self._thread = stack, threading.get_ident()
 
     def _piece(self, frame: Frame, now: float) -> None:

@@ -1,1 +1,1 @@
-"""What a training run will need, computed before anything starts: pure functions and plans."""
+"""The time and memory that a run will need, computed before it starts: pure functions and plans."""

@@ -1,4 +1,4 @@
-"""What `minipar plan` is asked: which model, on which machine, and within which limits."""
+"""The question to `minipar plan`: which model, on which machine, and within which limits."""
 
 import difflib
 from dataclasses import dataclass, fields, replace
@@ -20,7 +20,7 @@ LARGER = {
     ),
     "mixtral-8x7b": dict(vocab_size=32_000, moe=MoEConfig(8, 2, 14_336), max_seq_len=32_768),
 }
-"""What llama-3-8b differs from these in."""
+"""The fields in which llama-3-8b differs from these."""
 WHAT_IF = {  # what may be changed, its unit, and where it is
     "nic": (1e9 / 8, "Gb/s of a device's share of the network", "between", "bandwidth"),
     "nvlink": (1e9, "GB/s of a device inside a node", "inside", "bandwidth"),

@@ -1,4 +1,4 @@
-"""What does a step cost? The time of a plan in closed form, by part.
+"""The time of a step of a plan in closed form, by part.
 
 Idea.   A step is its products, attention and elementwise bytes at the speeds of `hardware.py`, the
         collectives of tensor, context and expert parallelism between them, the pipeline's bubble,
@@ -182,7 +182,7 @@ def _to_next_stage(job: Job) -> float:
 
 # ---------------------------------------------------------------------- a layer
 class _Products(NamedTuple):
-    """Of a layer, in a forward: the seconds of products, and sizes for what is beside them."""
+    """The forward of a layer: seconds of its products, and sizes for all other work."""
 
     attention: float
     router: float

@@ -47,7 +47,7 @@ def device(text: str, magnify: float = 1.0) -> devices.Device:
 
 @dataclass(frozen=True)
 class Emulated:
-    """What `replay` asks of a machine, answered by an emulated device and an emulated link."""
+    """An emulated device and an emulated link as the machine of `replay`."""
 
     device: devices.Device
     link: links.Link | links.Topology

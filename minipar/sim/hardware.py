@@ -222,7 +222,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Software:
-    """What a family of training software adds to the hardware, with the keys of `software.toml`."""
+    """The costs of a family of training software, with the keys of `software.toml`."""
 
     name: str
     # Time.

@@ -71,7 +71,7 @@ class Simulated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Return the rate of all ranks together."""
         return self.traces.tokens / self.seconds
 
 
@@ -193,7 +193,7 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class _Made:
-    """What a rank has launched: a call; of an exchange, a message with each neighbour."""
+    """A call that a rank has launched; in an exchange, a message with each neighbour."""
 
     player: "_Player"
     launch: Launch

@@ -1,4 +1,4 @@
-"""What a rank does in a step, in which order: recorded from the real code, at any size.
+"""The work of a rank in a step, in its order: recorded from the real code, at any size.
 
 Idea.   On the meta device tensors have shapes and no values, and torch's "fake" process group says
         of every collective that it is done. So one process runs the training step of any rank of

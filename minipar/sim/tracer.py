@@ -1,4 +1,4 @@
-"""What passes by, written down: operations, collectives and memory of a rank without values.
+"""A recorder of operations, collectives and memory of a rank without values.
 
 A segment of a trace (`trace.py`) is a list of events in their order:
 

@@ -63,7 +63,7 @@ class Run:
 
     @property
     def cell(self) -> tuple:
-        """What runs have in common that a planner could choose between."""
+        """Return the facts that runs share between which a planner could choose."""
         job = self.job
         batch = job.plan.dp * job.plan.microbatches * job.microbatch
         same = str(job.config), job.machine, job.software, job.dtype

@@ -27,7 +27,7 @@ from minipar.train.out_of_memory import free_bytes
 
 RANKS = 4
 NEEDED_BYTES = 1.5e9
-"""What four ranks and their notebook take, with some room."""
+"""The memory of four ranks and their notebook, with some room."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DoctorConfig:
 
 
 class Line(NamedTuple):
-    """What was found: "ok", "note" (worth knowing) or "FAIL"."""
+    """The finding: "ok", "note" (worth knowing) or "FAIL"."""
 
     mark: str
     what: str

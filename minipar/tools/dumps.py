@@ -25,7 +25,7 @@ MOST_RANKS = 10**5
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
 """Verbs whose sizes may differ between ranks."""
 _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
-"""What ends a group of coalesced calls. allreduce_coalesced, in small letters, is a call."""
+"""Names that end a group of coalesced calls. allreduce_coalesced, in small letters, is a call."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass
 class Recording:
-    """What one rank wrote down. `groups`: name -> description, ranks (empty: not recorded)."""
+    """The dump of one rank. `groups`: name -> description, ranks (empty: not recorded)."""
 
     rank: int
     host: str
@@ -73,7 +73,7 @@ class _Plain(pickle._Unpickler):
 
 
 _ODD = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
-"""What is raised where a dump holds something else than is expected there."""
+"""Errors of reading a dump that holds something else than expected."""
 
 
 def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:

@@ -89,7 +89,7 @@ class _Finding:
 
 @dataclass
 class Report:
-    """What the dumps tell; `str` of it is a page. Without `findings`, nothing hangs."""
+    """The diagnosis of the dumps; its `str` is a page. Without `findings`, nothing hangs."""
 
     recordings: dict[int, Recording]
     groups: list[Group]

@@ -34,7 +34,7 @@ _OLD = {  # categories of torch before 1.13
     "Operator": "cpu_op",
 }
 HOST = "python_function", "cpu_op", "user_annotation"
-"""What the host was doing; not a launch, which has no duration here."""
+"""Categories of the host's work; not of launches, which have no duration here."""
 _BACKWARD = "autograd::engine::evaluate_function"
 _OPTIMIZER = "Optimizer.step"
 _WAITS = re.compile(r"c10d::|_c10d_functional|gloo:|record_param_comms|nccl:")

@@ -96,7 +96,7 @@ class TrainConfig:
     warmup_steps: int = 20
     """Steps over which the learning rate rises; then it falls by half a cosine."""
     weight_decay: float = 0.1
-    """Of matrices; norms and biases have none."""
+    """Decay of matrices; norms and biases have none."""
     max_norm: float = 1.0
     """Gradients are scaled down to at most this norm."""
 
@@ -118,7 +118,7 @@ class TrainConfig:
 
     # ------------------------------------------------------------------ the run
     seed: int = 0
-    """Of the weights, the order of the data, and the sample."""
+    """Seed of the weights, the order of the data, and the sample."""
     out: str = "runs"
     """Folder for the folder of the run."""
     name: str = ""

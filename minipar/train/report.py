@@ -1,4 +1,4 @@
-"""What a run reports at its end, and what it notes down meanwhile to be able to."""
+"""The report at the end of a run, and the notes that it needs."""
 
 import resource
 import statistics
@@ -24,7 +24,7 @@ from minipar.observe.timeline import Timeline
 
 @dataclass
 class Report:
-    """What a run reports at its end; None where there is nothing to report.
+    """The report at the end of a run; None where there is nothing to report.
 
     Communication is that of the rank that reports, in the steps since the run was last resumed; it
     is scaled up from the recorded steps.

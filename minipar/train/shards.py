@@ -1,4 +1,4 @@
-"""What a rank has of a run under a plan, told in terms of whole tensors: to save it, to load it.
+"""A rank's share of a run under a plan, in terms of whole tensors: to save it, to load it.
 
 Tensor and expert parallelism leave a rank slices of weights, ZeRO flat ranges of these slices, and
 a pipeline the weights of its layers. `parts` says of each which numbers of the whole tensor it is

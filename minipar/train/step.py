@@ -28,7 +28,7 @@ Microbatch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step reports: scalars of the whole batch, equal on all ranks."""
+    """The report of one step: scalars of the whole batch, equal on all ranks."""
 
     loss: Tensor  # nats per token, over all tokens of all ranks
     num_tokens: Tensor  # targets that counted

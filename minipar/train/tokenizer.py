@@ -18,7 +18,7 @@ ENDS = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """The methods of a tokenizer that the rest of the package calls."""
 
     vocab_size: int
     separator: int | None  # the id put after each document; None: documents follow at once

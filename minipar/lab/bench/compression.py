@@ -46,7 +46,8 @@ from minipar.train.tokenizer import ByteTokenizer
 RANKS, SHAPE = 2, PRESETS["tiny"]
 BATCH_SIZE, SEQ_LEN = 4, 64  # sequences per rank and step, tokens per sequence
 PEAK_LR = 1e-3
-"""Of AdamW. With 2e-3, runs that begin one part in a million apart end as far apart as methods."""
+"""The learning rate of AdamW. With 2e-3, runs that differ by one part in a million at the start end
+as far apart as methods."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Timed:
 
 
 def measure(config: CompressionConfig) -> dict[str, Timed]:
-    """Let all methods take turns on the emulated link; called on every rank.
+    """Run all methods in turns on the emulated link; called on every rank.
 
     A turn begins with a step that does not count: its messages may travel while the turn begins.
     """

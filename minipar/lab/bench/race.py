@@ -122,7 +122,7 @@ def pool(num_ranks: int, link_name: str, **options: Any) -> Iterator[Ranks]:
 
 @contextmanager
 def emulated(link_name: str) -> Iterator[None]:
-    """Let messages of this rank take as long as on that link; "gloo" delays nothing."""
+    """Delay messages of this rank as that link would; "gloo" delays nothing."""
     if link_name != "gloo":
         link.use(link.parse(link_name))
     link.check_calls(False)  # a check costs time
@@ -146,7 +146,7 @@ def race(
     rounds: int,
     lead: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Measured]:
-    """Let the contenders' `steps` take turns; called on every rank.
+    """Run the contenders' `steps` in turns; called on every rank.
 
     Weights and gradients of one step may still travel when the step ends. So every turn begins
     with a step of the same contender that does not count: one of `lead`, or of `steps`.

@@ -50,7 +50,7 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
 
 
 def measure(config: RaceConfig, link_name: str, ours: str) -> dict[str, race.Measured]:
-    """Let `ours` and its rivals take turns on a link; called on every rank."""
+    """Run `ours` and its rivals in turns on a link; called on every rank."""
     contest = CONTESTS[config.strategy]
     axis = getattr(Mesh(**{contest.axis: config.ranks}), contest.axis)
     shape, names = contest.shape(config), [ours, *contest.rivals[ours]]

@@ -1,4 +1,4 @@
-"""What sending less costs: pictures of the rows of `minipar bench compression`."""
+"""The price of sending less: pictures of the rows of `minipar bench compression`."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

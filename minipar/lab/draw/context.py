@@ -147,7 +147,7 @@ def _checked(size: int, visible: Tensor | None) -> Tensor:
 
 
 def _pale(ink: str) -> tuple[float, ...]:
-    """What is multiplied and then masked: there, but of no use."""
+    """Return the pale colour of products that are masked afterwards: computed, but of no use."""
     return tuple(1 - 0.35 * (1 - part) for part in to_rgb(ink))
 
 
@@ -210,7 +210,7 @@ def _steps(ax: Axes, x: float, y: float, work: Sequence[Sequence[float]], scale:
 
 
 def _duration(work: Sequence[Sequence[float]]) -> float:
-    """Of all steps, each as long as its slowest rank."""
+    """Return the seconds of all steps, each as long as its slowest rank."""
     return sum(max(step) for step in zip(*work, strict=True))
 
 

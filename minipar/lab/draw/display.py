@@ -12,11 +12,11 @@ from minipar.lab.draw.timelines import timeline
 from minipar.observe.timeline import Timeline
 
 DRAWN: dict[type, Callable[[Any], Figure]] = {Timeline: timeline, Mesh: mesh, Figure: lambda f: f}
-"""What draws itself once `register` was called."""
+"""Kinds that draw themselves once `register` was called."""
 
 
 def register(kind: type | None = None, function: Callable[[Any], Figure] | None = None) -> None:
-    """Let Timeline, Mesh and figures (and `kind`, by `function`) draw themselves in a notebook.
+    """Make Timeline, Mesh and figures (and `kind`, by `function`) draw themselves in a notebook.
 
     Does nothing outside of IPython.
     """

@@ -1,4 +1,4 @@
-"""What compression keeps of a gradient: pictures of its numbers, one by one."""
+"""The part of a gradient that compression keeps: pictures of its numbers, one by one."""
 
 from collections.abc import Mapping
 

@@ -74,7 +74,7 @@ def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, belo
 def rotations(
     config: LlamaConfig, pairs: Sequence[int] = (), positions: Sequence[int] = range(8)
 ) -> Figure:
-    """What RoPE does to a head: a dial per pair of coordinates (row) and position (column).
+    """Draw RoPE on a head: a dial per pair of coordinates (row) and position (column).
 
     Raises ValueError for a pair that the head does not have.
     """

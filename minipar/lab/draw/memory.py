@@ -38,7 +38,7 @@ def memory(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """What the device of a rank holds, as a stacked area over time; its timeline above, if given.
+    """Draw the memory of a rank's device as a stacked area over time; its timeline above, if given.
 
     `closed_form` in bytes by category (`sim.memory.model_state(...).device`) is a bar at the right,
     in the colours of the area. What a host holds is told in a line of text. Raises ValueError for

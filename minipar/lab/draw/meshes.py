@@ -85,7 +85,7 @@ Cell = tuple[frozenset[int], int]  # (ranks whose data is summed in it, number o
 
 
 def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[int, Cell]]]:
-    """What each rank holds before and after `verb`: slot -> cell. Root of rooted verbs is rank 0.
+    """Return the cells of each rank before and after `verb`: slot -> cell. Rank 0 is the root.
 
     Raises ValueError for an unknown verb.
     """
@@ -140,7 +140,7 @@ def collective(verb: str, size: int = 4) -> Figure:
 
 
 Held = Sequence[Sequence[Set[int]]]
-"""What ranks hold: ``held[rank][block]`` is the set of ranks whose data is summed in that block."""
+"""Data of ranks: ``held[rank][block]`` is the set of ranks whose data is summed in that block."""
 
 
 def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> Figure:

@@ -275,7 +275,7 @@ def _is_heading(text: Text) -> bool:
 
 
 def in_words(figure: Figure) -> str:
-    """What stands for the figure where it is not seen: headings, what they find, and the note."""
+    """Return a figure's text for those who do not see it: headings, findings, and the note."""
     texts = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
     headings = [t for t in texts if t.get_gid() == FINDING or _is_heading(t)]
     notes = [t for t in figure.texts if t.get_size() == 8]

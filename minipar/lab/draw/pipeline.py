@@ -93,7 +93,7 @@ def compare(
 
 
 def finding(schedule: Schedule, timeline: Timeline) -> str:
-    """What a picture says: "idle 27 % of the time, 4 microbatches held"."""
+    """Return the line of a picture: "idle 27 % of the time, 4 microbatches held"."""
     share = bubble(timeline)
     held = _held(schedule)
     live = f"{held:.3g} microbatch{'' if held == 1 else 'es'} held"

@@ -81,7 +81,7 @@ class _Pair(calls.Tap):
 
     # ------------------------------------------------------------------ turns
     def let_other_run(self) -> None:
-        """Let the other thread run until it waits or ends."""
+        """Run the other thread until it waits or ends."""
         me = FORWARD if threading.get_ident() == self.caller else BACKWARD
         if not self.is_over[1 - me]:
             with self.recorder.blocked() if self.recorder else nullcontext():

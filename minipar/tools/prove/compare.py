@@ -1,4 +1,4 @@
-"""What equal means, and how the pieces of ranks become the tensors of one device.
+"""The meaning of equal, and the way from pieces of ranks to tensors of one device.
 
 The law of parity, for `minipar prove` and for minipar's own tests alike: initial weights, losses,
 every gradient, gradient norms and weights agree to a relative 1e-10 in float64. Gradients come
@@ -17,7 +17,7 @@ from minipar.comm.mesh import groups_along
 
 RTOL = 1e-10
 ROUNDING = 1e-14
-"""Of the largest number of all tensors in comparison: what sums that cancel leave, such as the
+"""Relative to the largest number of all tensors: the rest of sums that cancel, such as the
 gradient of a bias in front of a softmax."""
 
 State = dict[str, Tensor | None]
@@ -26,7 +26,7 @@ Stage = tuple[str, int | None]  # "gradient" of a step; steps count from 0, -1 i
 
 @dataclass
 class Record:
-    """What a training computed, by the names and in the shapes of one device."""
+    """The results of a training, by the names and in the shapes of one device."""
 
     before: State
     after: State

@@ -49,7 +49,7 @@ MODEL = ("tp", "cp", "pp", "sp", "mp", "tensor", "context", "seq", "pipe", "mode
 
 
 class WrongFile(ValueError):
-    """What was handed over cannot be proved, one way or the other; the message says why."""
+    """The training cannot be proved right or wrong; the message says why."""
 
 
 @dataclass(frozen=True)

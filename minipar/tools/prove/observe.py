@@ -1,4 +1,4 @@
-"""What one device, and each rank, computes of a training: written down by the names of one device.
+"""The numbers of one device, and of each rank, under the names of one device.
 
 Runs inside of ranks: one device is a group of one, so that what the file's loss sends is sent there
 as well. Everything is in float64, and every rank has a seed of its own, so that nothing is equal by
@@ -70,7 +70,7 @@ def _to_float64(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Seen(Record):
-    """What one rank saw. Tensors may be pieces still, where nothing says of what."""
+    """The notes of one rank. A tensor may be a piece, where nothing says a piece of which."""
 
     built: State = field(default_factory=dict)  # by build(), here, before parallelize
     outputs: State = field(default_factory=dict)  # by module, in order of execution
@@ -351,7 +351,7 @@ _CASTS = Tensor.float, Tensor.bfloat16, Tensor.half
 
 
 def _without_mixed_precision(model: nn.Module) -> None:
-    """Let torch's FSDP2 keep float64, whatever policy it was given."""
+    """Make torch's FSDP2 keep float64, whatever policy it was given."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -51,7 +51,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it."""
+    """The result of a comparison."""
 
     file: str
     sizes: dict[str, int]
