@@ -4,6 +4,8 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 device: Any = None
 """The clock of an emulated device. Its methods are those below; one of its seconds takes `slowdown`
 seconds."""
@@ -12,6 +14,23 @@ seconds."""
 def now() -> float:
     """Return seconds on the scale of `time.monotonic`."""
     return time.monotonic() if device is None else device.now()
+
+
+def stamp(on: torch.device) -> Any:
+    """Return this moment for `between`; on a GPU, the end of all work that was launched so far."""
+    if on.type != "cuda":
+        return now()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Return the seconds from one stamp to another; on a GPU, wait for `end`."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def reach(end: float) -> None:

@@ -12,10 +12,9 @@ programming), in O(k n^2) for n gradients.
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,21 +109,3 @@ def compare(
         lines.append(f"{name}: {1e3 * after:.2f} ms after the last gradient; {megabytes} MB")
     price = f"{1e3 * costs.latency:.2f} ms and {1e9 * costs.per_byte:.2f} ms per MB"
     return "\n".join([*lines, f"An all-reduce takes {price}."])
-
-
-def now(device: torch.device) -> Any:
-    """Return a stamp of this moment; on a GPU, of when it gets to what was launched so far."""
-    if device.type != "cuda":
-        return clock.now()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_since_first(stamps: Iterable[Any]) -> list[float]:
-    """Return what stamps mean, in seconds after the first; waits for the last on a GPU."""
-    stamps = [*stamps]
-    if not stamps or isinstance(stamps[0], float):  # a rank without samples has none
-        return [stamp - stamps[0] for stamp in stamps]
-    stamps[-1].synchronize()
-    return [stamps[0].elapsed_time(stamp) / 1e3 for stamp in stamps]

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from minipar.comm import clock
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
@@ -203,7 +204,7 @@ class Tuned(Overlapped):
     def _on_gradient(self, p: nn.Parameter) -> None:
         super()._on_gradient(p)
         if self.backwards == 1 and self.synchronises:
-            self.arrived_at[p] = bucket_sizes.now(self.device)
+            self.arrived_at[p] = clock.stamp(self.device)
 
     def finish_backward(self) -> None:
         super().finish_backward()
@@ -218,7 +219,8 @@ class Tuned(Overlapped):
         return self.said
 
     def _tune(self) -> None:
-        seconds = bucket_sizes.seconds_since_first(self.arrived_at.values())
+        stamps = [*self.arrived_at.values()]  # a rank without samples has none
+        seconds = [clock.between(stamps[0], stamp) for stamp in stamps]
         arrived, order = dict(zip(self.arrived_at, seconds, strict=True)), list(self.bucket_of)
         own = [arrived.get(p, 0.0) for p in order]
         own = torch.tensor(own, dtype=torch.float64, device=self.device)

@@ -10,7 +10,6 @@ tokens_per_expert, see `report.expert_figures`.
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minipar.comm import clock
 from minipar.comm.mesh import Mesh
 
 MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu", "peak_memory"]
@@ -58,7 +58,7 @@ class Log:
         device = line["loss"].device
         numbers = torch.cat([value.to(device, torch.float64).flatten() for value in values])
         numbers = numbers.to("cpu", non_blocking=True)
-        began, self.began = self.began, _now(self.device)
+        began, self.began = self.began, clock.stamp(self.device)
         line["seconds"] = began, self.began
         self.flush()
         self.held = line, numbers
@@ -69,9 +69,7 @@ class Log:
             return
         (line, numbers), self.held = self.held, None
         began, ended = line["seconds"]
-        if self.device.type == "cuda":
-            ended.synchronize()  # the event follows the copy of the numbers
-        line["seconds"] = _seconds(began, ended)
+        line["seconds"] = clock.between(began, ended)  # the end follows the copy of the numbers
         shapes = {name: value for name, value in line.items() if isinstance(value, Tensor)}
         parts = numbers.split([value.numel() for value in shapes.values()])
         for (name, value), part in zip(shapes.items(), parts, strict=True):
@@ -97,20 +95,7 @@ class Log:
 
     def restart_clock(self) -> None:
         """From here on, time counts as part of the next step."""
-        self.began = _now(self.device)
-
-
-def _now(device: torch.device) -> Any:
-    """Return this moment; on a GPU, an event: when all is done that was launched until now."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+        self.began = clock.stamp(self.device)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -95,7 +95,7 @@ def test_a_line_that_is_refused_is_not_written(tmp_path):
 
 def test_seconds_on_a_cpu_are_those_up_to_the_end_of_the_step(tmp_path, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(metrics.clock, "now", lambda: now)
     log = log_of(tmp_path / "metrics.jsonl")
     for number, seconds in ((1, 5.0), (2, 3.0)):
         now += seconds
