@@ -182,7 +182,10 @@ class Border(torch.autograd.Function):
     def forward(ctx: Any, then: Callable, tensors: Sequence[Tensor], *inputs: Tensor) -> Any:
         ctx.then = then
         ctx.set_materialize_grads(False)  # None tells that a tensor was not used
-        return tuple(t.detach() for t in tensors)
+        outputs = tuple(t.detach() for t in tensors)
+        learns = zip(outputs, ctx.needs_input_grad[2:], strict=True)
+        ctx.mark_non_differentiable(*(t for t, does in learns if not does))  # frozen for a while
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -245,10 +248,7 @@ class Unit(Row):
             self.gathering = None
 
     def bind(self, after_backward: Callable[[Gradients], Gradients]) -> None:
-        """Wait for the weights, and put them into the modules.
-
-        Autograd calls `after_backward` when the gradients of all weights are there.
-        """
+        """Put the gathered weights into the modules; `after_backward` is called with gradients."""
         self.wait_for_unshard()
         self.put(Border.apply(after_backward, self.views, *self.pieces))
 
@@ -356,8 +356,7 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     how = Options(axis, **options)
     axes = [each for each in (axis, how.replicate_axis) if each is not None]
     if len(axes) > 1 and len({*axes[0].ranks, *axes[1].ranks}) < axes[0].size + axes[1].size - 1:
-        where = " and ".join(f"{each.name} on ranks {list(each.ranks)}" for each in axes)
-        raise ValueError(f"axis and replicate_axis may share this rank alone, not {where}")
+        raise ValueError(f"replicas {axes[1].ranks} and shards {axis.ranks} share other ranks, too")
     before = list(model.parameters())
     blocks = find_blocks(model, how.blocks)
     check_hooks(model)

@@ -603,7 +603,7 @@ def test_bad_options_are_refused_before_the_first_collective():
     hooked.head.weight.register_hook(lambda g: 2 * g)
     refused = [
         (Layers(), dict(blocks=(nn.Conv2d,)), "the model has none of them"),
-        (Layers(), dict(replicate_axis=mesh.dp), "may share this rank alone, not dp on ranks"),
+        (Layers(), dict(replicate_axis=mesh.dp), r"replicas \(0, 1\) and shards \(0, 1\)"),
         (sharded, {}, "trained by fsdp along dp already"),
         (hooked, {}, "head.weight has a hook on its gradient"),
     ]

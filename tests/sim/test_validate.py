@@ -1,4 +1,4 @@
-"""The errors on published runs that book/planner.md states hold; nothing is fitted to `public-check`."""
+"""The errors that book/planner.md states hold; nothing is fitted to `public-check`."""
 
 from collections import Counter
 from dataclasses import replace
@@ -19,8 +19,8 @@ def runs():
     return [run for name in names for run in validate.read(DATA / f"measured_{name}.csv")]
 
 
-# Stated in book/planner.md: the median error of the step time, and whether in the mean it is below half of
-# a constant's.
+# Stated in book/planner.md: the median error of the step time, and whether in the mean it is below
+# half of a constant's.
 @pytest.mark.parametrize(
     ("source", "median", "beaten"),
     [
