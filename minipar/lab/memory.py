@@ -26,7 +26,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -140,14 +140,16 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 class MemoryHistory:
     """The memory of a rank: bytes of each category from ``seconds[i]`` on, until the next.
 
-    `seconds` is on the clock of `Timeline`. `device["unseen"]`, on a GPU only, is what its
-    allocator has handed out beyond what the ledger saw: the inside of operations, and libraries.
+    `seconds` is on the clock of `Timeline`; `phases` says for each of them whether the rank was in
+    forward, backward or the optimizer. `device["unseen"]`, on a GPU only, is what its allocator has
+    handed out beyond what the ledger saw: the inside of operations, and libraries.
     """
 
     rank: int
     seconds: list[float]
     device: dict[str, list[int]]
     host: dict[str, list[int]] = field(default_factory=dict)
+    phases: list[str] = field(default_factory=list)
 
     @property
     def totals(self) -> list[int]:
@@ -176,6 +178,16 @@ class MemoryHistory:
         return max((sum(column) for column in zip(*chosen, strict=True)), default=0)
 
 
+class Event(NamedTuple):
+    """A change of what a rank holds."""
+
+    seconds: float
+    holding: Holding
+    num_bytes: int
+    allocated: int  # by the allocator of a GPU, in all
+    phase: str
+
+
 class OverBudget(MemoryError, ValueError):
     """A rank holds more than its budget allows."""
 
@@ -197,8 +209,9 @@ class MemoryLedger(LiveBytes):
         super().__init__()
         self.model, self.budget = model, budget
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._events: list[tuple[float, Holding, int, int]] = []  # seconds, whose, bytes, on GPU
-        self._before: list[tuple[float, Holding, int, int]] = []  # what there was at the start
+        self._events: list[Event] = []
+        self._before: list[Event] = []  # what there was at the start
+        self._phase = "forward"
         self._start, self._allocated = 0.0, 0  # then, and on a GPU how much it had given out
         self._parameters: dict[nn.Parameter, None] = {}
         self._cuda: torch.device | None = None
@@ -216,7 +229,7 @@ class MemoryLedger(LiveBytes):
                 raise self._over_budget()
             memory.watchers.append(self._tag)
             self._undo.callback(memory.watchers.remove, self._tag)
-            self._undo.callback(register_optimizer_step_pre_hook(self._on_step).remove)
+            self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             self._undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
             self._is_open = True
             return super().__enter__()
@@ -234,23 +247,25 @@ class MemoryLedger(LiveBytes):
             self._watch_parameter(parameter)
         for buffer in model.buffers():
             self._label("buffers", buffer)
+        self._undo.callback(model.register_forward_pre_hook(self._before_forward).remove)
 
     def history(self) -> MemoryHistory:
         """All that was seen so far; the first sample is what there was at the start."""
         places: tuple[dict[str, list[int]], ...] = ({}, {})  # on the device, on the host
-        for _, holding, _, _ in self._before + self._events:
+        for _, holding, *_ in self._before + self._events:
             places[holding.on_host].setdefault(holding.category, [0])
-        for _, holding, num_bytes, _ in self._before:
+        for _, holding, num_bytes, *_ in self._before:
             places[holding.on_host][holding.category][0] += num_bytes
         columns = [column for place in places for column in place.values()]
-        for _, holding, num_bytes, _ in self._events:
+        for _, holding, num_bytes, *_ in self._events:
             for column in columns:
                 column.append(column[-1])
             places[holding.on_host][holding.category][-1] += num_bytes
-        seconds = [self._start, *(moment for moment, _, _, _ in self._events)]
-        history = MemoryHistory(self.rank, seconds, *places)
+        seconds = [self._start, *(event.seconds for event in self._events)]
+        phases = [event.phase for event in self._events]
+        history = MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
         if self._cuda is not None:
-            allocated = [self._allocated, *(event[3] for event in self._events)]
+            allocated = [self._allocated, *(event.allocated for event in self._events)]
             seen = history.totals or [0] * len(seconds)
             history.device["unseen"] = [max(0, a - s) for a, s in zip(allocated, seen, strict=True)]
         return history
@@ -273,6 +288,13 @@ class MemoryLedger(LiveBytes):
         self._label("parameters", parameter.data)
         if parameter.grad is not None:
             self._label("gradients", parameter.grad)
+
+    def _before_forward(self, *_: Any) -> None:
+        self._phase = "forward"
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._phase = "optimizer"
+        self._on_step(optimizer)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -304,7 +326,9 @@ class MemoryLedger(LiveBytes):
             return
         # What no operation has made, such as the optimizer's state, was there before the start.
         events, now = (self._before, self._start) if was_there else (self._events, time.monotonic())
-        events.append((now, holding, num_bytes, self._ask_allocator()))
+        if torch._C._current_graph_task_id() != -1:  # autograd is running
+            self._phase = "backward"
+        events.append(Event(now, holding, num_bytes, self._ask_allocator(), self._phase))
         if holding.on_host:
             return
         super()._change(holding, num_bytes)

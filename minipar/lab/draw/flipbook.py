@@ -173,5 +173,5 @@ def small_svg(figure: Figure) -> str:
         text = pen.svg(figure)
     text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
-    text = re.sub(r' transform="rotate\(-0 [^"]*"| id="[^p][^"]*"| id="p\w+_\d+"', "", text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"| id="[^ph][^"]*"| id="p\w+_\d+"', "", text)
     return re.sub(r"\n\s*", "\n", re.sub(r" *\n(?=[A-Zz\"])", " ", text)).strip()

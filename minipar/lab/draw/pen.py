@@ -1,14 +1,19 @@
 """The hand that all pictures are drawn in: colours, letters, paper, files.
 
-Every kind of work has one colour in all figures of minipar, defined here. The colours stay apart
-for readers who see no red or no green (the tests check it); exposed communication, the one loud
-colour, is drawn taller than hidden communication, so that it stands out in grey print as well.
+One visual language in all figures of minipar, defined here:
 
-No function touches pyplot or any other global state. `save` writes files that are the same to the
-byte whenever the figure is.
+- work has the colour of its kind (`KIND`), communication the colour of its axis (`AXIS`);
+- communication is pale while computing hides it, and taller and outlined in red where exposed;
+- `WAITS`, a hatched grey, is a rank that computes nothing;
+- memory has the palette `HELD`; a rank whose data is moved has a colour of `RANK`.
+
+The colours stay apart for readers who see no red or no green (the tests check it).
+
+No function touches pyplot or any other global state. `save` writes equal figures to equal bytes.
 """
 
 import io
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,23 +41,37 @@ AXIS = {
     "tp": "#2ea866",
     "pp": "#a77be0",
     "cp": "#f0e04c",
-    "ep": "#5c3422",
+    "ep": "#78423a",
     "replica": "#5b48d2",
     "world": "#5b6672",
 }
 EXPOSED = "#cc2a1f"
+WAITS: dict[str, Any] = {"fc": "#f6f7f9", "ec": "#a9afbd", "hatch": "//////", "lw": 0}
+HELD = {
+    "weights": "#5f7a96",
+    "gradients": KIND["weight_gradient"],
+    "optimizer state": KIND["optimizer"],
+    "activations": KIND["forward"],
+}
+"""The palette of memory; other parts beside it have quiet colours."""
+HELD_OTHERS = ["#c9d3dd", "#8b8b80", "#d7cfe6", "#cfe3c8"]
+_HELD_AS = {"parameter": "weights", "adam": "optimizer state"}
 RANK = ["#7cc8f0", "#e39a5c", "#c4e3a4", "#c98fbd", "#fbe36a", "#98988f"]  # whose data it is
 SERIES = [KIND["backward"], AXIS["dp"], AXIS["tp"], AXIS["pp"], AXIS["ep"], AXIS["world"]]
 
 WIDTH, DPI = 9.6, 150  # inches; what a notebook and a README show without scaling
 LEFT, RIGHT = 0.75, 0.2  # inches beside the panels
 Point = tuple[float, float]
+Style = dict[str, Any]  # properties of a rectangle
+Entry = tuple[str | Style, str]  # of a legend
+FINDING = "finding"
+"""The id of a text that says beside a heading what came of it: "308 ms a step, nothing hidden"."""
 
 
 def colour(kind_or_axis: str) -> str:
-    """The colour of a kind of work, or of communication along an axis (joint ones: the first).
+    """Return the colour of a kind of work, or of an axis; of joint axes, that of the first.
 
-    With copies of shards, that of all ranks; along "host" (`comm.hostcopy`), that of copies.
+    "replica+dp" has the colour of all ranks; "host" (`comm.hostcopy`) has the colour of copies.
     """
     first = kind_or_axis.split("+")[0].split()[0] if kind_or_axis else ""
     first = "world" if kind_or_axis.startswith("replica+") else first
@@ -60,20 +79,43 @@ def colour(kind_or_axis: str) -> str:
     return known.get(first, AXIS["world"])
 
 
+def held(part: str) -> str | None:
+    """Return the colour of a part of memory, by names such as "gradient" or "Adam"; else None."""
+    first = part.lower().split(" ")[0].removesuffix("w").removesuffix("s")
+    names = {name.split(" ")[0].removesuffix("s"): name for name in HELD} | _HELD_AS
+    return HELD.get(names.get(first, ""))
+
+
+def pale(ink: str) -> str:
+    """Return a tint of `ink`."""
+    parts = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.42 * (255 - part)):02x}" for part in parts)
+
+
+def hidden(ink: str) -> Style:
+    """Return the style of communication that computing hides, in the colour of its axis."""
+    return {"fc": pale(ink), "ec": readable(ink), "lw": 0.5}
+
+
+def exposed(ink: str) -> Style:
+    """Return the style of exposed communication, in the colour of its axis."""
+    return {"fc": ink, "ec": EXPOSED, "lw": 1.1}
+
+
 # ---------------------------------------------------------------------- on paper
 def inches_of(ax: Axes) -> float:
-    """The height of `ax` on paper."""
+    """Return the height of `ax` on paper."""
     return ax.get_position().height * ax.figure.get_figheight()
 
 
 def flow(
-    entries: Iterable[tuple[str, str]], width: float = WIDTH - LEFT - RIGHT
-) -> list[list[tuple[float, str, str]]]:
-    """Lines of (inches from the left, colour, text), broken where `width` inches are full."""
-    lines: list[list[tuple[float, str, str]]] = [[]]
+    entries: Iterable[Entry], width: float = WIDTH - LEFT - RIGHT
+) -> list[list[tuple[float, str | Style, str]]]:
+    """Return lines of (inches from the left, style, text), broken where `width` inches are full."""
+    lines: list[list[tuple[float, str | Style, str]]] = [[]]
     x = 0.0
     for ink, text in entries:
-        takes = 0.5 + 0.075 * len(text)
+        takes = 0.5 + 0.07 * len(text)
         if lines[-1] and x + takes > width:
             lines.append([])
             x = 0.0
@@ -84,17 +126,42 @@ def flow(
 
 def key(
     figure: Figure,
-    entries: Iterable[tuple[str, str]],
+    entries: Iterable[Entry],
     left: float,
     y: float,
     width: float = WIDTH - LEFT - RIGHT,
 ) -> None:
-    """Draw a legend of (colour, text), `width` wide; its last line is `y` above the lower edge."""
+    """Draw a legend, `width` wide; its last line is `y` above the lower edge.
+
+    An entry is a colour, or the style of a rectangle, and its text; "" draws the text alone.
+    """
     ax = canvas(figure, *figure.get_size_inches())
     for i, line in enumerate(reversed(flow(entries, width))):
         for x, ink, name in line:
-            rectangle(ax, left + x, y + 0.22 * i, 0.16, 0.12, fc=ink)
-            text(ax, left + x + 0.24, y + 0.22 * i + 0.055, name)
+            style = {"fc": ink} if isinstance(ink, str) else ink
+            if ink:
+                rectangle(ax, left + x, y + 0.22 * i, 0.2, 0.13, **style)
+            text(ax, left + x + (0.27 if ink else 0), y + 0.22 * i + 0.06, name)
+
+
+def caption(*notes: str) -> str:
+    """Join notes to sentences: the first letter is large, and a full stop ends each."""
+    said = [note.strip() for note in dict.fromkeys(notes) if note.strip()]
+    said = [note if note.endswith((".", "?")) else note + "." for note in said]
+    return " ".join(note[0].upper() + note[1:] for note in said)
+
+
+def headline(ax: Axes, title: str, said: str, ink: str = INK) -> None:
+    """Write a title above the left end of `ax`, its finding above the right end.
+
+    Without a title, the finding takes its place.
+    """
+    place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    style = {"size": 12, "weight": "bold", "color": INK if title else ink}
+    ax.annotate(title or said, (0, 1), (0, 5), **place, **style)
+    if title:
+        style = {"size": 10, "color": ink, "ha": "right", "gid": FINDING}
+        ax.annotate(said, (1, 1), (0, 5), **place, **style)
 
 
 def figure(width: float, height: float, title: str = "", note: str = "") -> Figure:
@@ -104,7 +171,7 @@ def figure(width: float, height: float, title: str = "", note: str = "") -> Figu
     style = {"size": 12, "weight": "bold", "color": INK, "va": "top"}
     paper.text(0.15 / width, 1 - 0.13 / height, title, **style)
     style = {"size": 8, "color": MUTED, "ha": "right", "va": "bottom"}
-    paper.text(1 - RIGHT / width, 0.07 / height, note, **style)
+    paper.text(1 - RIGHT / width, 0.07 / height, caption(note), **style)
     return paper
 
 
@@ -137,23 +204,28 @@ def panel(figure: Figure, left: float, bottom: float, width: float, height: floa
 
 
 def stack(
-    heights: Sequence[float], legend: Sequence[tuple[str, str]], xlabel: str, sources: Iterable[str]
+    heights: Sequence[float],
+    legend: Sequence[Entry],
+    xlabel: str,
+    sources: Iterable[str],
+    right: float = RIGHT,
 ) -> tuple[Figure, list[Axes]]:
-    """Panels of so many inches one below the other, each with room for a headline.
+    """Stack panels of so many inches, each with room for a headline.
 
-    Below them the one axis of all, the legend, and where the numbers are from.
+    Below them stand the one axis of all, the legend, and where the numbers are from.
     """
-    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(flow(legend))
+    said = textwrap.wrap(caption(*sources), 140)
+    low = 0.18 + 0.14 * max(1, len(said))
+    head, gap, foot = 0.42, 0.14, low + 0.3 + 0.22 * len(flow(legend))
     top = total = sum(heights) + (head + gap) * len(heights) - gap + foot
-    note = "; ".join(dict.fromkeys(filter(None, sources)))
-    paper, axes = figure(WIDTH, total, note=note), []
+    paper, axes = figure(WIDTH, total, note="\n".join(said)), []
     for height in heights:
         top -= head + height
-        axes.append(panel(paper, LEFT, top, WIDTH - LEFT - RIGHT, height))
+        axes.append(panel(paper, LEFT, top, WIDTH - LEFT - right, height))
         axes[-1].tick_params(labelbottom=len(axes) == len(heights))
         top -= gap
     label(axes[-1], xlabel, labelpad=1)
-    key(paper, legend, LEFT, 0.32)
+    key(paper, legend, LEFT, low)
     return paper, axes
 
 
@@ -264,10 +336,6 @@ def _literal(figure: Figure) -> Figure:
     for text in set(figure.findobj(Text)) - ticks:
         text.set_parse_math(False)
     return figure
-
-
-FINDING = "finding"
-"""The id of a text that says beside a heading what came of it: "308 ms a step, nothing hidden"."""
 
 
 def _is_heading(text: Text) -> bool:
