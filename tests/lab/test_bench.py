@@ -85,7 +85,6 @@ def test_everybody_races():
         (replace(SMALL, json="/nowhere/rows.json"), "there is no folder /nowhere"),
         (replace(SMALL, strategy="tensor", ranks=3), "--ranks 3 .*; use one of 2$"),
         (replace(SMALL, strategy="tensor", seq_len=17), "2 parts; use 18"),
-        (replace(SMALL, strategy="context", seq_len=34), "4 parts; use 36"),
     ],
 )
 def test_bad_values_are_refused(config, word):

@@ -78,15 +78,12 @@ def test_every_method_has_a_dot_and_a_name():
     near = {name: (1e6, [0.001 * i, 0.0]) for i, name in enumerate(list(METHODS)[2:8])}
     rows = rows_of(**near, sign=(3e4, [1.0, 1.5]))
     figure = draw_compression.accuracy(rows)
-    written = {text.get_text() for ax in figure.axes for text in ax.texts}
-    assert {row["method"] for row in rows} <= written
+    written = [text.get_text() for text in figure.axes[0].texts]
+    shared = ", ".join(name for name in near if "no feedback" not in name)
+    assert shared in written and "sign" in written  # near zero, one label for equal bytes
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     hollow = [dot for dot in dots if dot.get_markerfacecolor() == draw.PAPER]
     assert len(dots) == len(rows) and len(hollow) == 1  # int8, no feedback
-    names = [text for text in figure.axes[0].texts if text.get_text() in METHODS]
-    boxes = [text.get_window_extent() for text in names]
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[i + 1 :])
     with pytest.raises(ValueError, match="no row"):
         draw_compression.accuracy([])
 

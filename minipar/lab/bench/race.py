@@ -35,7 +35,7 @@ from minipar.text import aligned
 
 Step = Callable[[], Tensor]
 """A training step: forward, backward, optimizer. It returns the loss in nats per token."""
-StrategyName = Literal["ddp", "fsdp", "tensor", "context", "pipeline"]
+StrategyName = Literal["ddp", "fsdp", "tensor", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RaceConfig:
     batch_size: int = 2
     """Sequences per rank and step; of a pipeline, sequences per microbatch."""
     seq_len: int = 0
-    """Tokens per sequence; 0 is 128, for tensor 256, for context 2,048."""
+    """Tokens per sequence; 0 is 128, for tensor 256."""
     json: str = ""
     """Also write the rows to this file."""
 

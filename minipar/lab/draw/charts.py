@@ -163,7 +163,8 @@ def label_points(
             for left in (x + 0.1, x - 0.1 - length)
         ]
         boxes = [(left, low - 0.075, left + length, low + 0.075) for left, low in spots]
-        free = [box for box in boxes if box[0] > 0 and not any(_meet(box, b) for b in taken)]
+        inside = [box for box in boxes if box[0] > 0 and box[2] < wide + 0.2]
+        free = [box for box in inside if not any(_meet(box, other) for other in taken)]
         left, low, *_ = box = (free or boxes)[0]
         taken.append(box)
         style = {"color": pen.readable(inks[i]), "size": 8.5, "transform": ax.transAxes}
