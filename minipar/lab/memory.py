@@ -59,12 +59,11 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are made in its body, for as long as they live.
 
     What an operation makes and drops inside of itself is not seen, nor what existed before.
-    `largest` is the size of the largest single storage that was made.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.largest = 0
+        self.now = 0
         self.samples: list[int] = [0]  # after every allocation and release
         self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, Holding] = (
             weakref.WeakKeyDictionary()
@@ -102,8 +101,6 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
         on_host = self._is_on_host(storage)
         holding = self._held[storage] = Holding(storage.nbytes(), on_host=on_host)
-        if not on_host:
-            self.largest = max(self.largest, holding.num_bytes)
         weakref.finalize(storage, self._release, holding)
         self._change(holding, holding.num_bytes, was_there)
         return holding
@@ -141,8 +138,7 @@ class MemoryHistory:
     """The memory of a rank: bytes of each category from ``seconds[i]`` on, until the next.
 
     `seconds` is on the clock of `Timeline`; `phases` says for each of them whether the rank was in
-    forward, backward or the optimizer. `device["unseen"]`, on a GPU only, is what its allocator has
-    handed out beyond what the ledger saw: the inside of operations, and libraries.
+    forward, backward or the optimizer. The inside of operations and of libraries is not seen.
     """
 
     rank: int
@@ -184,7 +180,6 @@ class Event(NamedTuple):
     seconds: float
     holding: Holding
     num_bytes: int
-    allocated: int  # by the allocator of a GPU, in all
     phase: str
 
 
@@ -212,9 +207,9 @@ class MemoryLedger(LiveBytes):
         self._events: list[Event] = []
         self._before: list[Event] = []  # what there was at the start
         self._phase = "forward"
-        self._start, self._allocated = 0.0, 0  # then, and on a GPU how much it had given out
+        self._start = 0.0
         self._parameters: dict[nn.Parameter, None] = {}
-        self._cuda: torch.device | None = None
+        self._on_gpu = False
         self._is_closed = False
         self._is_open = False  # what there is at the start is judged as a whole
 
@@ -224,7 +219,6 @@ class MemoryLedger(LiveBytes):
         try:
             if self.model is not None:
                 self.watch(self.model)
-            self._allocated = self._ask_allocator()
             if self.budget is not None and self.now > self.budget:
                 raise self._over_budget()
             memory.watchers.append(self._tag)
@@ -263,19 +257,13 @@ class MemoryLedger(LiveBytes):
             places[holding.on_host][holding.category][-1] += num_bytes
         seconds = [self._start, *(event.seconds for event in self._events)]
         phases = [event.phase for event in self._events]
-        history = MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
-        if self._cuda is not None:
-            allocated = [self._allocated, *(event.allocated for event in self._events)]
-            seen = history.totals or [0] * len(seconds)
-            history.device["unseen"] = [max(0, a - s) for a, s in zip(allocated, seen, strict=True)]
-        return history
+        return MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
 
     # ------------------------------------------------------------------ what is what
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._parameters:
             self._parameters[parameter] = None
-            if parameter.is_cuda:
-                self._cuda = parameter.device
+            self._on_gpu |= parameter.is_cuda
             if parameter.requires_grad:
                 # Twice: as it arrives from backward, and where it has then been added up.
                 arrives = parameter.register_hook(lambda grad: self._label("gradients", grad))
@@ -319,7 +307,7 @@ class MemoryLedger(LiveBytes):
     def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
         word = memory.tags.get(storage)
         on_host = memory.is_on_host() if word is None else word.on_host
-        return on_host or (self._cuda is not None and storage.device.type == "cpu")
+        return on_host or (self._on_gpu and storage.device.type == "cpu")
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         if self._is_closed:
@@ -328,15 +316,12 @@ class MemoryLedger(LiveBytes):
         events, now = (self._before, self._start) if was_there else (self._events, time.monotonic())
         if torch._C._current_graph_task_id() != -1:  # autograd is running
             self._phase = "backward"
-        events.append(Event(now, holding, num_bytes, self._ask_allocator(), self._phase))
+        events.append(Event(now, holding, num_bytes, self._phase))
         if holding.on_host:
             return
         super()._change(holding, num_bytes)
         if self._is_open and num_bytes > 0 and self.budget is not None and self.now > self.budget:
             raise self._over_budget()
-
-    def _ask_allocator(self) -> int:
-        return torch.cuda.memory_allocated(self._cuda) if self._cuda else 0
 
     def _over_budget(self) -> OverBudget:
         for parameter in self._parameters:

@@ -76,35 +76,16 @@ def test_everybody_races():
 @pytest.mark.parametrize(
     "config, word",
     [
-        (replace(SMALL, ranks=1), "--ranks 1: use 2"),
-        (replace(SMALL, rounds=0), "--rounds 0"),
-        (replace(SMALL, seq_len=10**6), "--seq-len 1000000"),
+        (replace(SMALL, ranks=1), "--ranks needs 2"),
+        (replace(SMALL, rounds=0), "--rounds 1"),
         (replace(SMALL, preset="x"), "--preset x is unknown; use one of"),
-        (replace(SMALL, links=()), "--links needs"),
+        (replace(SMALL, links=()), "--links at least one"),
         (replace(SMALL, links=("gloo", "5gbe")), "5gbe"),
-        (replace(SMALL, json="/nowhere/rows.json"), "there is no folder /nowhere"),
-        (replace(SMALL, strategy="tensor", ranks=3), "--ranks 3 .*; use one of 2$"),
-        (replace(SMALL, strategy="tensor", seq_len=17), "2 parts; use 18"),
     ],
 )
 def test_bad_values_are_refused(config, word):
     with pytest.raises(ValueError, match=word):
         run(config)
-
-
-@pytest.mark.parametrize(
-    "config, word",
-    [
-        (IdleConfig(ranks=3), "--ranks 3"),
-        (IdleConfig(microbatches=4), "such as 8"),
-        (IdleConfig(runs=0), "--runs 0"),
-        (IdleConfig(out=__file__), "is a file"),
-        (ExpertsConfig(ranks=3), "use 2, 4 or 8"),
-    ],
-)
-def test_bad_values_of_the_other_benches_are_refused(config, word):
-    with pytest.raises(ValueError, match=word):
-        config.check()
 
 
 @pytest.mark.slow
@@ -192,16 +173,15 @@ def test_the_simulation_is_told_how_long_work_took_and_not_how_long_ranks_waited
 
 
 @pytest.mark.slow
-def test_idle_writes_rows_and_pictures(tmp_path, capfd, monkeypatch):
-    path, folder = tmp_path / "rows.json", tmp_path / "pictures"
+def test_idle_writes_rows(tmp_path, capfd, monkeypatch):
+    path = tmp_path / "rows.json"
     names = ["1f1b", "dualpipe"]
     monkeypatch.setattr(pipeline_idle.play, "__defaults__", (0.001,))
     monkeypatch.setattr(pipeline_idle, "SCHEDULES", names)
-    rows = pipeline_idle.run(IdleConfig(2, 4, 1, str(folder), str(path)))
+    rows = pipeline_idle.run(IdleConfig(2, 4, 1, str(path)))
     assert json.loads(path.read_text(encoding="utf-8")) == rows
     assert [row["schedule"] for row in rows] == names and names[0] in capfd.readouterr().out
     assert all(0 < row["simulated"] < 1 and 0 < row["measured"] < 1 for row in rows)
-    assert sorted(file.stem for file in folder.iterdir()) == sorted(names)
 
 
 @pytest.mark.parametrize("imbalance", [1, 2, 4])

@@ -104,10 +104,8 @@ def test_seconds_stretch_the_steps():
 @pytest.mark.parametrize(
     "changes, word",
     [
-        (dict(steps=0), "--steps 0: use 1"),
+        (dict(steps=0), "--steps, --seeds"),
         (dict(methods=("zip",)), "--methods .'zip'.: use some of \"fp32\""),
-        (dict(out="a.jpg"), "--out a.jpg must end"),
-        (dict(json="/nowhere/rows.json"), "there is no folder"),
         (dict(link="5gbe"), "5gbe"),
     ],
 )
@@ -124,15 +122,15 @@ def test_the_bench_knows_every_method():
 
 
 @pytest.mark.slow
-def test_bench_writes_rows_and_a_picture(tmp_path, capfd):
+def test_bench_writes_rows(tmp_path, capfd):
     """All kinds of methods end to end. Mutants: bytes of a run, not of a step; what is still
     under way at the end left out (half of the delayed gradients)."""
     names = ("int8", "PowerSGD rank 1", "DiLoCo delayed", "delayed gradients")
-    path, picture = tmp_path / "rows.json", tmp_path / "a.png"
-    config = replace(SMALL, methods=names, json=str(path), out=str(picture))
+    path = tmp_path / "rows.json"
+    config = replace(SMALL, methods=names, json=str(path))
     rows = bench.run(config)
     out, _ = capfd.readouterr()
-    assert json.loads(path.read_text(encoding="utf-8")) == rows and picture.stat().st_size > 10_000
+    assert json.loads(path.read_text(encoding="utf-8")) == rows
     assert [row["method"] for row in rows] == ["fp32", *names]
     by_name = {row["method"]: row for row in rows}
     assert 0.24 < by_name["int8"]["share"] < 0.26

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import HELD, HELD_OTHERS, INK, KIND, MUTED, PAPER, RIGHT
+from minipar.lab.draw.pen import HELD, HELD_OTHERS, INK, MUTED, PAPER, RIGHT
 from minipar.lab.draw.timelines import lanes, legend
 from minipar.lab.memory import MemoryHistory
 from minipar.observe.timeline import Timeline
@@ -26,7 +26,6 @@ CATEGORY = {
     "gathered": HELD_OTHERS[0],
     "gradients": HELD["gradients"],
     "activations": HELD["activations"],
-    "unseen": KIND["idle"],
 }
 """From the bottom of the stack to its top: what stays, then what comes and goes."""
 NAMES = {"parameters": "weights", "optimizer": "optimizer state", "gathered": "gathered weights"}
