@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point."""
+        """Return bytes at the highest point."""
         return max(self.samples)
 
     def __enter__(self) -> "LiveBytes":
@@ -149,12 +149,12 @@ class MemoryHistory:
 
     @property
     def totals(self) -> list[int]:
-        """Bytes on the device at each moment."""
+        """Return bytes on the device at each moment."""
         return [sum(column) for column in zip(*self.device.values(), strict=True)]
 
     @property
     def peak(self) -> int:
-        """Bytes on the device at the highest point."""
+        """Return bytes on the device at the highest point."""
         return max(self.totals, default=0)
 
     @property
@@ -168,7 +168,7 @@ class MemoryHistory:
         return dict(sorted(held.items(), key=lambda item: -item[1]))
 
     def peak_of(self, *categories: str, host: bool = False) -> int:
-        """The most bytes that these categories held together at one moment."""
+        """Return the most bytes that these categories held together at one moment."""
         place = self.host if host else self.device
         chosen = [place[category] for category in categories if category in place]
         return max((sum(column) for column in zip(*chosen, strict=True)), default=0)
@@ -244,7 +244,7 @@ class MemoryLedger(LiveBytes):
         self._undo.callback(model.register_forward_pre_hook(self._before_forward).remove)
 
     def history(self) -> MemoryHistory:
-        """All that was seen so far; the first sample is what there was at the start."""
+        """Return all that was seen so far; the first sample is what there was at the start."""
         places: tuple[dict[str, list[int]], ...] = ({}, {})  # on the device, on the host
         for _, holding, *_ in self._before + self._events:
             places[holding.on_host].setdefault(holding.category, [0])

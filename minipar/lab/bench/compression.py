@@ -75,7 +75,7 @@ class CompressionConfig:
 
     @property
     def names(self) -> list[str]:
-        """The methods to compare, the reference first."""
+        """Return the methods to compare, the reference first."""
         return list(dict.fromkeys([REFERENCE, *self.methods]))
 
 
@@ -201,7 +201,7 @@ def measure(config: CompressionConfig) -> dict[str, Timed]:
 
 
 def _waits(recorded: Timeline) -> tuple[float, float]:
-    """Seconds of communication of this rank, and the part of them that was exposed."""
+    """Return seconds of communication of this rank, and the part of them that was exposed."""
     overlaps = recorded.overlap()
     return sum(o.total for o in overlaps), sum(o.exposed for o in overlaps)
 

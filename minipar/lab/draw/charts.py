@@ -27,7 +27,7 @@ def curves(
     colours: Mapping[str, str] | None = None,
     key: bool = False,
 ) -> Figure:
-    """Curves `{name: (x, y)}` with their names at their ends; those in `points` are marks.
+    """Draw curves `{name: (x, y)}` with their names at their ends; those in `points` are marks.
 
     Marks with names of their own have shapes of their own, as colours look alike in grey.
 
@@ -90,7 +90,7 @@ def curves(
 
 
 def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
-    """More ticks than powers of ten, for values that are not far apart: if powers of two, these."""
+    """Set more ticks than powers of ten, for values that are near; powers of two get their own."""
     if not min(values, default=0) > 0 or max(values) >= 200 * min(values):
         return
     doubles = all(math.log2(v).is_integer() for v in values)
@@ -103,7 +103,7 @@ def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
 
 
 def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, float]:
-    """Line widths in points: of curves that coincide, the later lie thin upon the earlier."""
+    """Return line widths in points: of curves that coincide, the later lie thin on the earlier."""
     values = [v for _, y in lines.values() for v in y]
     near = 0.01 * (max(values, default=0.0) - min(values, default=0.0))
 
@@ -117,7 +117,7 @@ def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dic
 
 
 def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Names at the ends of curves, pushed apart until none covers another.
+    """Write names at the ends of curves, pushed apart until none covers another.
 
     A thin line leads from the end of a curve to its name, where that is far away. A curve without a
     finite value, which is not to be seen, has its name at the foot.
@@ -140,7 +140,7 @@ def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
 def loss_curves(
     losses: Mapping[str, Sequence[float]], *, title: str = "", note: str = ""
 ) -> Figure:
-    """Losses by step `{name: [loss of step 0, ...]}`. Equal ones lie on each other, all visible."""
+    """Draw losses by step `{name: [loss of step 0, ...]}`; equal curves stay visible."""
     lines = {name: (range(len(values)), list(values)) for name, values in losses.items()}
     return curves(lines, xlabel="step", ylabel="loss", title=title, note=note)
 
@@ -187,7 +187,7 @@ def bars(
     longest: float | None = None,
     mark: float | None = None,
 ) -> Figure:
-    """Horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`, with their values.
+    """Draw horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`.
 
     Parts named as a kind of work, an axis or a part of memory ("weights") have its colour, unless
     `colours` has one for them. A part says its value where there is room. Bars that are all 100 %

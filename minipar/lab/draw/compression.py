@@ -38,13 +38,13 @@ def finding(rows: Sequence[Row]) -> str:
 
 
 def abs_gap(row: Row) -> float:
-    """The largest gap to fp32 in any run, in nats per token, in either direction."""
+    """Return the largest gap to fp32 in any run, in nats per token, in either direction."""
     return max(abs(row["gap_low"]), abs(row["gap_high"]))
 
 
 # ---------------------------------------------------------------------- accuracy against bytes
 def accuracy(rows: Sequence[Row]) -> Figure:
-    """A dot per method: bytes that a rank sends per step, and how far its loss is from fp32's.
+    """Draw a dot per method: bytes that a rank sends per step, and its loss minus fp32's.
 
     Further left sends less, further down learns better. A line spans the runs from different
     weights. An arrow leads from a method without error feedback, a hollow dot, to the same method
@@ -122,7 +122,7 @@ def convergence(
     methods: Iterable[str] = TYPICAL,
     title: str = "",
 ) -> Figure:
-    """Training losses of some methods by step, or by the seconds that their steps would take.
+    """Draw training losses of some methods by step, or by the seconds that the steps take.
 
     Losses are means of the last 8 steps. Seconds are steps times the step time that was measured on
     the emulated link. Raises ValueError for a method that has no row.

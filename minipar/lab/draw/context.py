@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 def pieces(size: int, order: context.Order, visible: Tensor) -> list[Piece]:
-    """All blocks that `size` ranks multiply; `visible` [T, T] is True where a query may look.
+    """Return all blocks that ranks multiply; `visible` [T, T] is True where a query may look.
 
     Raises `ValueError` for lengths that the order does not divide.
     """
@@ -51,7 +51,7 @@ def pieces(size: int, order: context.Order, visible: Tensor) -> list[Piece]:
 
 
 def quarters(size: int, order: context.Order, visible: Tensor | None = None) -> list[list[float]]:
-    """Work of each rank in each step: blocks of T/n x T/n scores, in quarters of one."""
+    """Return work of each rank in each step: blocks of T/n x T/n scores, in quarters of one."""
     visible = _causal(size) if visible is None else visible
     quarter = (len(visible) / size / 2) ** 2
     work = [[0.0] * size for _ in range(size)]
@@ -68,7 +68,7 @@ def mask(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """Who multiplies which block of scores: rows are queries, columns keys, a colour is a rank.
+    """Draw who multiplies which block of scores: rows are queries, columns keys.
 
     The number in a block is the step of the ring in which it is multiplied. `visible` [T, T] is
     True where a query may look: causal, unless given. Raises `ValueError` for sizes that cannot be
@@ -83,7 +83,7 @@ def mask(
 
 
 def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
-    """Both orders of tokens side by side: their blocks, and below who works and who waits.
+    """Draw both orders of tokens side by side: their blocks, and below who works and waits.
 
     Every step of a ring lasts as long as its slowest rank; hatched grey is waiting. Raises
     `ValueError` for sizes that cannot be seen.
@@ -111,7 +111,7 @@ def steps(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """A ring in lockstep, ``work[name][rank][step]`` in `unit`: every step waits for its slowest.
+    """Draw rings in lockstep, ``work[name][rank][step]`` in `unit`: a step waits for its slowest.
 
     Raises `ValueError` for no work, or for more ranks than there are colours.
     """

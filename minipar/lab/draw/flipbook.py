@@ -140,7 +140,7 @@ def flip(draw_fn: Callable[..., Any], **choices: Iterable) -> Flipbook:
 
 
 def small_svg(figure: Figure) -> str:
-    """The figure as SVG: letters as letters, coordinates to a hundredth, no names of its parts."""
+    """Return the figure as SVG: letters as letters, coordinates to a hundredth."""
     with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"]}):
         text = pen.svg(figure)
     text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)

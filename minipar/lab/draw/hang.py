@@ -79,11 +79,10 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
             waits = ODD if (rank, number) in group.odd else EXPOSED
             inks = {"in": waits, "past": KIND["forward"], "absent": GRID, "unknown": PAPER}
             fill, x = inks[place], 1.5 + wide * column
-            pen.rectangle(ax, x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04, fc=fill, ec=PAPER)
             word = entries[0].verb.replace("_", "-").strip("-") if entries else ""
             word = "?" if place == "unknown" else word[: int(13 * wide)]
-            style = {"ha": "center", "size": 7, "color": pen.ink_on(fill)}
-            pen.text(ax, x + wide / 2, y + ROW / 2, word, **style)
+            box = x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04
+            pen.cell(ax, box, word, fill, size=7, ec=PAPER)
             if number in mixed and entries:
                 box = x + 0.035, y + 0.035, wide - 0.07, ROW - 0.07
                 pen.rectangle(ax, *box, zorder=3, **MIXED)

@@ -18,7 +18,7 @@ COLUMN, ROW, GAP, LEFT = 0.3, 0.3, 0.34, 0.72  # inches
 def schedules(
     plans: Mapping[str, Sequence[Plan]], *, numel: int, title: str = "", note: str = ""
 ) -> Figure:
-    """Plans beside each other: `{"ring": [plan of rank 0, plan of rank 1, ...], ...}`.
+    """Draw plans beside each other: `{"ring": [plan of rank 0, plan of rank 1, ...], ...}`.
 
     A column is a round, a row a rank, an arrow a message: the thicker, the more of `numel` elements
     it holds (half as thick where four or more arrive together). Its colour says whether the
@@ -52,7 +52,7 @@ def schedules(
 
 
 def _without_rests(each: Sequence[Plan]) -> list[list[Round]]:
-    """The plans of all ranks, equally long, without the rounds in which no rank sends."""
+    """Return the plans of all ranks, equally long, without the rounds in which no rank sends."""
     rounds = zip_longest(*each, fillvalue=Round())
     rounds = [steps for steps in rounds if any(step.sends for step in steps)]
     return [list(plan) for plan in zip(*rounds, strict=True)]

@@ -165,7 +165,7 @@ def headline(ax: Axes, title: str, said: str, ink: str = INK) -> None:
 
 
 def figure(width: float, height: float, title: str = "", note: str = "") -> Figure:
-    """Paper of so many inches: the finding on top, at the bottom where its numbers are from."""
+    """Return paper of so many inches: the title on top, the source of its numbers at the bottom."""
     paper = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
     FigureCanvasAgg(paper)
     style = {"size": 12, "weight": "bold", "color": INK, "va": "top"}
@@ -176,12 +176,12 @@ def figure(width: float, height: float, title: str = "", note: str = "") -> Figu
 
 
 def title_width(title: str) -> float:
-    """Inches of paper that a title takes, with its margins."""
+    """Return inches of paper that a title takes, with its margins."""
     return 0.4 + 0.105 * len(title)
 
 
 def canvas(figure: Figure, width: float, height: float) -> Axes:
-    """Axes over the whole figure whose unit is the inch."""
+    """Return axes over the whole figure whose unit is the inch."""
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set_xlim(0, width)
     ax.set_ylim(0, height)
@@ -190,13 +190,13 @@ def canvas(figure: Figure, width: float, height: float) -> Axes:
 
 
 def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple[Figure, Axes]:
-    """A `figure` with axes over all of it whose unit is the inch."""
+    """Return a `figure` with axes over all of it whose unit is the inch."""
     paper = figure(width, height, title, note)
     return paper, canvas(paper, width, height)
 
 
 def panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Quiet axes at a place in inches from the lower left corner."""
+    """Return quiet axes at a place in inches from the lower left corner."""
     wide, tall = figure.get_size_inches()
     ax = figure.add_axes((left / wide, bottom / tall, width / wide, height / tall))
     quiet(ax)
@@ -230,21 +230,37 @@ def stack(
 
 
 def rectangle(ax: Axes, x: float, y: float, width: float, height: float, **style: Any) -> None:
-    """A rectangle whose lower left corner is (x, y), without an edge unless `style` has one."""
+    """Draw a rectangle from its lower left corner, without an edge unless `style` has one."""
     edge = {} if style.keys() & {"ec", "lw"} else {"lw": 0}
     ax.add_patch(Rectangle((x, y), width, height, **edge, **style))
+
+
+def cell(
+    ax: Axes,
+    box: tuple[float, float, float, float],
+    said: Any,
+    fill: str,
+    *,
+    size: float = 8,
+    **style: Any,
+) -> None:
+    """Draw a box (left, low, width, height) with a word in its middle that can be read on it."""
+    left, low, width, height = box
+    rectangle(ax, left, low, width, height, fc=fill, **style)
+    place = left + width / 2, low + height / 2 - 0.005
+    text(ax, *place, said, size=size, ha="center", color=ink_on(fill), clip_on=True)
 
 
 def rounded(
     ax: Axes, x: float, y: float, width: float, height: float, radius: float, **style: Any
 ) -> None:
-    """A rectangle with round corners whose lower left one is (x, y)."""
+    """Draw a rectangle with round corners from its lower left corner."""
     shape = f"round,pad=0,rounding_size={radius}"
     ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **style))
 
 
 def arrow(ax: Axes, start: Point, end: Point, head: float, **style: Any) -> None:
-    """An arrow from point to point, with a head of so many points."""
+    """Draw an arrow from point to point, with a head of so many points."""
     ends = {"arrowstyle": "-|>", "mutation_scale": head, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch(start, end, **ends, **style))
 
@@ -256,12 +272,12 @@ def check_ranks(size: int) -> None:
 
 
 def of_ranks(size: int) -> list[tuple[str, str]]:
-    """Entries of a legend: the colour of each rank."""
+    """Return entries of a legend: the colour of each rank."""
     return [(RANK[rank], f"rank {rank}") for rank in range(size)]
 
 
 def text(ax: Axes, x: float, y: float, text: Any, **style: Any) -> None:
-    """Letters at (x, y), in the middle of their height."""
+    """Write letters at (x, y), in the middle of their height."""
     ax.text(x, y, str(text), **{"size": 9, "color": INK, "va": "center", **style})
 
 
@@ -272,7 +288,7 @@ def label(ax: Axes, x: str, y: str = "", above: float = 1.04, **style: Any) -> N
 
 
 def quiet(ax: Axes) -> None:
-    """No frame, no tick marks, pale numbers."""
+    """Remove the frame and the tick marks; make the numbers pale."""
     ax.set_facecolor("none")
     ax.set_axisbelow(True)
     for spine in ax.spines.values():
@@ -286,12 +302,12 @@ def _luminance(ink: str) -> float:
 
 
 def ink_on(fill: str) -> str:
-    """Ink that can be read on `fill`."""
+    """Return ink that can be read on `fill`."""
     return PAPER if _luminance(fill) < 0.3 else INK
 
 
 def readable(ink: str) -> str:
-    """`ink` for text on paper: darker where it would be too pale."""
+    """Return `ink` for text on paper: darker where it would be too pale."""
     while _luminance(ink) > 0.28:
         ink = "#" + "".join(f"{int(0.9 * int(ink[i : i + 2], 16)):02x}" for i in (1, 3, 5))
     return ink
@@ -319,7 +335,7 @@ def num_bytes(count: int) -> str:
 
 # ---------------------------------------------------------------------- files
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG of at most 256 colours: a third of the size, and no difference to see."""
+    """Return the figure as a PNG of at most 256 colours: a third of the size, no visible change."""
     buffer = io.BytesIO()
     _literal(figure).savefig(buffer, format="png", dpi=DPI)
     image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -329,7 +345,7 @@ def png(figure: Figure) -> bytes:
 
 
 def _literal(figure: Figure) -> Figure:
-    """The figure, a `$` in a name from outside being no formula; tick labels are ours."""
+    """Return the figure with `$` as a plain letter, except in tick labels, which are ours."""
     ticks = {
         label for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in axis.findobj(Text)
     }
@@ -351,7 +367,7 @@ def in_words(figure: Figure) -> str:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an SVG without date, and with the same names of its parts every time."""
+    """Return the figure as an SVG without date, and with the same names of its parts every time."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": "minipar"}):
         _literal(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -138,13 +138,13 @@ def memory_against_bubble(
 
 
 def _held(schedule: Schedule) -> float:
-    """Peak activations in units of one microbatch in 1/p of the model."""
+    """Return peak activations in units of one microbatch in 1/p of the model."""
     return max(peak_live(schedule)) * schedule.num_ranks / schedule.num_stages
 
 
 # ---------------------------------------------------------------------- rows and cells
 def _actions(timeline: Timeline, title: str) -> Timeline:
-    """The spans that are actions, from 0 s on."""
+    """Return the spans that are actions, from 0 s on."""
     spans = [span for span in timeline if _action(span) is not None]
     if not any(span.kind != "comm" for span in spans):
         raise ValueError(f"{title} has no spans named as actions, such as 2F0")

@@ -41,7 +41,7 @@ class Matrix:
 
     @property
     def label(self) -> str:
-        """Its sharding in the usual notation: "h[T, F/tp]", "y[T, D] {partial tp}"."""
+        """Return its sharding in the usual notation: "h[T, F/tp]", "y[T, D] {partial tp}"."""
         rows, columns = (
             letter + "/tp" * (self.cut == dim)
             for letter, dim in ((self.rows, "rows"), (self.columns, "columns"))
@@ -57,7 +57,7 @@ def formula(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """Matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
+    """Draw matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
 
     A colour is a rank, grey what all have alike. A pending sum is a pile of sheets of full size,
     one per rank, marked with Σ. `lengths` gives inches for letters that `LENGTHS` does not know.
@@ -121,7 +121,7 @@ def _matrix(
 
 
 def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figure:
-    """Which rank has which heads, for some numbers of ranks: query heads above key/value heads.
+    """Draw which rank has which heads, for some numbers of ranks.
 
     A head of several colours has a copy on each of these ranks. Raises `ValueError` for more ranks
     than there are colours.
@@ -158,7 +158,7 @@ Grid = list[list[tuple[int, str]]]  # rows of tokens, columns of heads: whose it
 
 
 def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> Figure:
-    """Ulysses around attention: blocks of tokens (rows) and heads (columns), before and after.
+    """Draw Ulysses around attention: blocks of tokens (rows) and heads (columns).
 
     A colour is the rank that has a block; a number is the rank that it goes to, or, behind the
     all-to-all, the one that it came from. A block without a number stays. Key/value heads are
@@ -175,9 +175,9 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
     whole = {"q": _heads_apart(heads, size), "k, v": _heads_apart(sent, size)}
     out = [[(row, "") for _ in range(heads)] for row in range(size)]
     parts: list[tuple[str, dict[str, Grid]] | str] = [
-        ("tokens apart", apart),
+        ("tokens apart (number: goes to)", apart),
         "all-to-all\n→",
-        ("heads apart", whole),
+        ("heads apart (number: came from)", whole),
         "attention,\nall-to-all\n→",
         ("tokens apart", {"out": out}),
     ]
@@ -206,7 +206,7 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
 
 
 def _tokens_apart(count: int, sent: int, size: int) -> Grid:
-    """Before the all-to-all: `count` heads, of which `sent` copies go out in equal shares."""
+    """Return the grid before the all-to-all: `count` heads, `sent` copies go out evenly."""
     per_rank, copies = sent // size, sent // count
     goes_to = [
         sorted({copy // per_rank for copy in range(head * copies, (head + 1) * copies)})
@@ -219,7 +219,7 @@ def _tokens_apart(count: int, sent: int, size: int) -> Grid:
 
 
 def _heads_apart(sent: int, size: int) -> Grid:
-    """Behind it: each rank has its share of the `sent` heads, and the tokens of all."""
+    """Return the grid after the all-to-all: each rank has its share of the `sent` heads."""
     owners = [head * size // sent for head in range(sent)]
     return [[(own, str(row) if row != own else "") for own in owners] for row in range(size)]
 
@@ -227,6 +227,5 @@ def _heads_apart(sent: int, size: int) -> Grid:
 def _blocks(ax: Axes, grid: Grid, left: float, top: float, cell: float) -> None:
     for i, row in enumerate(grid):
         for j, (rank, number) in enumerate(row):
-            x, y = left + cell * j, top - cell * (i + 1)
-            pen.rectangle(ax, x, y, cell, cell, fc=RANK[rank], ec=PAPER, lw=1.2)
-            pen.text(ax, x + cell / 2, y + cell / 2, number, ha="center", size=8)
+            box = left + cell * j, top - cell * (i + 1), cell, cell
+            pen.cell(ax, box, number, RANK[rank], ec=PAPER, lw=1.2)
