@@ -63,6 +63,7 @@ def calculator(
     names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
     times = {names.get(part, part): 1e3 * s for part, s in step.items()}
     inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}
+    inks |= {part: pen.held(part) or pen.HELD_OTHERS[0] for part in held}
     rows = max(len(_seen(held)), len(_seen(times)))
     height = 0.3 * rows + 1.35
     verb = "fits" if sum(held.values()) <= limit else "does not fit"

@@ -110,6 +110,7 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
     ax.set_xlim(xlim)
     ax.set_ylim(-0.06, len(t.ranks) + 0.06)
     axes = {s.axis for s in t if s.kind == "comm"}
+    gap = 0.003 * (xlim[1] - xlim[0])
     two_lanes = "host" in axes and len(axes) > 1  # copies run below what ranks say to each other
     for row, rank in enumerate(reversed(t.ranks)):
         for (lane, name), pieces in _pieces(t.select(rank=rank), t.duration).items():
@@ -126,8 +127,9 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
             if lane == "work" and not numbered:
                 pieces = [(s, e, "" if name.isdigit() else name) for s, e, name in pieces]
             _bars(ax, row + low, high, pieces, style)
-            if lane == "exposed":  # one outline around what follows without a gap
-                joined = [(1e3 * s, 1e3 * (e - s)) for s, e in union((s, e) for s, e, _ in pieces)]
+            if lane == "exposed":  # one outline around what follows without a gap to be seen
+                joined = union((1e3 * s, 1e3 * e + gap) for s, e, _ in pieces)
+                joined = [(s, e - gap - s) for s, e in joined]
                 style = {"facecolor": "none", "edgecolor": EXPOSED, "lw": 1.1, "zorder": 3}
                 ax.broken_barh(joined, (row + low, high), **style)
     pen.quiet(ax)
