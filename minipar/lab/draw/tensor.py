@@ -129,29 +129,38 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
     if not sizes or max(sizes) > len(RANK):
         raise ValueError(f"sizes={list(sizes)}: at least one, and at most {len(RANK)} ranks")
     rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
-    cell, left, panel = 0.42, 1.15, 1.28
-    width = max(left + cell * config.num_heads + 1.3, pen.title_width(title), 6.0)
-    height = 0.95 + panel * len(sizes)
+    cell, beside, high = 0.52, 1.15, 1.28  # inches: a head, the names beside heads, a panel
+    panel = beside + cell * config.num_heads + 0.2
+    across = min(len(sizes), max(1, int(pen.WIDTH / panel)))
+    width = max(panel * across + 0.2, pen.title_width(title), 6.0)
+    height = 0.95 + high * -(-len(sizes) // across)
     figure, ax = pen.sheet(width, height, title)
     for i, size in enumerate(sizes):
-        top = height - 0.72 - panel * i
+        left, top = beside + i % across * panel, height - 0.72 - high * (i // across)
         pen.text(ax, left, top, f"tp = {size}", weight="bold")
         for row, (name, count) in enumerate(rows.items()):
             y = top - 0.17 - 0.48 * (row + 1) + 0.06
             pen.text(ax, left - 0.12, y + 0.18, name, color=MUTED, ha="right")
-            spans = by_heads(count, 1, size)
             wide = cell * config.num_heads / count
+            spans = by_heads(count, 1, size)
             for head in range(count):
                 owners = [r for r, (start, stop) in enumerate(spans) if start <= head < stop]
-                for j, rank in enumerate(reversed(owners)):  # the first on top
-                    at = left + wide * head + 0.03, y + 0.36 * j / len(owners)
-                    size_of = wide - 0.06, 0.36 / len(owners)
-                    pen.rectangle(ax, *at, *size_of, fc=RANK[rank])
-                box = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
-                style = {"ha": "center", "weight": "bold", "bbox": box}
-                pen.text(ax, left + wide * (head + 0.5), y + 0.175, head, **style)
-    pen.key(figure, pen.of_ranks(max(sizes)), left, 0.16)
+                _head(ax, (left + wide * head + 0.03, y, wide - 0.06, 0.36), head, owners)
+    pen.key(figure, pen.of_ranks(max(sizes)), beside, 0.16)
     return figure
+
+
+def _head(
+    ax: Axes, box: tuple[float, float, float, float], head: int, owners: Sequence[int]
+) -> None:
+    """Draw a head with a stripe for each rank that owns a copy, the first on top."""
+    x, y, wide, tall = box
+    for j, rank in enumerate(reversed(owners)):
+        stripe = tall / len(owners)
+        pen.rectangle(ax, x, y + stripe * j, wide, stripe, fc=RANK[rank])
+    paper = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
+    style = {"ha": "center", "weight": "bold", "bbox": paper}
+    pen.text(ax, x + wide / 2, y + tall / 2, head, **style)
 
 
 Grid = list[list[tuple[int, str]]]  # rows of tokens, columns of heads: whose it is, and a number
