@@ -108,22 +108,12 @@ def test_joint_and_unknown_axes_have_a_colour():
 
 
 def test_numbers_are_written_out():
-    """Values that `.3g` writes without an exponent look as it writes them. Mutants: 1e+03 for
-    999.7, and for 999,700 bytes 1e+03 kB; the unit is chosen before rounding."""
-    for i in range(1, 40_000):
-        value = 1.001**i / 1e5
-        plain = f"{value:.3g}"
-        if "e+" not in plain:
-            assert draw.pen.number(value) == plain and draw.pen.number(-value) == f"-{plain}"
-    for count in (*range(1500), *(int(1.01**i) for i in range(1, 2775))):
-        units = [("", 1), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9)]
-        unit, size = next(each for each in reversed(units) if count >= each[1] or each[1] == 1)
-        before = f"{count / size:.3g} {unit}" if unit else f"{count} B"
-        if "e+" not in before:
-            assert draw.pen.num_bytes(count) == before
-    assert [draw.pen.number(x) for x in (999.4, 999.7, 1234.5)] == ["999", "1,000", "1,234"]
-    sizes = (999, 999_400, 999_700, 999_700_000, 2_500_000_000_000)
-    assert [*map(draw.pen.num_bytes, sizes)] == ["999 B", "999 kB", "1 MB", "1 GB", "2,500 GB"]
+    """Mutants: 1e+03 for 999.7, and for 999,700 bytes 1e+03 kB: a unit chosen before rounding."""
+    numbers = {0.0123: "0.0123", 12.34: "12.3", 999.4: "999", 999.7: "1,000", 1234.5: "1,234"}
+    assert all(draw.pen.number(value) == said for value, said in numbers.items())
+    sizes = (999, 1500, 999_400, 999_700, 999_700_000, 2_500_000_000_000)
+    said = ["999 B", "1.5 kB", "999 kB", "1 MB", "1 GB", "2,500 GB"]
+    assert [*map(draw.pen.num_bytes, sizes)] == said
 
 
 # ---------------------------------------------------------------------- timelines
@@ -376,7 +366,8 @@ def test_curves_name_themselves_and_do_not_hide_each_other():
         {"one device": loss, "4 ranks": loss, "no sync": [v + 1 for v in loss]}
     )
     lines = figure.axes[0].get_lines()
-    assert [line.get_linewidth() > 3 for line in lines] == [True, False, False]
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(set(widths), reverse=True)  # each is seen beside the next
     labels = {t.get_text(): t.get_position()[1] for t in figure.axes[0].texts}
     assert {"one device", "4 ranks", "no sync"} <= labels.keys()
     assert abs(labels["one device"] - labels["4 ranks"]) > 0.04  # pushed apart
@@ -567,12 +558,3 @@ def test_a_short_logarithmic_axis_has_enough_ticks():
     kept = [draw.curves({"a": ([1, 2], y)}, **same).axes[0] for y in ([1, 9], [1, 900])]
     assert [ax.get_ylim() for ax in kept] == [(0.5, 3000)] * 2
     assert [*kept[0].get_yticks()] == [*kept[1].get_yticks()]
-
-
-def test_on_a_logarithmic_axis_lines_far_apart_are_equally_thin():
-    """Mutant: near in numbers, which 1e-7 and 1e-2 are beside 1, and not in the picture."""
-    lines = {name: ([1, 2], [y, y]) for name, y in {"a": 1e-7, "b": 1e-2, "c": 1.0}.items()}
-    widths = [line.get_linewidth() for line in draw.curves(lines, logy=True).axes[0].lines]
-    assert widths == [2.0, 2.0, 2.0]
-    plain = [line.get_linewidth() for line in draw.curves(lines).axes[0].lines]
-    assert plain[0] > plain[1] == 2.0

@@ -26,13 +26,15 @@ def curves(
     ylim: tuple[float, float] | None = None,
     colours: Mapping[str, str] | None = None,
     key: bool = False,
+    nested: bool = False,
 ) -> Figure:
     """Draw curves `{name: (x, y)}` with their names at their ends; those in `points` are marks.
 
     Marks with names of their own have shapes of their own, as colours look alike in grey.
 
     With `key` the names stand below the picture, for curves that end in one place; with `ylim` the
-    axis stays as it is from picture to picture.
+    axis stays as it is from picture to picture. With `nested` each curve is thinner than the curve
+    before, so that equal ones are seen.
 
     A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
     Raises ValueError when a curve is empty or its x and y differ in length.
@@ -64,11 +66,6 @@ def curves(
         _log_ticks(ax.xaxis, xs)
     if logy:
         _log_ticks(ax.yaxis, ys)
-    seen = {name: xy for name, xy in lines.items() if name not in points}
-    if logy and all(v > 0 for _, y in seen.values() for v in y):
-        # Near is what lies together in the picture.
-        seen = {name: (x, [math.log10(v) for v in y]) for name, (x, y) in seen.items()}
-    widths = _widths(seen)
     named = [name for name in lines if name in points and not name.startswith("_")]
     shapes = dict(zip(named, itertools.cycle("osDXP"), strict=False))
     ends = []
@@ -77,7 +74,8 @@ def curves(
         if name in points:
             ax.plot(x, y, shapes.get(name, "o"), color=ink, ms=5, mec=PAPER, mew=0.8, zorder=4)
         else:
-            ax.plot(x, y, color=ink, lw=widths[name], solid_capstyle="round", zorder=3)
+            wide = 2.0 + 1.6 * nested * (len(lines) - 1 - i)
+            ax.plot(x, y, color=ink, lw=wide, solid_capstyle="round", zorder=3)
         if not name.startswith("_"):
             finite = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
             ends.append((*(finite or [(x[-1], math.nan)])[-1], name, ink))
@@ -100,20 +98,6 @@ def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
     axis.set_major_formatter(FormatStrFormatter("%g"))
     if doubles and max(values) >= 1e6:  # which %g writes as 1.04858e+06
         axis.set_major_formatter(FuncFormatter(lambda v, _: f"$2^{{{math.log2(v):.0f}}}$"))
-
-
-def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, float]:
-    """Return line widths in points: of curves that coincide, the later lie thin on the earlier."""
-    values = [v for _, y in lines.values() for v in y]
-    near = 0.01 * (max(values, default=0.0) - min(values, default=0.0))
-
-    def covers(later: Sequence[float], y: Sequence[float]) -> bool:
-        same = len(later) == len(y)
-        return same and all(abs(a - b) <= near for a, b in zip(y, later, strict=True))
-
-    heights = [y for _, y in lines.values()]
-    covered = [sum(covers(later, y) for later in heights[i + 1 :]) for i, y in enumerate(heights)]
-    return {name: 2.0 + 2.4 * count for name, count in zip(lines, covered, strict=True)}
 
 
 def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
@@ -142,7 +126,7 @@ def loss_curves(
 ) -> Figure:
     """Draw losses by step `{name: [loss of step 0, ...]}`; equal curves stay visible."""
     lines = {name: (range(len(values)), list(values)) for name, values in losses.items()}
-    return curves(lines, xlabel="step", ylabel="loss", title=title, note=note)
+    return curves(lines, xlabel="step", ylabel="loss", title=title, note=note, nested=True)
 
 
 def label_points(
