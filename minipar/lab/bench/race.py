@@ -4,9 +4,8 @@ Both train the same model on the same tokens and the same link. Machines drift, 
 take turns step by step, in changing order. The ratio of a round is our time over PyTorch's; a row
 shows the median of all rounds and its quartiles. A step takes as long as its slowest rank.
 
-Processor time, of the busiest rank and all its threads, has a ratio as well: it hardly notices
-other programs on the machine. The emulated link counts the bytes of every library alike; the bare
-backend ("gloo") counts none. All ranks compute on the CPU. Who races against whom: contenders.py.
+The emulated link counts the bytes of every library alike; the bare backend ("gloo") counts none. All
+ranks compute on the CPU. Who races against whom: strategies.py.
 """
 
 import gc
@@ -88,7 +87,6 @@ class Measured:
     """All steps of one contender."""
 
     seconds: list[float] = field(default_factory=list)  # of the slowest rank
-    processor: list[float] = field(default_factory=list)  # seconds of the busiest rank
     num_bytes: list[int] = field(default_factory=list)  # sent by the rank that sends most
 
 
@@ -153,19 +151,18 @@ def race(
         for name in in_turns(list(steps), rounds):
             barrier(axis)
             lead[name]()
-            start, busy = time.monotonic(), time.process_time()
+            start = time.monotonic()
             steps[name]()
-            turns.append((name, start, time.monotonic(), time.process_time() - busy))
+            turns.append((name, start, time.monotonic()))
             barrier(axis)  # messages on their way arrive before the next turn
             gc.collect(0)
     gc.enable()
     link.observers.remove(note)
-    mine = [(end - start, busy, bytes_of(sent, start, end)) for _, start, end, busy in turns]
+    mine = [(end - start, bytes_of(sent, start, end)) for _, start, end in turns]
     measured = {name: Measured() for name in steps}
     for (name, *_), *ranks in zip(turns, *all_gather_object(mine, axis), strict=True):
-        seconds, processor, num_bytes = zip(*ranks, strict=True)
+        seconds, num_bytes = zip(*ranks, strict=True)
         measured[name].seconds.append(max(seconds))
-        measured[name].processor.append(max(processor))
         measured[name].num_bytes.append(max(num_bytes))
     return measured
 
@@ -203,7 +200,6 @@ def row(
         "ours": ours,
         "torch": fastest,
         **ratios(mine.seconds, theirs.seconds),
-        "processor_ratio": ratios(mine.processor, theirs.processor)["ratio"],
         **told("ours", mine),
         **told("torch", theirs),
         "ratio_as_it_comes": ratios(mine.seconds, measured[rivals[0]].seconds)["ratio"],
@@ -231,7 +227,6 @@ COLUMNS: Columns = (
     ("step", "{torch_ms:.0f} ms"),
     ("ratio [quartiles]", "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]"),
     ("to PyTorch's as it comes", "{ratio_as_it_comes:.3f}"),
-    ("processor time", "{processor_ratio:.3f}"),
     ("MB sent: ours", "{ours_megabytes:.2f}"),
     ("torch", "{torch_megabytes:.2f}"),
 )
