@@ -4,8 +4,8 @@ Both train the same model on the same tokens and the same link. Machines drift, 
 take turns step by step, in changing order. The ratio of a round is our time over PyTorch's; a row
 shows the median of all rounds and its quartiles. A step takes as long as its slowest rank.
 
-The emulated link counts the bytes of every library alike; the bare backend ("gloo") counts none. All
-ranks compute on the CPU. Who races against whom: strategies.py.
+The emulated link counts the bytes of every library alike; the bare backend ("gloo") counts none.
+All ranks compute on the CPU. Who races against whom: strategies.py.
 """
 
 import gc
