@@ -46,7 +46,7 @@ AXIS = {
     "world": "#5b6672",
 }
 EXPOSED = "#cc2a1f"
-WAITS: dict[str, Any] = {"fc": "#f6f7f9", "ec": "#a9afbd", "hatch": "//////", "lw": 0}
+WAITS: dict[str, Any] = {"fc": "#f6f7f9", "ec": "#a9afbd", "hatch": "/////", "lw": 0}
 HELD = {
     "weights": "#5f7a96",
     "gradients": KIND["weight_gradient"],
@@ -335,10 +335,10 @@ def num_bytes(count: int) -> str:
 
 # ---------------------------------------------------------------------- files
 def png(figure: Figure) -> bytes:
-    """Return the figure as a PNG of at most 256 colours: a third of the size, no visible change."""
+    """Return the figure as a PNG of at most 128 colours: a third of the size, no visible change."""
     buffer = io.BytesIO()
     _literal(figure).savefig(buffer, format="png", dpi=DPI)
-    image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image = Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small = io.BytesIO()
     image.save(small, format="png", optimize=True, dpi=(DPI, DPI))
     return small.getvalue()
