@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
-from minipar.observe.spans import NOT_COMPUTE, Span, intersect, measure, subtract, union
+from minipar.observe.spans import NOT_COMPUTE, Interval, Span, intersect, measure, subtract, union
 from minipar.observe.timeline import Timeline
 
 Piece = tuple[float, float, str]  # start and end in seconds, name
@@ -113,7 +113,7 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
     gap = 0.003 * (xlim[1] - xlim[0])
     two_lanes = "host" in axes and len(axes) > 1  # copies run below what ranks say to each other
     for row, rank in enumerate(reversed(t.ranks)):
-        for (lane, name), pieces in _pieces(t.select(rank=rank), t.duration).items():
+        for (lane, name), pieces in _pieces(t.select(rank=rank), (t.start, t.end)).items():
             ink = pen.colour(name)
             low, high = {"hidden": (0.16, 0.2), "exposed": (0.08, 0.36)}.get(lane, (0.46, 0.44))
             if two_lanes and lane in ("hidden", "exposed"):
@@ -138,24 +138,24 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
     ax.set_yticks([y for y, _ in ticks], [name for _, name in ticks], color=MUTED, fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(10))
     ax.grid(axis="x", color=GRID, lw=0.8)
-    end = 1e3 * t.duration
+    end = 1e3 * t.end
     if xlim[0] <= end <= xlim[1]:
         ax.axvline(end, color=INK, lw=0.9)
 
 
-def _pieces(mine: Timeline, end: float) -> dict[Lane, list[Piece]]:
-    """Return the bars of one rank until `end` in seconds, by what gives their look."""
+def _pieces(mine: Timeline, whole: Interval) -> dict[Lane, list[Piece]]:
+    """Return the bars of one rank by what gives their look; `whole` is the time of all ranks."""
     busy = union((s.start, s.end) for s in mine if s.kind not in NOT_COMPUTE)
     pieces: dict[Lane, list[Piece]] = defaultdict(list)
-    pieces["waits", ""] = [(*gap, "") for gap in subtract([(0.0, end)], busy)]
+    pieces["waits", ""] = [(*gap, "") for gap in subtract([whole], busy)]
     for s in mine:
         if s.kind != "comm":
             known = s.kind if s.kind in KIND else "compute"
             pieces["work", known].append((s.start, s.end, _short(s.name)))
             continue
-        whole, axis = [(s.start, s.end)], s.axis or "world"
-        pieces["hidden", axis] += [(*p, _message(s)) for p in intersect(whole, busy)]
-        pieces["exposed", axis] += [(*p, _message(s)) for p in subtract(whole, busy)]
+        message, axis = [(s.start, s.end)], s.axis or "world"
+        pieces["hidden", axis] += [(*p, _message(s)) for p in intersect(message, busy)]
+        pieces["exposed", axis] += [(*p, _message(s)) for p in subtract(message, busy)]
     return pieces
 
 
@@ -246,7 +246,7 @@ def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[pen.Ent
     length: Counter[Lane] = Counter()  # milliseconds of all pieces in the picture
     for t in shown:
         for rank in t.ranks:
-            for key, pieces in _pieces(t.select(rank=rank), t.duration).items():
+            for key, pieces in _pieces(t.select(rank=rank), (t.start, t.end)).items():
                 inside = (min(1e3 * e, xlim[1]) - max(1e3 * s, xlim[0]) for s, e, _ in pieces)
                 length[key] += sum(max(ms, pixel) for ms in inside if ms > 0)
     seen = {key for key, ms in length.items() if ms >= 2 * pixel}
