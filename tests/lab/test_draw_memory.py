@@ -55,7 +55,9 @@ def test_the_area_is_what_was_measured():
     said = texts(figure)
     assert "at most 40 MB, 30 MB of it activations; the host holds 16 MB" in said
     assert "Measured." in said and "closed" not in said
-    assert {"weights", "echo", "forward", "backward", "host to-host, hidden"} <= {*words(figure)}
+    assert {"weights", "echo", "forward", "backward", "copies from and to the host, hidden"} <= {
+        *words(figure)
+    }
 
 
 def test_the_timeline_stands_above_the_allocations_of_its_time():

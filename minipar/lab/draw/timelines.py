@@ -275,6 +275,8 @@ def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[pen.Ent
 
 def _talk(axis: str, shown: Sequence[Timeline]) -> str:
     """Return the words for communication along an axis: "dp all-reduce", if it is but one verb."""
+    if axis == "host":
+        return "copies from and to the host"
     spans = (s for t in shown for s in t if s.kind == "comm")
     verbs = {_verb(s) for s in spans if (s.axis or "world") == axis}
     what = verbs.pop() if len(verbs) == 1 else "communication"
