@@ -74,7 +74,8 @@ def curves(
         if name in points:
             ax.plot(x, y, shapes.get(name, "o"), color=ink, ms=5, mec=PAPER, mew=0.8, zorder=4)
         else:
-            wide = 2.0 + 1.6 * nested * (len(lines) - 1 - i)
+            inner = len(lines) - 1 - i  # curves that are to lie within this one
+            wide = 2.0 + min(1.6, 3.5 / len(lines)) * nested * inner
             ax.plot(x, y, color=ink, lw=wide, solid_capstyle="round", zorder=3)
         if not name.startswith("_"):
             finite = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(b)]

@@ -144,7 +144,7 @@ def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
 
 
 def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") -> Figure:
-    """Draw all ranks in a line per axis, nodes framed: bows join who talks, loud across nodes.
+    """Draw all ranks in a line per axis: bows join who talks, outlined in red across nodes.
 
     Raises `ValueError` as `crossing`, or for more than 32 ranks.
     """
@@ -166,12 +166,14 @@ def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") 
     side = min(0.3, 0.7 * cell)
     for i, (axis, out) in enumerate(crosses.items()):
         y = height - 0.72 - row * (i + 1) + 0.3
-        ink = EXPOSED if out else pen.colour(axis)
+        inks = [(EXPOSED, 4.5)] * out + [(pen.colour(axis), 2.2)]  # outlined in red across nodes
         for group in groups_along([axis], sizes):
             for a, b in zip(group, group[1:], strict=False):
                 middle, wide = (centre[a] + centre[b]) / 2, centre[b] - centre[a]
                 tall = min(0.85, 0.35 + 0.12 * wide)
-                ax.add_patch(Arc((middle, y + side / 2), wide, tall, theta2=180, color=ink, lw=2))
+                for ink, lw in inks:
+                    bow = Arc((middle, y + side / 2), wide, tall, theta2=180, color=ink, lw=lw)
+                    ax.add_patch(bow)
         for rank in range(ranks):
             corner = centre[rank] - side / 2, y - side / 2
             pen.rectangle(ax, *corner, side, side, fc=PAPER, ec=INK, lw=1, zorder=3)
