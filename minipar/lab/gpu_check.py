@@ -229,7 +229,7 @@ def speed(setting: Setting) -> dict[str, Any]:
         "tokens_per_second": learner.num_tokens / seconds,
         "tflops": rate / 1e12,
         "share_of_matmul": rate / matmul_rate(device, dtype, size=8192 if on_gpu else 512),
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }
 
 
