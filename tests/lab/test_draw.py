@@ -194,6 +194,10 @@ def test_all_blocks_have_a_number_or_none():
     short = Span("forward", "layers.9", 0, 0.141, 0.143)
     crowded = texts(draw.timeline(Timeline([*step(True, ranks=1).spans, short])))
     assert not [w for w in crowded if w.isdigit()] and "number: layer" not in crowded
+    ends = [0.0, 0.02, 0.021, 0.1]
+    named = [Span("forward", "block", 0, *ab) for ab in itertools.pairwise(ends)]
+    assert "block" in texts(draw.timeline(Timeline(named[::2])))
+    assert "block" not in texts(draw.timeline(Timeline(named)))
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
     ax.set_ylim(-0.06, len(t.ranks) + 0.06)
     axes = {s.axis for s in t if s.kind == "comm"}
     gap = 0.003 * (xlim[1] - xlim[0])
+    inch = 1e3 * ax.get_position().width * ax.figure.get_figwidth() / (xlim[1] - xlim[0])
     two_lanes = "host" in axes and len(axes) > 1  # copies run below what ranks say to each other
     for row, rank in enumerate(reversed(t.ranks)):
         for (lane, name), pieces in _pieces(t.select(rank=rank), (t.start, t.end)).items():
@@ -124,8 +125,8 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
                 "hidden": pen.hidden(ink),
                 "exposed": {"fc": ink, "ec": PAPER, "lw": 0.5},
             }[lane]
-            if lane == "work" and not numbered:
-                pieces = [(s, e, "" if name.isdigit() else name) for s, e, name in pieces]
+            if lane == "work":
+                pieces = _named(pieces, numbered, inch, 0.44 * pen.inches_of(ax) / len(t.ranks))
             _bars(ax, row + low, high, pieces, style)
             if lane == "exposed":  # one outline around what follows without a gap to be seen
                 joined = union((1e3 * s, 1e3 * e + gap) for s, e, _ in pieces)
@@ -218,6 +219,15 @@ def _layers_fit(shown: Sequence[Timeline], inch: float, tall: float) -> bool:
     wide = [(seconds * inch, number) for seconds, number in blocks if seconds * inch > 0.04]
     fit = all(inches > _inches_of(number, size) for inches, number in wide)
     return bool(wide and size and fit)
+
+
+def _named(pieces: list[Piece], numbered: bool, inch: float, tall: float) -> list[Piece]:
+    """Return the pieces with names that all boxes of one name have room for; lines do not count."""
+    need = {name: _inches_of(name, _letters(tall)) for _, _, name in pieces}
+    left_out = {n for s, e, n in pieces if 0.04 < (e - s) * inch < need[n]}
+    if not numbered:
+        left_out |= {name for name in need if name.isdigit()}
+    return [(s, e, "" if name in left_out else name) for s, e, name in pieces]
 
 
 def _short(name: str) -> str:
