@@ -63,6 +63,7 @@ def calculator(
     names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
     times = {names.get(part, part): 1e3 * s for part, s in step.items()}
     inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}
+    inks |= {part: pen.held(part) or pen.HELD_OTHERS[0] for part in held}
     rows = max(len(_seen(held)), len(_seen(times)))
     height = 0.3 * rows + 1.35
     verb = "fits" if sum(held.values()) <= limit else "does not fit"
@@ -88,7 +89,7 @@ def _seen(values: Mapping[str, float]) -> dict[str, float]:
 def _rows(
     ax: Axes, values: Mapping[str, float], unit: str, inks: Mapping[str, str], rows: int
 ) -> None:
-    """Horizontal bars with their values, from above, in a panel with room for `rows`."""
+    """Draw horizontal bars with their values, from above, in a panel with room for `rows`."""
     ax.set_xlim(0, 1.35 * max(values.values()))
     ax.set_ylim(rows - 0.5, -0.5)
     ax.set_xticks([])
@@ -177,7 +178,7 @@ def panels(
     title: str,
     note: str = "",
 ) -> Figure:
-    """Curves `{panel: {name: (x, y)}}` side by side: x by its logarithm, y from 0, one key."""
+    """Draw curves `{panel: {name: (x, y)}}` side by side: x by its logarithm, y from 0, one key."""
     paper = pen.figure(pen.WIDTH, 3.9, title, note)
     wide = (pen.WIDTH - 0.8) / len(lines)
     top = 1.05 * max(max(y) for panel in lines.values() for _, y in panel.values())

@@ -88,7 +88,7 @@ def guide(found: Found) -> Figure:
 
 
 def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
-    """A strip for each axis of the plan, and below it the rest; or why there is none."""
+    """Draw a strip for each axis of the plan, and below it the rest; or why there is none."""
     ranked = simplest(found)
     small = {"size": 8, "color": pen.MUTED}
     if ranked is None:

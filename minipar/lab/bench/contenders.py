@@ -9,8 +9,6 @@ fastest forms, not only as it comes:
   next block named to every block, and asynchronous reduce-scatters (`AsyncReduceScatter`).
 - tensor: `parallelize_module` with `loss_parallel`. In the tutorial's plan q, k and v each receive
   their input; a plan that prepares the input once races, too.
-- context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel, so it
-  races with the CPU's FlashAttention, which is the kernel of ours.
 - pipeline: `torch.distributed.pipelining` plays the schedule of the same name on the same stages.
 
 Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipeline).
@@ -27,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minipar.comm.mesh import Axis
 from minipar.lab.bench.race import RaceConfig, Step
 from minipar.model.llama import Llama, LlamaConfig, loss_of, token_loss
-from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
+from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.schedules import make
 
@@ -58,7 +56,7 @@ def training(
 
 # ---------------------------------------------------------------------- data parallel
 def our_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, version: ddp.Version) -> Step:
-    """`minipar.parallel.ddp`, as in the trainer."""
+    """Return a step of `minipar.parallel.ddp`, as in the trainer."""
     model = Llama(shape)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     strategy = ddp.apply(model, axis, average=False, version=version)
@@ -67,7 +65,7 @@ def our_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, version: ddp.Ver
 
 
 def torch_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, bucket_mb: float) -> Step:
-    """`DistributedDataParallel` with buckets of that size."""
+    """Return a step of `DistributedDataParallel` with buckets of that size."""
     model = Llama(shape)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     return training(wrapped(model, bucket_mb), optimizer, config.tokens(shape, seed=axis.rank))
@@ -81,7 +79,7 @@ def wrapped(model: Llama, bucket_mb: float = 25.0) -> DistributedDataParallel:
 
 # ---------------------------------------------------------------------- ZeRO and FSDP
 def our_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, stage: int) -> Step:
-    """`minipar.parallel.zero`."""
+    """Return a step of `minipar.parallel.zero`."""
     model = Llama(shape)
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, axis, **ADAMW)
     strategy = zero.apply(model, axis, optimizer=optimizer, stage=stage, average=False)
@@ -90,7 +88,7 @@ def our_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, stage: int) -> 
 
 
 def our_fsdp(config: RaceConfig, axis: Axis, shape: LlamaConfig, reshard: bool = True) -> Step:
-    """`minipar.parallel.fsdp`, with or without its `reshard_after_forward`."""
+    """Return a step of `minipar.parallel.fsdp`, with or without `reshard_after_forward`."""
     model = Llama(shape)
     strategy = fsdp.apply(model, axis, reshard_after_forward=reshard, average=False)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -100,7 +98,7 @@ def our_fsdp(config: RaceConfig, axis: Axis, shape: LlamaConfig, reshard: bool =
 
 # PyTorch's parts are imported where they are used: they take most of a second.
 def torch_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, bucket_mb: float) -> Step:
-    """`ZeroRedundancyOptimizer` on top of `DistributedDataParallel`."""
+    """Return a step of `ZeroRedundancyOptimizer` on top of `DistributedDataParallel`."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = wrapped(Llama(shape), bucket_mb)
@@ -118,7 +116,7 @@ def torch_fsdp(
     prefetch: bool = False,
     async_reduce: bool = False,
 ) -> Step:
-    """`fully_shard` on every block and the root."""
+    """Return a step of `fully_shard` on every block and the root."""
     from torch.distributed.fsdp import fully_shard
 
     model, grid = Llama(shape), grid_of(axis)
@@ -179,7 +177,7 @@ class AsyncReduceScatter:
 
 # ---------------------------------------------------------------------- tensor parallel
 def our_tensor(config: RaceConfig, axis: Axis, shape: LlamaConfig, **options: bool) -> Step:
-    """`minipar.parallel.tensor`."""
+    """Return a step of `minipar.parallel.tensor`."""
     model = Llama(shape, seed=0)
     strategy = tensor.apply(model, axis, **options)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -189,7 +187,7 @@ def our_tensor(config: RaceConfig, axis: Axis, shape: LlamaConfig, **options: bo
 def torch_tensor(
     config: RaceConfig, axis: Axis, shape: LlamaConfig, sequence: bool = False, once: bool = True
 ) -> Step:
-    """`parallelize_module`; `once`: the input of q, k and v is prepared once."""
+    """Return a step of `parallelize_module`; `once`: the input of q, k, v is prepared once."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
@@ -245,63 +243,6 @@ def tensor_plan(num_layers: int, sequence: bool, once: bool) -> dict[str, Any]:
     return styles
 
 
-# ---------------------------------------------------------------------- context parallel
-def our_context(
-    config: RaceConfig, axis: Axis, shape: LlamaConfig, rotate: str = "", **options: str
-) -> Step:
-    """`minipar.parallel.context`; with `rotate`, around PyTorch's ring instead of ours."""
-    model = Llama(shape, seed=0)
-    strategy = context.apply(model, axis, **options)
-    if rotate:
-        strategy.attention = torch_ring(rotate)
-    return cut_sequences(config, axis, model, strategy)
-
-
-def our_ulysses(config: RaceConfig, axis: Axis, shape: LlamaConfig) -> Step:
-    """`minipar.parallel.ulysses`."""
-    model = Llama(shape, seed=0)
-    return cut_sequences(config, axis, model, ulysses.apply(model, axis))
-
-
-def cut_sequences(config: RaceConfig, axis: Axis, model: Llama, strategy: Any) -> Step:
-    """Return a step on this rank's tokens; our data parallelism sums the gradients."""
-    data = ddp.apply(model, axis, average=False)
-    batch = [strategy.own_tokens(x).contiguous() for x in config.tokens(model.config)]
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return training(model, optimizer, batch, data.finish_backward, axis.size)
-
-
-def torch_ring(rotate: str) -> type[torch.autograd.Function]:
-    """Return PyTorch's ring around the CPU's kernel; it takes the arguments of `RingAttention`."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
-
-    aten, seq_dim, options = torch.ops.aten, 2, dict(is_causal=True, dropout_p=0.0)
-
-    class TorchRing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-            _, axis, *_ = others
-            theirs.set_rotate_method(rotate)
-            kernel = aten._scaled_dot_product_flash_attention_for_cpu
-            out, lse = theirs._templated_ring_attention(
-                axis.group, seq_dim, kernel, q, k, v, **options
-            )
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.group, ctx.num_others = axis.group, len(others)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-            theirs.set_rotate_method(rotate)
-            kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            grads = theirs._templated_ring_attention_backward(
-                ctx.group, seq_dim, kernel, d_out, "grad_out", *ctx.saved_tensors, **options
-            )
-            return *grads, *[None] * ctx.num_others
-
-    return TorchRing
-
-
 # ---------------------------------------------------------------------- pipeline parallel
 PIPELINES = {
     "gpipe": "ScheduleGPipe",
@@ -317,7 +258,7 @@ MICROBATCHES = 4  # per rank
 
 
 def our_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
-    """`minipar.parallel.pipeline`."""
+    """Return a step of `minipar.parallel.pipeline`."""
     m = MICROBATCHES * axis.size
     model = Llama(shape, seed=0)
     pipeline = runtime.apply(model, axis, make(name, axis.size, m))
@@ -336,7 +277,7 @@ def our_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) 
 
 
 def torch_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
-    """`torch.distributed.pipelining`, on the stages of ours; the last stage alone has the loss."""
+    """Return a step of `torch.distributed.pipelining` on the stages of ours."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import schedules as theirs
 

@@ -6,7 +6,7 @@ import matplotlib.colors as colors
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, INK, MUTED, PAPER
+from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER
 
 WIDE, TALL = 0.52, 0.34  # inches of a cell
 
@@ -21,7 +21,7 @@ def heat(
     form: str = "{:.0f}",
     across: int | None = None,
 ) -> Figure:
-    """Tables of numbers side by side, the larger the darker: `{name: [[...], ...]}`, alike in size.
+    """Draw tables of numbers side by side, the larger the darker: `{name: [[...], ...]}`.
 
     A load by layer and expert, step by step, say, or rows from each rank to each; `across` of them
     beside each other, by default all. Raises `ValueError` for tables that differ in size from their
@@ -31,7 +31,7 @@ def heat(
         if len(table) != len(rows) or any(len(line) != len(columns) for line in table):
             raise ValueError(f"{name}: a table of {len(rows)} x {len(columns)} numbers is expected")
     most = max(max(line) for table in panels.values() for line in table) or 1
-    shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, AXIS["ep"]])
+    shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, KIND["backward"]])
     left, side = 0.25 + 0.075 * max(map(len, rows)), WIDE * len(columns)
     across = min(across or len(panels), len(panels))
     width = max(left + (side + 0.3) * across, pen.title_width(title))
@@ -47,9 +47,6 @@ def heat(
             pen.text(ax, x + WIDE * (j + 0.5), top + 0.13, column, ha="center", color=MUTED, size=8)
             for i, line in enumerate(table):
                 fill = colors.to_hex(shade(line[j] / most))
-                at = x + WIDE * j, top - TALL * (i + 1)
-                pen.rectangle(ax, *at, WIDE, TALL, fc=fill, ec=INK, lw=0.4)
-                where = at[0] + WIDE / 2, at[1] + TALL / 2
-                ink = pen.ink_on(fill)
-                pen.text(ax, *where, form.format(line[j]), ha="center", size=8, color=ink)
+                box = x + WIDE * j, top - TALL * (i + 1), WIDE, TALL
+                pen.cell(ax, box, form.format(line[j]), fill, ec=INK, lw=0.4)
     return figure
