@@ -27,6 +27,7 @@ PIECES = {  # by the name of the file: which exercise it is, and what others cal
     "ddp": ("3.5", "Overlapped"),
     "tensor": ("7.5", "cut_layer"),
     "pipeline": ("10.6", "run_stage"),
+    "trainer": ("12.4", "Trainer"),
 }
 HEAD = '"""{name}: exercise {number}, which it has passed. {digest}"""\n\n'
 
@@ -52,7 +53,7 @@ def keep(piece: str, answer: Callable | None = None) -> None:
 
 
 def piece(name: str) -> Any:
-    """Return a piece that was kept, or else the stored answer, and say which."""
+    """Return a piece that was kept, or else the stored answer. Say which."""
     number, called = _known(name)
     file = _file(name)
     if not file.is_file():
