@@ -59,11 +59,12 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are made in its body, for as long as they live.
 
     What an operation makes and drops inside of itself is not seen, nor what existed before.
+    `largest` is the size of the largest single storage that was made.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
+        self.now = self.largest = 0
         self.samples: list[int] = [0]  # after every allocation and release
         self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, Holding] = (
             weakref.WeakKeyDictionary()
@@ -101,6 +102,8 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
         on_host = self._is_on_host(storage)
         holding = self._held[storage] = Holding(storage.nbytes(), on_host=on_host)
+        if not on_host:
+            self.largest = max(self.largest, holding.num_bytes)
         weakref.finalize(storage, self._release, holding)
         self._change(holding, holding.num_bytes, was_there)
         return holding

@@ -229,7 +229,7 @@ class wrong_keeps_the_loss(solution):
 
 @fails(
     "gradients",
-    "Each replica has gradients of its own: let `Overlapped` finish before the optimizer steps.",
+    "Each replica has gradients of its own: `finish` the buckets before the optimizer.",
 )
 class wrong_forgets_dp(solution):
     def __init__(self, pieces, model, pp, dp, tp, microbatches):
@@ -240,7 +240,7 @@ class wrong_forgets_dp(solution):
 
 @fails(
     "gradients",
-    "Buckets left after the first microbatch: tell `Overlapped` how many microbatches there are.",
+    "Buckets left after the first microbatch: say how many microbatches there are.",
 )
 class wrong_counts_one_microbatch(solution):
     def __init__(self, pieces, model, pp, dp, tp, microbatches):

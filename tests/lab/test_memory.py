@@ -27,7 +27,7 @@ def test_a_tensor_counts_while_it_lives(device):
         del view
         assert live.now == 4000
         del b
-    assert live.now == 0 and live.peak == 8000
+    assert live.now == 0 and live.peak == 8000 and live.largest == 4000
     assert live.samples == [0, 4000, 8000, 4000, 0]
 
 
