@@ -48,6 +48,7 @@ GROUPS = {
     },
     "Measure ours beside PyTorch's own": {
         "bench compression": Command("lab.bench.compression:run", "every way to send less"),
+        "bench idle": Command("lab.bench.pipeline_idle:run", "idle time of pipeline schedules"),
         "bench": Command("lab.bench.strategies:run", "a strategy: ddp, fsdp, tensor, ..."),
     },
 }
@@ -65,7 +66,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if argv[0] in ("-V", "--version"):
         print(f"minipar {__version__}")
         sys.exit(0)
-    # The longest command that the line begins with: "bench compression" stands before "bench".
+    # The longest command that the line begins with: "bench idle" stands before "bench".
     name = next((n for n in COMMANDS if argv[: len(n.split())] == n.split()), None)
     if name is None:
         near = difflib.get_close_matches(argv[0], COMMANDS, 1)

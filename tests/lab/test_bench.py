@@ -11,11 +11,16 @@ import torch
 from minipar.cli import main
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
-from minipar.lab.bench import race
+from minipar.lab.bench import pipeline_idle, race
 from minipar.lab.bench.expert_overlap import WAYS, compare, skewed
+from minipar.lab.bench.pipeline_idle import IdleConfig
 from minipar.lab.bench.race import Measured, RaceConfig, ratios, table
 from minipar.lab.bench.strategies import CONTESTS, run
 from minipar.model.llama import LlamaConfig
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.simulate import bubble, simulate
 from minipar.sim import emulate
 
 pytestmark = pytest.mark.trains
@@ -77,6 +82,7 @@ def test_everybody_races():
         (replace(SMALL, preset="x"), "--preset x is unknown; use one of"),
         (replace(SMALL, links=()), "--links at least one"),
         (replace(SMALL, links=("gloo", "5gbe")), "5gbe"),
+        (replace(SMALL, json="/nowhere/rows.json"), "there is no folder /nowhere"),
     ],
 )
 def test_bad_values_are_refused(config, word):
@@ -143,7 +149,43 @@ def test_bench_writes_rows(tmp_path, capfd):
         assert f"{row['ratio']:.3f}" in out
 
 
-# ---------------------------------------------------------------------- experts
+# ---------------------------------------------------------------------- idle pipelines, experts
+def test_idle_time_is_a_share_of_all_time():
+    """1F1B of p=4, M=8: bubble 3/8, so 3/11 of the time. Mutant: the bubble itself."""
+    timeline = simulate(make("1f1b", 4, 8))
+    assert bubble(timeline) == pytest.approx(3 / 8)
+    assert pipeline_idle.idle_share(timeline) == pytest.approx(3 / 11)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_the_simulation_is_told_how_long_work_took_and_not_how_long_ranks_waited(name):
+    """Work of a known length, with pauses between. Mutant: costs from start to start."""
+    schedule, seconds = make(name, 2, 4), {"F": 1.0, "B": 5.0, "I": 2.0, "W": 3.0}
+    spans = [Span("comm", "0SF0", 0, 1.0, 500.0, "pp")]
+    for rank, row in enumerate(schedule.actions):
+        for i, action in enumerate(row):
+            start = 20.0 * i
+            spans.append(Span("forward", str(action), rank, start, start + seconds[action.kind]))
+    costs = pipeline_idle.costs_of(schedule, Timeline(spans))
+    for part in range(schedule.num_stages):
+        assert costs.seconds("F", part) == 1.0
+        assert costs.seconds("B", part) == pytest.approx(5.0)
+        assert name == "1f1b" or costs.seconds("I", part) == 2.0
+    assert 0.009 < costs.message + costs.latency < 0.011  # as the docstring says
+
+
+@pytest.mark.slow
+def test_idle_writes_rows(tmp_path, capfd, monkeypatch):
+    path = tmp_path / "rows.json"
+    names = ["1f1b", "dualpipe"]
+    monkeypatch.setattr(pipeline_idle.play, "__defaults__", (0.001,))
+    monkeypatch.setattr(pipeline_idle, "SCHEDULES", names)
+    rows = pipeline_idle.run(IdleConfig(2, 4, 1, str(path)))
+    assert json.loads(path.read_text(encoding="utf-8")) == rows
+    assert [row["schedule"] for row in rows] == names and names[0] in capfd.readouterr().out
+    assert all(0 < row["simulated"] < 1 and 0 < row["measured"] < 1 for row in rows)
+
+
 @pytest.mark.parametrize("imbalance", [1, 2, 4])
 def test_routing_is_as_uneven_as_was_asked(imbalance):
     chosen = skewed(8, 2, imbalance, torch.zeros(800, 8))

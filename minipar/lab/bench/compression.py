@@ -72,6 +72,7 @@ class CompressionConfig:
             known = ", ".join(f'"{name}"' for name in METHODS)
             raise ValueError(f"--methods {unknown}: use some of {known}")
         link.parse(self.link)
+        race.check_file(self.json)
 
     @property
     def names(self) -> list[str]:

@@ -9,6 +9,8 @@ fastest forms, not only as it comes:
   next block named to every block, and asynchronous reduce-scatters (`AsyncReduceScatter`).
 - tensor: `parallelize_module` with `loss_parallel`. In the tutorial's plan q, k and v each receive
   their input; a plan that prepares the input once races, too.
+- context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel, so it
+  races with the CPU's FlashAttention, which is the kernel of ours.
 - pipeline: `torch.distributed.pipelining` plays the schedule of the same name on the same stages.
 
 Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipeline).
@@ -25,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minipar.comm.mesh import Axis
 from minipar.lab.bench.race import RaceConfig, Step
 from minipar.model.llama import Llama, LlamaConfig, loss_of, token_loss
-from minipar.parallel import ddp, fsdp, tensor, zero
+from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.schedules import make
 
@@ -241,6 +243,63 @@ def tensor_plan(num_layers: int, sequence: bool, once: bool) -> dict[str, Any]:
     for i in range(num_layers):
         styles |= {f"model.layers.{i}.{name}": style for name, style in block.items()}
     return styles
+
+
+# ---------------------------------------------------------------------- context parallel
+def our_context(
+    config: RaceConfig, axis: Axis, shape: LlamaConfig, rotate: str = "", **options: str
+) -> Step:
+    """`minipar.parallel.context`; with `rotate`, around PyTorch's ring instead of ours."""
+    model = Llama(shape, seed=0)
+    strategy = context.apply(model, axis, **options)
+    if rotate:
+        strategy.attention = torch_ring(rotate)
+    return cut_sequences(config, axis, model, strategy)
+
+
+def our_ulysses(config: RaceConfig, axis: Axis, shape: LlamaConfig) -> Step:
+    """`minipar.parallel.ulysses`."""
+    model = Llama(shape, seed=0)
+    return cut_sequences(config, axis, model, ulysses.apply(model, axis))
+
+
+def cut_sequences(config: RaceConfig, axis: Axis, model: Llama, strategy: Any) -> Step:
+    """Return a step on this rank's tokens; our data parallelism sums the gradients."""
+    data = ddp.apply(model, axis, average=False)
+    batch = [strategy.own_tokens(x).contiguous() for x in config.tokens(model.config)]
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return training(model, optimizer, batch, data.finish_backward, axis.size)
+
+
+def torch_ring(rotate: str) -> type[torch.autograd.Function]:
+    """Return PyTorch's ring around the CPU's kernel; it takes the arguments of `RingAttention`."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    aten, seq_dim, options = torch.ops.aten, 2, dict(is_causal=True, dropout_p=0.0)
+
+    class TorchRing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+            _, axis, *_ = others
+            theirs.set_rotate_method(rotate)
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu
+            out, lse = theirs._templated_ring_attention(
+                axis.group, seq_dim, kernel, q, k, v, **options
+            )
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.group, ctx.num_others = axis.group, len(others)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+            theirs.set_rotate_method(rotate)
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            grads = theirs._templated_ring_attention_backward(
+                ctx.group, seq_dim, kernel, d_out, "grad_out", *ctx.saved_tensors, **options
+            )
+            return *grads, *[None] * ctx.num_others
+
+    return TorchRing
 
 
 # ---------------------------------------------------------------------- pipeline parallel

@@ -34,7 +34,7 @@ from minipar.text import aligned
 
 Step = Callable[[], Tensor]
 """A training step: forward, backward, optimizer. It returns the loss in nats per token."""
-StrategyName = Literal["ddp", "fsdp", "tensor", "pipeline"]
+StrategyName = Literal["ddp", "fsdp", "tensor", "context", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RaceConfig:
     batch_size: int = 2
     """Sequences per rank and step; of a pipeline, sequences per microbatch."""
     seq_len: int = 0
-    """Tokens per sequence; 0 is 128, for tensor 256."""
+    """Tokens per sequence; 0 is 128, for tensor 256, for context 2,048."""
     json: str = ""
     """Also write the rows to this file."""
 
@@ -67,6 +67,7 @@ class RaceConfig:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
         for name in self.links:
             label(name)
+        check_file(self.json)
 
     def tokens(self, shape: LlamaConfig, seed: int = 0, sequences: int = 0) -> list[Tensor]:
         """Return random inputs and targets [B, T]; ranks that pass the same seed have the same."""
@@ -74,6 +75,12 @@ class RaceConfig:
         size = (sequences or self.batch_size, self.seq_len + 1)
         tokens = torch.randint(shape.vocab_size, size, generator=stream)
         return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
+
+
+def check_file(path: str) -> None:
+    """Raise `ValueError` if the folder of a file to write is not there."""
+    if path and not Path(path).parent.is_dir():
+        raise ValueError(f"--json {path}: there is no folder {Path(path).parent}")
 
 
 def label(link_name: str) -> str:

@@ -12,10 +12,12 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.contenders import (
     PIPELINES,
+    our_context,
     our_ddp,
     our_fsdp,
     our_pipeline,
     our_tensor,
+    our_ulysses,
     our_zero,
     torch_ddp,
     torch_fsdp,
@@ -122,6 +124,22 @@ CONTESTS = {
         },
         seq_len=256,
         changes=lambda config: dict(tie_embeddings=False),
+    ),
+    "context": Contest(
+        "cp",
+        {
+            "ring, zigzag": partial(our_context, order="zigzag"),
+            "ring, plain": partial(our_context, order="plain"),
+            "gather": partial(our_context, exchange="gather"),
+            "ulysses": our_ulysses,
+            "ring, all-gather": partial(our_context, rotate="allgather"),
+            "ring, all-to-all": partial(our_context, rotate="alltoall"),
+        },
+        dict.fromkeys(
+            ("ring, zigzag", "ring, plain", "gather", "ulysses"),
+            ["ring, all-gather", "ring, all-to-all"],
+        ),
+        seq_len=2048,
     ),
     "pipeline": Contest(
         "pp",
