@@ -122,8 +122,7 @@ def _five_steps(x, experts, weights, compute, num_experts, axis, **slip):
 
 @fails(
     "result",
-    "The rows that leave lie in the order of the tokens, but the counts in that of the experts: "
-    "send x[token].",
+    "Rows leave in the order of tokens, counts in the order of experts: send x[token].",
 )
 def wrong_sends_unsorted_rows(*given):
     return _five_steps(*given, rows="unsorted")
@@ -131,7 +130,7 @@ def wrong_sends_unsorted_rows(*given):
 
 @fails(
     "result",
-    "What comes back lies in the order of the experts: put it back into the order of the tokens.",
+    "Rows come back in the order of experts: put them into the order of tokens.",
 )
 def wrong_leaves_the_results_sorted(*given):
     return _five_steps(*given, unsorted=True)
@@ -139,7 +138,7 @@ def wrong_leaves_the_results_sorted(*given):
 
 @fails(
     "result",
-    "The weights lie in the order of the tokens, and the rows in that of the experts: sort both.",
+    "Weights lie in the order of tokens, rows in the order of experts: sort both.",
 )
 def wrong_weighs_in_the_order_of_tokens(*given):
     return _five_steps(*given, weigh="unsorted")

@@ -186,7 +186,7 @@ def wrong_has_no_bubble(*given):
 
 @fails(
     "bubble",
-    "The bubble does not grow with the microbatches: it is p - 1 of them, however many there are.",
+    "The bubble does not grow with microbatches: it is p - 1 of them, always.",
 )
 def wrong_lets_the_bubble_grow(*given):
     return _with("bubble", lambda found, model, plan, _: found * plan["microbatches"])(*given)
