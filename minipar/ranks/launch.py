@@ -382,10 +382,11 @@ class Call:
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
-        elif answer.stopped:
+        elif answer.stopped or (answer.broken and (self.stopped or self.dead)):
+            # A rank may hear of a stop by the connection that another rank has closed.
             if isinstance(self.interrupted, TimeoutError):
                 self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
-        elif not (answer.broken and (self.stopped or self.dead)):
+        else:
             self.failures[rank] = answer
 
     def died(self, rank: int, exitcode: int) -> None:
