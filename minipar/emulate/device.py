@@ -16,7 +16,8 @@ Format. The laptop computes in float32, as its processor can; a GPU would train 
         of float32 here stands for a bf16 tensor there: a matmul runs at the rate of bf16, and all
         bytes count half, on the link too. The optimizer's step keeps its 28 bytes per parameter,
         which float32 masters, moments and bf16 weights need as well. `format="fp32"` plays float32.
-        Tensors of other types always count as they are.
+        Tensors of other types always count as they are. Where a model mixes precisions itself
+        (`Plan(precision="bf16")`, autocast), declare "fp32": its float32 tensors mean float32.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
         FLOPs, and messages, copies and states have k^2 times their bytes: exactly as in a model k

@@ -36,16 +36,20 @@ def keep(piece: str, answer: Callable | None = None) -> None:
     """Write an answer into ``my/``; without one, the stored answer.
 
     An answer that did not pass its check yet is checked first. Raises `CheckFailed` if it does not
-    pass, and `ValueError` for an unknown piece, or where a host has left the stored answer out.
+    pass, and `ValueError` for an unknown piece, where a host has left the stored answer out, and
+    where the file holds what would be lost: edited code, or an answer in place of the stored one.
     """
     number, name = _known(piece)
+    file = _file(piece)
+    if file.is_file() and (answer is None or not is_proved(piece)):
+        why = "is kept already" if is_proved(piece) else "was changed since its check"
+        raise ValueError(f"{file.as_posix()} {why}; rename or delete it to keep another answer")
     whose = "your answer" if answer is not None else "the stored answer"
     if answer is None:
         answer = _stored(piece)
     elif exercises.passed.get(number) is not answer:
         exercises.check(number, answer)
     text = written(answer, name)
-    file = _file(piece)
     file.parent.mkdir(exist_ok=True)
     head = HEAD.format(name=name, number=number, digest=_digest(text))
     file.write_text(head + text, encoding="utf-8")

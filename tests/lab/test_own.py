@@ -93,6 +93,21 @@ def test_progress_shows_the_pieces_and_a_change_unproves(folder, monkeypatch):
     assert "| tensor | `cut_layer` | 13 | changed since its check |" in progress().data
 
 
+def test_nothing_that_a_learner_wrote_is_lost(folder):
+    """Neither edits of a file, nor an answer where the stored one is asked for."""
+    exercises.passed["3.5"] = uses_much
+    own.keep("ddp", uses_much)
+    file = folder / "my/ddp.py"
+    with pytest.raises(ValueError, match="my/ddp.py is kept already; rename or delete it"):
+        own.keep("ddp")
+    own.keep("ddp", uses_much)  # again: the same file
+    edited = file.read_text(encoding="utf-8") + "# mine\n"
+    file.write_text(edited, encoding="utf-8")
+    with pytest.raises(ValueError, match="my/ddp.py was changed since its check"):
+        own.keep("ddp", uses_much)
+    assert file.read_text(encoding="utf-8") == edited
+
+
 def test_an_unknown_piece_and_an_answer_left_out_are_explained(monkeypatch):
     with pytest.raises(ValueError, match="no piece 'dpp'; there are ddp, "):
         own.keep("dpp")

@@ -16,7 +16,7 @@ from minipar.observe.timeline import Timeline
 Piece = tuple[float, float, str]  # start and end in seconds, name
 Lane = tuple[str, str]  # "work", "waits", "hidden" or "exposed"; and the kind or the axis
 UNEVEN = 0.2
-"""Of the time: ranks whose waiting differs by more are the finding of a timeline."""
+"""Ranks whose waiting differs by more than this share of the time are the finding."""
 
 
 def timeline(
