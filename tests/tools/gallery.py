@@ -61,6 +61,20 @@ def with_batch_norm() -> nn.Module:
     return model.append(nn.Linear(16, 4 * WORDS)).append(nn.Unflatten(1, (4, WORDS)))
 
 
+class WithAttention(nn.Module):
+    """torch's own layer: a mask of -inf, and weights of modules that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, 0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.one_hot(tokens % WIDTH, WIDTH).to(self.mask)
+        return self.head(self.attend(x, self.mask, is_causal=True))
+
+
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(WORDS, (8, 5), generator=generator)

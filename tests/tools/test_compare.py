@@ -43,6 +43,8 @@ def test_equal_is_relative_to_the_largest_number():
         is_close(masks[1], masks[1]) and not is_close(*masks) and not is_close(-masks[1], masks[1])
     )
     assert not is_close(masks[1] * 0, masks[1] * 0)  # NaN
+    masked = {"mask": masks[0], "w": one}  # the mask of an attention makes nothing else equal
+    assert list(differing({**masked, "w": one + 1}, masked)) == ["w"]
     noise = {"a": one, "b": torch.full((2,), 1e-16, dtype=torch.float64)}
     assert not differing({**noise, "b": -noise["b"]}, noise)  # what sums that cancel leave
 

@@ -64,6 +64,14 @@ WRONG = {
     "weights never sent": told(
         gallery.unequal_weights, DP, "initial weights of embed", "never broadcast", ranks=[1]
     ),
+    "weights never sent, beside a mask": told(
+        gallery.unequal_weights,
+        DP,
+        "initial weights of attend.self_attn",
+        "never broadcast",
+        ranks=[1],
+        build=gallery.WithAttention,
+    ),
     "fully_shard without a seed": told(
         gallery.torch_fsdp, DP, "initial weights of embed", "never broadcast"
     ),

@@ -63,7 +63,8 @@ def differences(found: Record, expected: Record, rtol: float = RTOL) -> Iterator
 
 def differing(found: State, expected: State, rtol: float = RTOL) -> dict[str, str]:
     """Return the names of the tensors that differ, in the order of `expected`, and how."""
-    floor = ROUNDING * max((_largest(t) for t in expected.values() if t is not None), default=0.0)
+    numbers = [_largest_finite(t) for t in expected.values() if t is not None]
+    floor = ROUNDING * max(numbers, default=0.0)
     told: dict[str, str] = {}
     for name, theirs in expected.items():
         ours = found.get(name)
@@ -90,12 +91,17 @@ def is_close(ours: Tensor, theirs: Tensor, rtol: float = RTOL, floor: float = 0.
         if off <= bound < math.inf:
             return True
     apart = ours != theirs  # equal infinities are not; NaN is close to nothing
-    scale = _largest(theirs[theirs.isfinite()])
-    return not apart.any() or _largest((ours - theirs)[apart]) <= rtol * scale + floor
+    bound = rtol * _largest_finite(theirs) + floor
+    return not apart.any() or _largest((ours - theirs)[apart]) <= bound
 
 
 def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _largest_finite(tensor: Tensor) -> float:
+    """Return the scale of a tensor: the mask of an attention may hold -inf."""
+    return _largest(tensor[tensor.isfinite()])
 
 
 # ---------------------------------------------------------------------- pieces of ranks

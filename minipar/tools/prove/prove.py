@@ -89,6 +89,14 @@ class Verdict:
         return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
 
 
+def _owner(name: str, modules: State) -> str:
+    """Return the innermost module around a parameter that was called: others read its weights."""
+    owner = name.rpartition(".")[0]
+    while owner and owner not in modules:
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
 def _at(rank: int, sizes: dict[str, int]) -> str:
     return ", ".join(f"{axis}={c}" for axis, c in coordinates(rank, sizes).items())
 
@@ -247,7 +255,7 @@ def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
             break
     else:
         return None, [(name, device.kinds.get(name, ""), "equal") for name in device.outputs]
-    owner = {name: name.rpartition(".")[0] for name in theirs}
+    owner = {name: _owner(name, device.outputs) for name in theirs}
     if stage == "loss" and step == 0 and not both.trial.is_joined:
         bad = [name for name in device.outputs if both.form_of(name) is None]
         if bad:
