@@ -161,7 +161,7 @@ class Timeline:
         for o in self.overlap():
             times = (f"{1e3 * t:.1f}" for t in (o.total, o.hidden, o.exposed))
             part = f"{o.hidden / o.total:.0%}" if o.total else "-"
-            sent = f"{o.num_bytes / 1e6:.2f}"
+            sent = f"{o.num_bytes / 1e6:.2f}" if o.num_bytes else "-"
             rows.append((str(o.rank), o.axis or "not recorded", str(o.count), sent, *times, part))
         return "\n".join(aligned(rows, left=0))
 
