@@ -112,8 +112,8 @@ def check_quiet(case: Case) -> None:
 
 def check_victims(case: Case) -> None:
     for memories, truth, found in _answers(case):
-        if wrongly := sorted(set(found) - set(truth)):
-            raise CheckFailed(f"rank {wrongly[0]} is a victim in: {_shown(memories)}; got {found}")
+        if accused := sorted(set(found) - set(truth)):
+            raise CheckFailed(f"rank {accused[0]} is a victim in: {_shown(memories)}; got {found}")
 
 
 def check_missing(case: Case) -> None:
