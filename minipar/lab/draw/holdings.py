@@ -1,0 +1,111 @@
+"""Who holds what in each phase of a step, and what travels in between: a picture of sharding.
+
+A row is a rank, a column is a phase. Small boxes are slices of the model: of its weights, its
+gradients and its optimizer state. Taught in: notebook 06.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import GRID, HELD, INK, MUTED, RIGHT, WIDTH
+
+PARTS = ("weights", "gradients", "optimizer state")
+LOOKS = {
+    "whole": "every slice, all the time",
+    "own": "its own slice",
+    "block": "its own slice, and the others of one block at a time",
+    "summands": "every slice, not added up yet",
+    "block of summands": "its own slice, and the summands of one block at a time",
+    "nothing": "no slice",
+}
+"""The ways in which a rank holds a part of the model."""
+LEFT, BOX, ROW, GAP = 1.0, 0.135, 0.2, 0.14  # inches
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step: what a rank holds of each part, in words of `LOOKS`.
+
+    `before` is the collective that leads to the phase, such as "reduce-scatter".
+    """
+
+    name: str
+    weights: str
+    gradients: str
+    optimizer: str
+    before: str = ""
+
+
+def holdings(
+    steps: Mapping[str, Sequence[Phase]], size: int = 4, *, title: str = "", note: str = ""
+) -> Figure:
+    """Draw for each step, by its name, the slices that `size` ranks hold in each phase.
+
+    All steps have equally many phases. Raises ValueError for a word that is not in `LOOKS`.
+    """
+    for phase in [phase for phases in steps.values() for phase in phases]:
+        for word in (phase.weights, phase.gradients, phase.optimizer):
+            if word not in LOOKS:
+                raise ValueError(f"{phase.name}: {word!r} is none of {', '.join(LOOKS)}")
+    pen.check_ranks(size)
+    count = len(next(iter(steps.values())))
+    wide = len(PARTS) * (size * BOX + GAP) - GAP
+    pitch = (WIDTH - LEFT - RIGHT - wide) / max(1, count - 1)
+    tall = size * ROW + 0.62
+    figure, ax = pen.sheet(WIDTH, tall * len(steps) + 1.1, title, note)
+    top = tall * len(steps) + 0.55
+    for name, phases in steps.items():
+        pen.text(ax, 0.15, top, name, size=11, weight="bold")
+        for i, phase in enumerate(phases):
+            x = LEFT + i * pitch
+            _phase(ax, phase, x, top - 0.34, size)
+            if phase.before:
+                # The collective before the first phase comes from the step before.
+                start = x - (pitch - wide) + 0.08 if i else x - 0.75
+                _travels(ax, phase.before, start, x - 0.08, top - 0.34 - size * ROW / 2)
+        top -= tall
+    entries = [(HELD[part], part) for part in PARTS]
+    entries += [({"fc": pen.pale(HELD["weights"])}, "for one block at a time")]
+    entries += [(_summand(HELD["gradients"]), "summand, not added up yet"), (_EMPTY, "not held")]
+    pen.key(figure, entries, 0.15, 0.3, WIDTH - 0.3)
+    return figure
+
+
+_EMPTY = {"fc": "none", "ec": GRID, "lw": 0.8}
+
+
+def _summand(ink: str) -> pen.Style:
+    return {"fc": pen.pale(ink), "ec": ink, "hatch": "//////", "lw": 0}
+
+
+def _phase(ax: Axes, phase: Phase, left: float, top: float, size: int) -> None:
+    """Draw one phase: a row per rank, in it the slices of each part."""
+    pen.text(ax, left, top + 0.12, phase.name, color=MUTED)
+    for rank in range(size):
+        y = top - ROW * (rank + 1)
+        for i, part in enumerate(PARTS):
+            word = (phase.weights, phase.gradients, phase.optimizer)[i]
+            x = left + i * (size * BOX + GAP)
+            for piece in range(size):
+                style = _style(word, HELD[part], piece == rank)
+                box = x + piece * BOX, y, BOX - 0.02, ROW - 0.05
+                pen.rectangle(ax, *box, **style)
+
+
+def _style(word: str, ink: str, is_own: bool) -> pen.Style:
+    """Return how a slice is drawn."""
+    if word == "whole" or (is_own and word != "summands" and word != "nothing"):
+        return {"fc": ink}
+    if word in ("summands", "block of summands"):
+        return _summand(ink)
+    return {"fc": pen.pale(ink)} if word == "block" else _EMPTY
+
+
+def _travels(ax: Axes, verb: str, start: float, end: float, y: float) -> None:
+    """Draw a collective as an arrow with its name."""
+    pen.arrow(ax, (start, y), (end, y), 9, color=INK, lw=1.1)
+    pen.text(ax, (start + end) / 2, y + 0.13, verb, size=8, ha="center")
