@@ -22,7 +22,7 @@ Comms.  Bytes that a rank sends per token, if it has K tokens in a step, n ranks
           DiLoCo               2 (n-1)/n P / (H K)
             delayed            the same, behind d forwards and backwards
             streaming          the same, of which P/F at once: an even flow and no flood
-          delayed gradients    2 (n-1)/n (P + 4 N) / K   behind a whole forward and backward
+          delayed gradients    2 (n-1)/n (P + N) / K     behind a whole forward and backward
 
 Memory. DiLoCo: w and m, 2 P. While an outer gradient travels P more, or P/F.
 Costs you. Another result than one device. The loss per token is higher, the more so with a large H,
@@ -43,7 +43,6 @@ Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts af
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,6 @@ from torch.optim import Optimizer
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.comm.values import look, to_device
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.strategy import (
@@ -96,33 +94,21 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-@dataclass
-class Gradients:
-    """The gradients of one step while they travel."""
+def send_gradients(
+    strategy: Strategy, parameters: list[nn.Parameter], op: Op
+) -> Callable[[], None]:
+    """Start to reduce the gradients of one step, as one vector; the result puts them in place."""
+    used_by_any = strategy.tell_used([p.grad is not None for p in parameters])
+    flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    pending = all_reduce(flat, strategy.axis, op, out=flat, async_op=True)  # P@dp -> R@dp
 
-    parameters: list[nn.Parameter]
-    used: list[bool]  # by this rank
-    pending: Pending  # the gradients one after the other, then the number of users of each
-
-    @staticmethod
-    def send(parameters: list[nn.Parameter], axis: Axis, op: Op) -> "Gradients":
-        """Start the all-reduce of one vector."""
-        used = [p.grad is not None for p in parameters]
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        users = to_device(torch.tensor(used, dtype=torch.float32), own[0].device)
-        flat = flatten([*own, users])
-        pending = all_reduce(flat, axis, op, out=flat, async_op=True)  # P@dp -> R@dp
-        return Gradients(parameters, used, pending)
-
-    def receive(self) -> None:
-        """Put the gradients of all ranks in place; None where no rank used a parameter."""
-        gradients, users = self.pending.wait().tensor_split([-len(self.used)])
-        pieces = unflatten(gradients, self.parameters)
-        for p, piece, used, count in zip(self.parameters, pieces, self.used, users, strict=True):
-            # The host reads the count only where this rank had no gradient.
-            exists = used or bool(look(count, on_meta=0))
+    def receive() -> None:
+        pieces = unflatten(pending.wait(), parameters)
+        for p, piece, is_used in zip(parameters, pieces, used_by_any(), strict=True):
             # Strides as the parameter's: fused optimizers do not look at strides.
-            p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if exists else None
+            p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if is_used else None
+
+    return receive
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -192,7 +178,7 @@ class LocalSGD(Strategy):
             check_not_summed(p, self.axis)
         if self.steps < self.synchronous_steps:
             op = "avg" if self.average else "sum"
-            Gradients.send(self.parameters, self.axis, op).receive()
+            send_gradients(self, self.parameters, op)()
         elif not self.average:
             for p in self.parameters:
                 if p.grad is not None:
@@ -378,7 +364,7 @@ class DelayedGradients(Strategy):
         replicate(model, axis, is_data=True)
         self.watch(self.parameters)
         self.axis = with_own_group(axis, "late")
-        self.under_way: Gradients | None = None
+        self.under_way: Callable[[], None] | None = None
         self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
@@ -386,8 +372,7 @@ class DelayedGradients(Strategy):
         super().finish_backward()
         for p in self.parameters:
             check_not_summed(p, self.axis)
-        before = self.under_way
-        self.under_way = Gradients.send(self.parameters, self.axis, self.op)
+        before, self.under_way = self.under_way, send_gradients(self, self.parameters, self.op)
         self._receive(before)
 
     def finish(self) -> None:
@@ -395,12 +380,12 @@ class DelayedGradients(Strategy):
         before, self.under_way = self.under_way, None
         self._receive(before)
 
-    def _receive(self, gradients: Gradients | None) -> None:
-        if gradients is None:
+    def _receive(self, receive: Callable[[], None] | None) -> None:
+        if receive is None:
             for p in self.parameters:
                 p.grad = None
             return
-        gradients.receive()
+        receive()
         mark_summed(self.parameters if self.op == "sum" else (), self.axis)
 
 

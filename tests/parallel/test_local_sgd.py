@@ -50,7 +50,7 @@ def sizes_of(model: nn.Module) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------- traffic
-BYTES = {  # options, and in 8 steps: how many are quiet, how often go P and P + e N
+BYTES = {  # options, and in 8 steps: how many are quiet, how often go P and P + N
     "local sgd": ({"every": 4}, 6, 2, 0),
     "post-local sgd": ({"every": 2, "synchronous_steps": 3}, 3, 2, 3),
     "diloco": ({"every": 4}, 6, 2, 0),
@@ -88,7 +88,7 @@ def test_sends_what_the_docstring_says(ranks, method, size):
     _, quiet, parameters, gradients = BYTES[method]
     num_bytes, count = sizes_of(models.llama(0))
     ring = 2 * (size - 1) / size
-    formula = ring * (parameters * num_bytes + gradients * (num_bytes + 4 * count))
+    formula = ring * (parameters * num_bytes + gradients * (num_bytes + count))
     for calls, per_step in ranks(size).run(_sent, method):
         assert sum(calls) == pytest.approx(formula, abs=len(calls))  # each call rounds down
         assert sum(per_step) == sum(calls)
