@@ -55,6 +55,7 @@ from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
+from minipar.parallel.base.shards import split_like
 from minipar.parallel.base.strategy import (
     Strategy,
     check_not_summed,
@@ -88,12 +89,6 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` in the shapes of `like`: [N] -> [...], ..."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
-
-
 def send_gradients(
     strategy: Strategy, parameters: list[nn.Parameter], op: Op
 ) -> Callable[[], None]:
@@ -103,7 +98,7 @@ def send_gradients(
     pending = all_reduce(flat, strategy.axis, op, out=flat, async_op=True)  # P@dp -> R@dp
 
     def receive() -> None:
-        pieces = unflatten(pending.wait(), parameters)
+        pieces = split_like(pending.wait(), parameters)
         for p, piece, is_used in zip(parameters, pieces, used_by_any(), strict=True):
             # Strides as the parameter's: fused optimizers do not look at strides.
             p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if is_used else None
@@ -200,7 +195,7 @@ class LocalSGD(Strategy):
         """Return the agreed value of each parameter: the average at this moment; a collective."""
         flat = flatten(self.parameters)  # V@dp -> R@dp
         average = all_reduce(flat, self.axis, "avg", out=flat)
-        return dict(zip(self.parameters, unflatten(average, self.parameters), strict=True))
+        return dict(zip(self.parameters, split_like(average, self.parameters), strict=True))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -248,7 +243,7 @@ class Fragment:
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter and its part of `outer`."""
-        return zip(self.parameters, unflatten(self.outer, self.parameters), strict=True)
+        return zip(self.parameters, split_like(self.outer, self.parameters), strict=True)
 
 
 class DiLoCo(LocalSGD):

@@ -50,7 +50,14 @@ from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.moe import MoE, MoEConfig, Routing
 from minipar.parallel import overlap as rings
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, check_divides, is_spread_over, mark, piece_of
+from minipar.parallel.base.shards import (
+    axes_of,
+    check_divides,
+    is_spread_over,
+    mark,
+    piece_of,
+    split_like,
+)
 from minipar.parallel.base.strategy import (
     Strategy,
     check_not_summed,
@@ -275,8 +282,8 @@ class TensorParallel(Strategy):
         rows = flat.new_zeros(num_groups, len(flat))
         rows[group] = flat
         total = collectives.all_reduce(rows, self.axis, out=rows)[group]
-        for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(values.view_as(grad))
+        for grad, values in zip(grads, split_like(total, grads), strict=True):
+            grad.copy_(values)
 
     # ------------------------------------------------------------------ any number of tokens
     def _pad(self, _: nn.Module, args: tuple) -> tuple:

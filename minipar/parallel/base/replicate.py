@@ -1,7 +1,7 @@
 """Give all ranks the tensors of one rank, such as the first weights; small tensors together."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import zip_longest
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object, broadcast
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.shards import copies_axis, is_spread_over
+from minipar.parallel.base.shards import copies_axis, in_groups, is_spread_over, split_like
 from minipar.parallel.base.strategy import share_counts
 
 TOGETHER = 2**20
@@ -47,25 +47,13 @@ def broadcast_all(tensors: Iterable[Tensor], axis: Axis, src: int = 0) -> None:
 
     Shapes and dtypes must be the same on all ranks. In torch: `broadcast_coalesced`.
     """
-    for own in _batches(t.data for t in tensors):
-        if len(own) == 1:
-            broadcast(own[0], axis, src, out=own[0])
+    own = [t.data for t in tensors]
+    kind = lambda t: (t.dtype, t.device)  # noqa: E731
+    for group in in_groups(own, lambda _: TOGETHER, kind, lambda t: t.nbytes):
+        if len(group) == 1:
+            broadcast(group[0], axis, src, out=group[0])
             continue
-        flat = broadcast(torch.cat([t.reshape(-1) for t in own]), axis, src)
+        flat = broadcast(torch.cat([t.reshape(-1) for t in group]), axis, src)
         if axis.rank != src:
-            for t, values in zip(own, flat.split([t.numel() for t in own]), strict=True):
-                t.copy_(values.view(t.shape))
-
-
-def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one dtype and device that may travel together."""
-    alike: dict[tuple, list[Tensor]] = defaultdict(list)
-    num_bytes: dict[tuple, int] = defaultdict(int)
-    for tensor in tensors:
-        kind = tensor.dtype, tensor.device
-        if alike[kind] and num_bytes[kind] + tensor.nbytes > TOGETHER:
-            yield alike.pop(kind)
-            num_bytes.pop(kind)
-        alike[kind].append(tensor)
-        num_bytes[kind] += tensor.nbytes
-    yield from alike.values()
+            for t, values in zip(group, split_like(flat, group), strict=True):
+                t.copy_(values)

@@ -106,6 +106,12 @@ def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
     return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
 
 
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the vector `flat`, one in the shape of each of `tensors`."""
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
 def gradient_bytes(p: Tensor) -> int:
     """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
     return p.numel() * p.grad_dtype.itemsize
@@ -117,21 +123,24 @@ def kind_of(p: Tensor) -> tuple:
 
 
 def in_groups(
-    parameters: Iterable[nn.Parameter], capacity: Callable[[int], float]
-) -> list[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, by kind, group i up to ``capacity(i)`` bytes.
+    tensors: Iterable[Tensor],
+    capacity: Callable[[int], float],
+    kind: Callable[[Tensor], tuple] = kind_of,
+    num_bytes: Callable[[Tensor], int] = gradient_bytes,
+) -> list[list[Tensor]]:
+    """Pack `tensors`, in their order, by kind, group i up to ``capacity(i)`` bytes.
 
-    A parameter that is larger has a group to itself.
+    A tensor that is larger has a group to itself.
     """
-    groups: list[list[nn.Parameter]] = []
-    latest: dict[tuple, tuple[list[nn.Parameter], float]] = {}  # of each kind, and the room in it
-    for p in parameters:
-        group, room = latest.get(kind_of(p), ([], 0.0))
-        if not group or gradient_bytes(p) > room:
+    groups: list[list[Tensor]] = []
+    latest: dict[tuple, tuple[list[Tensor], float]] = {}  # of each kind, and the room in it
+    for t in tensors:
+        group, room = latest.get(kind(t), ([], 0.0))
+        if not group or num_bytes(t) > room:
             group, room = [], capacity(len(groups))
             groups.append(group)
-        group.append(p)
-        latest[kind_of(p)] = group, room - gradient_bytes(p)
+        group.append(t)
+        latest[kind(t)] = group, room - num_bytes(t)
     return groups
 
 

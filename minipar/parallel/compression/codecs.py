@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather, all_reduce, all_to_all
 from minipar.comm.mesh import Axis
+from minipar.parallel.base.shards import split_like
 
 
 class Compressor:
@@ -307,8 +308,7 @@ def _add_all(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     if not tensors:
         return []
     flat = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis)
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return split_like(flat, tensors)
 
 
 # ---------------------------------------------------------------------- helpers
