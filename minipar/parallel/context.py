@@ -201,7 +201,7 @@ def pass_on(tensor: Tensor, axis: Axis) -> Pending:
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to all keys; in every step, those of another rank."""
+    """Attention of this rank's queries to all keys; each step brings the keys of another rank."""
 
     @staticmethod
     def forward(

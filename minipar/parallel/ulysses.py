@@ -59,7 +59,7 @@ def check_heads(num_heads: int, axis: Axis) -> None:
 
 
 def check_mask(mask: Tensor | None, seq_len: int) -> None:
-    """Raise `ValueError` unless `mask` is that of a whole sequence of `seq_len` tokens."""
+    """Raise `ValueError` unless `mask` covers a whole sequence of `seq_len` tokens."""
     if mask is not None and mask.shape[2:] != (seq_len, seq_len):
         raise ValueError(
             f"a mask of shape {tuple(mask.shape)} is not that of {seq_len} tokens: ulysses needs "

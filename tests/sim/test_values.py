@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import minipar
 from minipar.comm import calls, collectives
+from minipar.comm.calls import Pending
 from minipar.comm.values import lane, look, send_to_host, to_host
 from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
@@ -303,16 +304,18 @@ def test_few_numbers_leave_for_a_gpu_unwaited(monkeypatch):
             for name, p in list(moe.experts.named_parameters()):
                 setattr(moe.experts, name, nn.Parameter(torch.empty_like(p, dtype=torch.bfloat16)))
             rows = torch.empty(12, 64, dtype=torch.bfloat16)
+        monkeypatch.setattr(strategy, "all_reduce", lambda told, *_, **__: Pending(None, told))
+        data = SimpleNamespace(device=rows.device, axis=None)
         for name, send in {
             "experts": lambda: plan.compute(moe, rows),
-            "flags": lambda: strategy.flags([True, 3], rows.device),
+            "used": lambda: Strategy.tell_used(data, [True, False]),
         }.items():
             with Copies() as copies:
                 send()
             sent[name] = copies.seen
         with Copies() as copies:
             torch.tensor([1, 2]).to(rows.device)
-    assert sent == {"experts": [False, False], "flags": [False]}
+    assert sent == {"experts": [False, False], "used": [False]}
     assert len(pinned) == 3 and copies.seen == [True]
 
 

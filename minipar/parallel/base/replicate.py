@@ -19,9 +19,9 @@ TOGETHER = 2**20
 def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     """Give all ranks of `axis` the parameters and buffers of its rank 0, in place.
 
-    On an axis that `is_data`, each expert goes to the ranks with copies of it alone, and routers
-    count the tokens of all ranks. Raises `ValueError` on all ranks where models differ in names,
-    shapes or dtypes.
+    If the axis `is_data`, an expert goes only to the ranks that have copies of this expert, and
+    routers count the tokens of all ranks. Raises `ValueError` on all ranks where models differ in
+    names, shapes or dtypes.
     """
     if is_data:
         share_counts(model, axis)

@@ -65,8 +65,8 @@ def copies_axis(p: Tensor, axis: Axis | None) -> Axis | None:
     """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
 
     Raises `ValueError` unless each rank of `axis` has a copy of this expert, or another expert. An
-    expert's first shard axis is that of expert parallelism; `spread_outside` of its ranks share a
-    batch as ranks of tensor parallelism do.
+    expert's first shard axis is the axis of expert parallelism. `spread_outside` of its ranks share
+    a batch, as ranks of tensor parallelism do.
     """
     copies = getattr(p, "copies", axis)
     if axis is not None and hasattr(p, "copies"):
@@ -169,10 +169,10 @@ class Layout:
 
 
 class Row:
-    """Parameters in a row, of which this rank has `shard` [S], and `pieces` that are views of it.
+    """Parameters in a row. This rank has `shard` [S]; the `pieces` are views of the shard.
 
     The optimizer steps pieces: parameters of the k numbers that lie on this rank, perhaps none. A
-    piece is [k], or [k, 1] for a matrix, so that ``p.ndim`` is that of the whole.
+    piece is [k], or [k, 1] for a matrix, so ``p.ndim`` is kept.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ def boxes_of(
         return [((), ())][start:stop]
     units, found = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))], []
     while start < stop:
-        # The first dim of which a whole unit begins here. A box has some of them, side by side.
+        # The first dim with a whole unit from here on. A box is several such units, side by side.
         whole = (d for d, unit in enumerate(units) if not start % unit and start + unit <= stop)
         dim = next(whole)
         offset = tuple(start // unit % size for unit, size in zip(units, shape, strict=True))

@@ -66,13 +66,13 @@ class Strategy:
             self.synchronises = before
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
-        """Return the parameters, or the shards of them, whose ``grad`` is that of the batch."""
+        """Return the parameters or shards that hold the gradient of the batch in ``grad``."""
         return self.model.parameters()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The norm is that of the whole model, as torch has it on one device. A collective. Raises
+        The norm is over the whole model, as torch computes it on one device. A collective. Raises
         `RuntimeError` before `finish_backward`, `ValueError` unless `max_norm` is positive.
         """
         self.check_finished("clip_grad_norm_()")
@@ -137,12 +137,13 @@ class Strategy:
         self.is_finished = False
 
     def tell_used(self, used: list[bool], replicas: Axis | None = None) -> Callable[[], list[bool]]:
-        """Start to tell all ranks, in a byte for each parameter, which of them this rank used.
+        """Start to share, in one byte per parameter, which parameters this rank used.
 
-        The result waits, and returns which of them any rank used. It looks at the bytes only if
-        this rank has unused ones, as a look waits for the GPU. On "meta" all ranks are alike.
+        The returned function waits, and says which parameters any rank used. It reads the bytes
+        only if this rank left one unused, because reading waits for the GPU. On "meta" all ranks
+        are alike.
         """
-        told = flags(used, self.device)
+        told = to_device(torch.tensor(used, dtype=torch.uint8), self.device)
         if replicas is not None:
             all_reduce(told, replicas, "max", out=told)
         pending = all_reduce(told, self.axis, "max", out=told, async_op=True)
@@ -387,11 +388,6 @@ def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[s
     """Return `state` with a copy of each tensor; a tensor with two names is copied once."""
     copies = {t: copy(t) for t in state.values()}
     return {name: copies[t] for name, t in state.items()}
-
-
-def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
-    """Return `values` as bytes on `device`, without waiting for work that it still has to do."""
-    return to_device(torch.tensor(values, dtype=torch.uint8), device)
 
 
 def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:

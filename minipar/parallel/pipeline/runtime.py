@@ -206,7 +206,7 @@ class Step:
 
     @contextmanager
     def _synchronise_last(self, action: Action) -> Iterator[None]:
-        """In the body, strategies synchronise gradients only if it is the stage's last backward."""
+        """Make strategies synchronise gradients in the body only in the stage's last backward."""
         last = self.pipeline.last_gradient[action.stage]
         with ExitStack() as stack:
             if action.microbatch != last.microbatch:
@@ -343,7 +343,7 @@ class Pipeline(Strategy):
 
     @contextmanager
     def _twins_apart(self) -> Iterator[None]:
-        """In the body, replace parameters that other ranks have as well by stand-ins.
+        """Replace, in the body, parameters that other ranks have as well by stand-ins.
 
         The gradient of a stand-in is a part of a sum. Data parallelism, whose hooks are on the
         parameter, must not send it. At the end the parameter gets the sum, as by one backward.
