@@ -407,7 +407,6 @@ class ExpertParallel(Strategy):
     # ------------------------------------------------------------------ whole again
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Put the experts of all ranks together, by the names of parameters. A collective."""
         return {
             name: collectives.all_gather(tensor, self.axis)
             if name in self.names and tensor is not None
@@ -416,20 +415,11 @@ class ExpertParallel(Strategy):
         }
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take this rank's experts out of what `join` returned, on any number of ranks."""
         return {
             name: whole[self.names[name]].clone() if name in self.names else whole
             for name, whole in tensors.items()
         }
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        return self.join(super().full_state_dict())
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Return all gradients, named and shaped as in the serial model. A collective."""
-        return self.join({name: p.grad for name, p in self.model.named_parameters()})
-
-    @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         check_whole(state, {name: full_shape(p) for name, p in self.model.named_parameters()})
-        super().load_full_state_dict(self.own(state))
+        super().load_full_state_dict(state)

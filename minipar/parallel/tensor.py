@@ -315,7 +315,6 @@ class TensorParallel(Strategy):
 
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Put the pieces of all ranks together, by the names of parameters. A collective."""
         joined: dict[int, Tensor | None] = {id(None): None}
         for name, tensor in tensors.items():
             if id(tensor) in joined:
@@ -328,24 +327,10 @@ class TensorParallel(Strategy):
         return {name: joined[id(tensor)] for name, tensor in tensors.items()}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take this rank's pieces out of what `join` returned, on any number of ranks."""
         return {
             name: self.pieces[name].own(whole, self.axis.rank) if name in self.pieces else whole
             for name, whole in tensors.items()
         }
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        return self.join(self.model.state_dict(keep_vars=True))
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Return copies of all gradients, named and shaped as in the serial model. A collective."""
-        return self.join({name: p.grad for name, p in self.model.named_parameters()})
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self.own(state)
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            tensor.copy_(own[name])
 
 
 # ---------------------------------------------------------------------- what cannot be cut

@@ -145,8 +145,7 @@ def sharding(model, mesh, schedule, how: str, paired: bool = False):
 
 
 def _both(pipeline, inner):
-    collect = pipeline.full_state_dict
-    return lambda: collect(inner.full_state_dict())
+    return lambda: pipeline.join(inner.full_state_dict())
 
 
 def sharded(

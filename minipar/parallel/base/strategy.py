@@ -180,6 +180,18 @@ class Strategy:
             p.stepped_elsewhere = remedy
 
     # ------------------------------------------------------------------ whole tensors, out and in
+    def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Put the slices of all ranks together, by the names of parameters; a collective.
+
+        For weights, gradients, moments. A strategy that slices parameters, or spreads them, says
+        here how to join them; the rows of zero and fsdp are whole already.
+        """
+        return dict(tensors)
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take this rank's slices out of what `join` returned, on any number of ranks."""
+        return dict(tensors)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
@@ -194,7 +206,7 @@ class Strategy:
             own = piece_of(t)
             return whole[own] if own in whole else masters.get(t, t).detach().clone()
 
-        return copied(state, copy)
+        return self.join(copied(state, copy))
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
@@ -203,7 +215,7 @@ class Strategy:
         for name, p in self.model.named_parameters():
             own = piece_of(p).grad
             found[name] = whole.get(piece_of(p), None if own is None else own.detach().clone())
-        return found
+        return self.join(found)
 
     def _join(self, part: Callable[[nn.Parameter], Tensor | None]) -> dict[nn.Parameter, Tensor]:
         """Gather a whole tensor for each piece from the `part` of each rank, unless it is None."""
@@ -216,7 +228,7 @@ class Strategy:
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
-        row_of = {piece: row for row in self.rows for piece in row.pieces}
+        state, row_of = self.own(state), {p: row for row in self.rows for p in row.pieces}
         own = self.model.state_dict(keep_vars=True)
         self.model.load_state_dict(
             {

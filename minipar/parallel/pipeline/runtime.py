@@ -225,7 +225,7 @@ class Pipeline(Strategy):
 
     Apply tensor parallelism before it and data parallelism after it. In a list of strategies it
     comes last, because it collects the whole model. If another strategy keeps shards of weights,
-    call ``pipeline.full_state_dict(other.full_state_dict())``.
+    call ``pipeline.join(other.full_state_dict())``.
     """
 
     def __init__(
@@ -400,10 +400,9 @@ class Pipeline(Strategy):
     # ------------------------------------------------------------------ the whole model
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Collect the tensors of all ranks by names of parameters; a collective.
+        """Collect the tensors of all stages; None where the first rank of a weight has none.
 
-        For weights, gradients, or an entry of the optimizer's state. None where the first rank of a
-        weight has none. A tied weight has all of its names.
+        A tied weight has all of its names.
         """
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
         known = all_gather_object(facts, self.axis)
@@ -427,19 +426,7 @@ class Pipeline(Strategy):
         return {name: found[name] for name in self.names}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take the tensors of this rank's stages out of what `join` returned."""
         return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}
-
-    def full_state_dict(self, own: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the weights of the serial model, on all ranks.
-
-        `own`: whole weights of this rank's layers, from a strategy that keeps shards of them.
-        """
-        return self.join(self.model.state_dict(keep_vars=True) if own is None else own)
-
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over the weights of this rank's stages."""
-        self.model.load_state_dict(self.own(state))
 
 
 def _compute(method: Method, action: Action, given: Tensor | None) -> Tensor | None:
