@@ -68,7 +68,7 @@ workshop: $(READY)
 bench: $(READY) ## compare our data parallel with PyTorch's own; ARGS=fsdp compares another strategy
 	$(BIN)/minipar bench $(or $(ARGS),ddp)
 
-gpu-check: $(READY) ## parity, fastest setting, overlap and scaling on this machine's GPUs
+gpu-check: $(READY) ## parity, speed, memory and overlap on this machine's GPUs
 	MINIPAR_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/law/test_law.py -k equals_one_device
 	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
 

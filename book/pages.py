@@ -22,8 +22,7 @@ def write(folder: Path) -> None:
 
 def inside(text: str) -> str:
     """Return the text of a page with links that lead to pages of the book."""
-    for folder in ("measured", "pipeline_idle"):
-        text = text.replace(f"](../notebooks/assets/{folder})", "](rows.md)")
+    text = text.replace("](../notebooks/assets/measured)", "](rows.md)")
     return text.replace("](../README.md)", "](../book/index.md)")
 
 
@@ -44,10 +43,6 @@ def rows_page() -> str:
         for figure in sorted(path.parent.glob(f"{path.stem}_timeline*.png")):
             words = f"One step, measured: {figure.stem}"
             parts.append(f"![{words}](../{figure.relative_to(ROOT).as_posix()})")
-    parts.append("## Idle time of each pipeline schedule: predicted above measured")
-    for path in sorted((ROOT / "notebooks/assets/pipeline_idle").glob("*.png")):
-        where = path.relative_to(ROOT).as_posix()
-        parts.append(f"![The schedule {path.stem}, predicted above measured](../{where})")
     return "\n\n".join(parts)
 
 

@@ -48,7 +48,6 @@ GROUPS = {
     },
     "Measure ours beside PyTorch's own": {
         "bench compression": Command("lab.bench.compression:run", "every way to send less"),
-        "bench experts": Command("lab.bench.expert_overlap:run", "ways to hide the all-to-alls"),
         "bench idle": Command("lab.bench.pipeline_idle:run", "idle time of pipeline schedules"),
         "bench": Command("lab.bench.strategies:run", "a strategy: ddp, fsdp, tensor, ..."),
     },

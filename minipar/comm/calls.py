@@ -26,6 +26,7 @@ class Call:
     num_bytes: int = 0  # that leave this rank
     peers: Sequence[int] | None = None  # of a message: the ranks of `axis` at the other end
     result: Any = None
+    dtype: str = ""  # of the tensors that travel, such as "float32"
     work: Any = None  # torch's handle, once the call is made; a tap may put its own around it
     number: int = field(default_factory=_numbers.__next__)
     start: float = field(default_factory=time.monotonic)
@@ -83,15 +84,19 @@ def launch(
     async_op: bool,
     finish: Callable[[Any], Any] | None = None,
     peers: Sequence[int] | None = None,
+    travelling: Any = None,
 ) -> Any:
     """Make a call and return its result, or a `Pending`. ``start(is_async)`` returns torch's work.
+
+    `travelling`: a tensor of the type that is sent; the result if not given.
 
     While there are taps, every call is asynchronous: the taps hear of the wait apart from the call.
     """
     if axis.size == 1:
         pending = Pending(None, result, finish)
     else:
-        call = Call(verb, axis, num_bytes, peers, result)
+        dtype = getattr(result if travelling is None else travelling, "dtype", "")
+        call = Call(verb, axis, num_bytes, peers, result, str(dtype).removeprefix("torch."))
         call.begin(lambda: start(async_op or bool(taps)))
         pending = Pending(call.work, result, finish, call)
     return pending if async_op else pending.wait()

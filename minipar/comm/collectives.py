@@ -293,7 +293,8 @@ def exchange(
     num_bytes = sum(tensor.nbytes for tensor, _ in sends)
     peers = list(dict.fromkeys(peer for _, peer in (*recvs, *sends)))
     call = lambda _: gloo.post(sends, recvs, axis)  # noqa: E731
-    return launch("exchange", axis, num_bytes, call, buffers, async_op, peers=peers)
+    first = next((tensor for tensor, _ in (*sends, *recvs)), None)
+    return launch("exchange", axis, num_bytes, call, buffers, async_op, None, peers, first)
 
 
 def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] = ()) -> None:

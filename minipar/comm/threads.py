@@ -1,4 +1,4 @@
-"""Scheduling of threads on Linux: gloo's threads wait for a core, and a rank may keep its own.
+"""Scheduling of threads on Linux: the threads of gloo wait for a core instead of taking one.
 
 Some of gloo's threads write messages, and one reads them. The woken reader preempts the writer, and
 asks in vain for a connection on which the writer still works, until its time slice of some
@@ -37,16 +37,3 @@ def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return usable or os.cpu_count() or 1
-
-
-def keep_to_a_core(rank: int, size: int) -> None:
-    """Bind this rank to a core of its own, where ranks need all cores of a Linux machine.
-
-    Linux wakes a rank that waits for a message on the core of the sender, which goes on computing.
-    Then two ranks share a core for some time.
-    """
-    if hasattr(os, "sched_setaffinity") and size == usable_cores():
-        core = sorted(os.sched_getaffinity(0))[rank]
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError):  # it has ended meanwhile
-                os.sched_setaffinity(int(thread), {core})

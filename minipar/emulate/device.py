@@ -12,6 +12,12 @@ Law.    Seconds of an operation follow from its shapes (`operations.py`) and the
 Slow.   All of it, links too, happens `slowdown` times slower than declared, because a laptop must
         have done the real work by then. Recorded times are divided by it: a Timeline shows seconds
         of the declared device.
+Format. The laptop computes in float32, as its processor can; a GPU would train in bf16. So a tensor
+        of float32 here stands for a bf16 tensor there: a matmul runs at the rate of bf16, and all
+        bytes count half, on the link too. The optimizer's step keeps its 28 bytes per parameter,
+        which float32 masters, moments and bf16 weights need as well. `format="fp32"` plays float32.
+        Tensors of other types always count as they are. Where a model mixes precisions itself
+        (`Plan(precision="bf16")`, autocast), declare "fp32": its float32 tensors mean float32.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
         FLOPs, and messages, copies and states have k^2 times their bytes: exactly as in a model k
@@ -29,7 +35,7 @@ it. Proved by tests/sim/test_emulate.py.
 
 Use::
 
-    from minipar.sim.emulate import device
+    from minipar.sim.emulate import device  # "h100:fp32/50" plays float32
     with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
 """
 
@@ -54,17 +60,24 @@ from minipar.emulate import operations
 
 LATE = 0.05
 """A rank warns if it was late by this share of a recording."""
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Device:
-    """The declared device of a rank. Raises `ValueError` for a factor below 1."""
+    """The declared device of a rank.
+
+    Raises `ValueError` for a factor below 1, and for a format that is not one of `FORMATS`.
+    """
 
     sheet: Any  # what answers in seconds as `minipar.sim.hardware.Device` does
     slowdown: float = 1.0
     magnify: float = 1.0
+    format: str = "bf16"  # that a tensor of float32 stands for
 
     def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"format={self.format!r}: use one of {', '.join(FORMATS)}")
         for name in ("slowdown", "magnify"):
             if not 1 <= getattr(self, name) <= 1e9:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 1 up, to 1e9 at most")
@@ -88,14 +101,23 @@ class Device:
         """Return declared seconds of moving `num_bytes` times `magnify` squared."""
         return self.sheet.seconds_of_bytes(self.counted(num_bytes))
 
-    def counted(self, num_bytes: float) -> int:
-        """Return the bytes of the declared model."""
-        return round(num_bytes * self.magnify**2)
+    def played(self, work: operations.Work) -> operations.Work:
+        """Return `work` in the format of the declared device."""
+        if work.dtype != "float32" or work.op == "step":
+            return work
+        dtype = str(FORMATS[self.format]).removeprefix("torch.")
+        return work._replace(dtype=dtype, num_bytes=self._in_format(work.num_bytes, work.dtype))
+
+    def counted(self, num_bytes: float, dtype: str = "") -> int:
+        """Return the bytes of the declared model for `num_bytes` of ours, in tensors of `dtype`."""
+        return round(self._in_format(num_bytes, dtype) * self.magnify**2)
+
+    def _in_format(self, num_bytes: float, dtype: str) -> float:
+        return num_bytes * (FORMATS[self.format].itemsize / 4 if dtype == "float32" else 1)
 
     def __str__(self) -> str:
-        larger = f", {self.magnify:g}x the width and length" if self.magnify > 1 else ""
-        slower = f", played {self.slowdown:g}x slower; times are its own"
-        return f"{self.sheet.name} by operation{larger}{slower if self.slowdown > 1 else ''}"
+        wider = f", a model {self.magnify:g}x wider" if self.magnify > 1 else ""
+        return f"{self.sheet.name.upper()} in {self.format}{wider}"
 
 
 # ---------------------------------------------------------------------- of this process
@@ -117,7 +139,7 @@ def current() -> Device | None:
 
 def label(link: str) -> str:
     """Return the words for a figure about the device and a `link` with that label."""
-    return link if _clock is None else f"emulated {_clock.device}; {link}"
+    return link if _clock is None else f"Emulated {_clock.device}; {link}. Times are the GPU's."
 
 
 def running() -> Any:
@@ -144,10 +166,10 @@ def synchronize() -> None:
         _clock.come_true()
 
 
-def counted(num_bytes: int) -> int:
-    """Return the bytes of the declared model for bytes of ours."""
+def counted(num_bytes: int, dtype: str = "") -> int:
+    """Return the bytes of the declared model for bytes of ours, in tensors of `dtype`."""
     counts = _clock is not None and not _clock.is_paused
-    return _clock.device.counted(num_bytes) if counts else num_bytes
+    return _clock.device.counted(num_bytes, dtype) if counts else num_bytes
 
 
 def slowed(seconds: float) -> float:
@@ -187,7 +209,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     # -------- a tap
     def begin(self, call: calls.Call) -> None:
-        call.num_bytes = counted(call.num_bytes)
+        call.num_bytes = counted(call.num_bytes, call.dtype)
 
     # -------- a clock
     @property

@@ -277,14 +277,17 @@ class LinkGroup(dist.ProcessGroup):
     ) -> LinkWork:
         device.synchronize()  # the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), [0] * 2 * self.size()
+        dtype = _type_of(args)
         if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
-            sent = device.counted(sum(flows[:size]) - flows[rank])
-            whole = device.counted(_busiest(flows, rank, size) * size // max(size - 1, 1))
+            sent = device.counted(sum(flows[:size]) - flows[rank], dtype)
+            busiest = _busiest(flows, rank, size)
+            whole = device.counted(busiest * size // max(size - 1, 1), dtype)
         else:
             is_split = verb in ("all_gather", "reduce_scatter", "gather", "scatter")
             whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
-            sent = wire_bytes(verb, whole := device.counted(whole), size)
+            whole = device.counted(whole, dtype)
+            sent = wire_bytes(verb, whole, size)
         wires, checks, call = link.in_use(), link.checks, stands_for.get()
         name, seconds = call.partition("(")[0] or verb, wires.seconds_among(verb, whole, self.ranks)
         everyone = [(0, each, each) for each in range(size)]
@@ -375,7 +378,7 @@ class LinkGroup(dist.ProcessGroup):
         pair = self.ranks[src], self.ranks[dst]
         self._num_messages[verb, peer] += 1
         num_bytes, call = _num_bytes(tensors), self._num_messages[verb, peer]
-        wires, counted = link.in_use(), device.counted(num_bytes)
+        wires, counted = link.in_use(), device.counted(num_bytes, _type_of(tensors))
         mine = Transfer(clock.now(), wires.seconds_among(verb, counted, pair), num_bytes)
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # the rank that comes second knows both
@@ -402,6 +405,11 @@ class LinkGroup(dist.ProcessGroup):
 
 def _num_bytes(values: Sequence[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(values))
+
+
+def _type_of(values: Sequence[Any]) -> str:
+    """Return the type of the first tensor in `values`: "float32"."""
+    return next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors_in(values)), "")
 
 
 def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int]:

@@ -84,6 +84,8 @@ def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: 
 
 def seconds_of(work: Any, device: Any) -> float:
     """Return seconds of a `Work` on a device: `device.Device`, or one of `sim.hardware`."""
+    if hasattr(device, "played"):
+        work = device.played(work)
     if work.work == "product":
         batch, *mnk = work.shape
         return device.seconds_of_matmul(*mnk, work.dtype, batch=batch)

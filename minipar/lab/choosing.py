@@ -63,6 +63,7 @@ def calculator(
     names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
     times = {names.get(part, part): 1e3 * s for part, s in step.items()}
     inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}
+    inks |= {part: pen.held(part) or pen.HELD_OTHERS[0] for part in held}
     rows = max(len(_seen(held)), len(_seen(times)))
     height = 0.3 * rows + 1.35
     verb = "fits" if sum(held.values()) <= limit else "does not fit"
@@ -88,7 +89,7 @@ def _seen(values: Mapping[str, float]) -> dict[str, float]:
 def _rows(
     ax: Axes, values: Mapping[str, float], unit: str, inks: Mapping[str, str], rows: int
 ) -> None:
-    """Horizontal bars with their values, from above, in a panel with room for `rows`."""
+    """Draw horizontal bars with their values, from above, in a panel with room for `rows`."""
     ax.set_xlim(0, 1.35 * max(values.values()))
     ax.set_ylim(rows - 0.5, -0.5)
     ax.set_xticks([])
@@ -177,7 +178,7 @@ def panels(
     title: str,
     note: str = "",
 ) -> Figure:
-    """Curves `{panel: {name: (x, y)}}` side by side: x by its logarithm, y from 0, one key."""
+    """Draw curves `{panel: {name: (x, y)}}` side by side: x by its logarithm, y from 0, one key."""
     paper = pen.figure(pen.WIDTH, 3.9, title, note)
     wide = (pen.WIDTH - 0.8) / len(lines)
     top = 1.05 * max(max(y) for panel in lines.values() for _, y in panel.values())
@@ -196,4 +197,106 @@ def panels(
     style = {"size": 9, "color": pen.MUTED}
     paper.text(0.15 / pen.WIDTH, 1 - 0.5 / 3.9, ylabel, va="top", **style)
     pen.key(paper, [(ink, name) for name, ink in inks.items()], 0.65, 0.32, pen.WIDTH)
+    return paper
+
+
+# ---------------------------------------------------------------------- a procedure for people
+STEPS = {
+    "1. Fit one step": (
+        ("Does one GPU hold weights, gradients, optimizer?", "dp: copies (ZeRO 1 at no cost)"),
+        ("No, but all GPUs together do?", "FSDP, and recompute if activations need it"),
+        ("Still too large, or too few tokens to hide FSDP?", "tp inside a node, then pp; long: cp"),
+    ),
+    "2. Reach the batch": (
+        ("Which ranks are left?", "dp = GPUs / (tp pp cp)"),
+        ("How often does each of them work?", "microbatches = batch / (dp x microbatch)"),
+        ("Fewer sequences than dp ranks?", "more tp, pp or cp, and fewer dp"),
+    ),
+    "3. Optimise": (
+        ("dp waits?", "a larger microbatch, or whole nodes in dp's ring"),
+        ("tp waits, or the bubble?", "smaller tp; more microbatches or stages"),
+        ("Memory is left?", "recompute less, then shard less"),
+    ),
+}
+"""Three steps, each of questions with what to take if the answer is yes."""
+
+
+def tree(title: str = "") -> Figure:
+    """Draw `STEPS`: questions on the left, what to do on the right, one step below the other."""
+    row, wide, head = 0.36, (4.1, 4.35), 0.45
+    height = 0.55 + sum(head + row * len(lines) for lines in STEPS.values())
+    paper, ax = pen.sheet(pen.WIDTH, height, title)
+    y = height - 0.5
+    for step, lines in STEPS.items():
+        pen.text(ax, 0.2, y - 0.14, step, weight="bold", size=11)
+        y -= head
+        for question, answer in lines:
+            pen.rounded(ax, 0.4, y - row + 0.1, wide[0], row - 0.08, 0.05, fc=pen.GRID, ec="none")
+            pen.text(ax, 0.5, y - row / 2 + 0.06, question)
+            x = 0.4 + wide[0]
+            at = y - row / 2 + 0.06
+            pen.arrow(ax, (x + 0.05, at), (x + 0.45, at), 9, color=pen.MUTED, lw=1.2)
+            fill = pen.KIND["forward"]
+            pen.rounded(ax, x + 0.5, y - row + 0.1, wide[1], row - 0.08, 0.05, fc=fill, ec="none")
+            pen.text(ax, x + 0.6, at, answer)
+            y -= row
+    return paper
+
+
+def placements(
+    groups: Mapping[str, tuple[int, int, float]], *, gpus: int = 8, title: str = "", note: str = ""
+) -> Figure:
+    """Draw which GPUs a ring joins: `{name: (distance of neighbours, size, bytes/s)}`.
+
+    Up to four nodes of `gpus` are drawn for each ring.
+    """
+    nodes, side, left, row = 4, 0.17, 2.35, 0.42
+    wide = side * gpus + 0.14
+    height = 0.85 + row * len(groups)
+    figure, ax = pen.sheet(left + nodes * wide + 1.35, height, title, note)
+    for line, (name, (distance, size, speed)) in enumerate(groups.items()):
+        y = height - 0.9 - row * line
+        pen.text(ax, left - 0.12, y + side / 2, name, ha="right")
+        members = {distance * rank for rank in range(size)}
+        for gpu in range(nodes * gpus):
+            x = left + gpu // gpus * wide + gpu % gpus * side
+            ink = pen.AXIS["dp"] if gpu in members else pen.KIND["idle"]
+            pen.rectangle(ax, x, y, side - 0.03, side, fc=ink)
+        for node in range(nodes):
+            frame = (left + node * wide - 0.04, y - 0.05, side * gpus + 0.05, side + 0.1)
+            pen.rectangle(ax, *frame, fc="none", ec=pen.MUTED, lw=0.8)
+        pen.text(ax, left + nodes * wide + 0.05, y + side / 2, f"{speed / 1e9:.0f} GB/s each")
+    return figure
+
+
+def beside(
+    found: Mapping[str, Mapping[str, Mapping[str, float]]],
+    *,
+    inks: Mapping[str, str],
+    title: str = "",
+    note: str = "",
+) -> Figure:
+    """Draw stacked bars in % of what was published, a panel for each system, with a line at 100."""
+    row, left, head = 0.3, 2.1, 0.42
+    height = 1.0 + sum(head + row * len(bars) for bars in found.values())
+    paper = pen.figure(7.2, height, title, note)
+    top = height - 0.45
+    most = max(sum(parts.values()) for bars in found.values() for parts in bars.values())
+    for system, bars in found.items():
+        tall = row * len(bars)
+        ax = pen.panel(paper, left, top - head - tall, 7.2 - left - 0.3, tall)
+        ax.set_xlim(0, 1.15 * max(most, 100))
+        ax.set_ylim(len(bars) - 0.5, -0.5)
+        ax.set_xticks([])
+        ax.set_yticks(range(len(bars)), list(bars), color=pen.INK, fontsize=9)
+        for i, parts in enumerate(bars.values()):
+            start = 0.0
+            for part, value in parts.items():
+                ax.barh(i, value, left=start, height=0.62, color=inks[part])
+                start += value
+            pen.text(ax, start + 1.5, i, f"{start:.0f} %")
+        ax.axvline(100, color=pen.INK, lw=1.3)
+        pen.text(ax, 0, -0.85, system, weight="bold")
+        top -= head + tall
+    pen.key(paper, [(ink, name) for name, ink in inks.items()], 0.2, 0.3, 6.8)
     return paper

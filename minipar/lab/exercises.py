@@ -54,7 +54,7 @@ from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
 from minipar.lab import cells, slips, solved
 from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent, StrangeAnswer
-from minipar.lab.shell import Source, call_from
+from minipar.lab.shell import Source, call_from, code_of
 from minipar.ranks import worker
 from minipar.ranks.launch import RankError, Ranks
 from minipar.ranks.pack import CannotTravel
@@ -150,6 +150,9 @@ def exercise(number: str) -> Exercise:
 
 
 # ====================================================================== what a learner calls
+passed: dict[str, Callable] = {}  # the answer that passed last, by exercise: `own.keep` asks
+
+
 def check(
     number: str, answer: Callable | str, *, bonus: bool = False, seed: int | None = None
 ) -> None:
@@ -182,6 +185,7 @@ def check(
                 error.criterion,
             ) from None
     solved.note(number)
+    passed[number] = answer
     print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
     if asked.drawn is not None:
         display(asked.drawn(case))
@@ -314,8 +318,8 @@ def _import(run: Callable) -> None:
 
 
 def _only_raises(answer: Callable, error: str) -> bool:
-    """True if a function can only raise `error`, as an untouched stub does."""
-    code = getattr(answer, "__code__", None)
+    """True if a function, or making a class, can only raise `error`, as an untouched stub does."""
+    code = code_of(answer)
     steps = [step.opname for step in dis.get_instructions(code)] if code else []
     forks = any("JUMP" in step or step.startswith(("RETURN", "YIELD", "FOR")) for step in steps)
     return error in getattr(code, "co_names", ()) and steps[-1] == "RAISE_VARARGS" and not forks
@@ -419,7 +423,7 @@ class _Watched:
 
     def is_in(self, tb: Any) -> bool:
         """True if a traceback leads through the learner's code."""
-        file = getattr(getattr(self._answer, "__code__", None), "co_filename", None)
+        file = getattr(code_of(self._answer), "co_filename", None)
         return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_tb(tb))
 
 

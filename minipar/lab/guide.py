@@ -1,7 +1,8 @@
 """Which plan when? The figure in README: `python -m minipar.lab.guide`.
 
-The planner is asked for each model, number of GPUs and network. Plans that are as fast as makes no
-difference are not told apart: the simplest of them is drawn. No number in the figure is typed in.
+The planner is asked for each model, number of GPUs and network. Plans that differ by less than the
+planner's error are ties: the simplest of them is drawn, with the number of ties, and with the time
+that FSDP alone would take. No number in the figure is typed in.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ NETWORKS = {
     "h100-100gbe": "Ethernet, 100 Gb/s for each node",
 }
 ASKED = {"cp": 1, "microbatch": 1, "schedule": "1f1b"}
-NEAR = 1.05
-"""Plans that take up to so many times as long as the fastest are as good."""
+NEAR = 1 + planner.ERROR
+"""Plans that take up to so many times as long as the fastest are ties: the error is as large."""
 CUTS = {"dp": "dp: other sequences", "tp": "tp: a part of each matrix", "pp": "pp: other layers"}
 Found = Mapping[tuple[str, str, int], Search]  # by network, model, and number of GPUs
 
@@ -45,31 +46,48 @@ def ask(
 
 
 def simplest(found: Search) -> Ranked | None:
-    """Return, of the legal plans near the fastest, that with the fewest axes, then the least ZeRO.
+    """Return the simplest of the `ties`; None if nothing fits.
 
-    Of those, one that computes nothing again, and of those the fastest. None where nothing fits.
+    The simplest has the fewest axes and keeps tp inside a node; then it has the least ZeRO, then it
+    recomputes nothing, then it is the fastest.
     """
-    best = found.best()
-    if best is None:
-        return None
-    near = [r for r in found.fit if r.step <= NEAR * best.step]
 
     def parts(ranked: Ranked) -> tuple:
-        plan = ranked.job.plan
+        plan, gpus = ranked.job.plan, ranked.job.machine.gpus
         axes = sum(getattr(plan, axis) > 1 for axis in ("tp", "pp"))
-        return axes, plan.zero, plan.checkpointing != "none", ranked.step
+        return axes, plan.tp > gpus, plan.zero, plan.checkpointing != "none", ranked.step
 
-    return next(r for r in sorted(near, key=parts) if planner.problem(r.job) is None)
+    return min(ties(found), key=parts, default=None)
+
+
+def ties(found: Search) -> list[Ranked]:
+    """Return the legal plans within the planner's error of the fastest; none if nothing fits."""
+    best = found.best()
+    near = [r for r in found.fit if best is not None and r.step <= NEAR * best.step]
+    return [r for r in near if planner.problem(r.job) is None]
+
+
+def meshes(plans: Sequence[Ranked]) -> set[tuple[int, ...]]:
+    """Return the different sizes of axes among plans."""
+    return {tuple(getattr(r.job.plan, axis) for axis in CUTS) for r in plans}
+
+
+def fsdp_alone(found: Search) -> Ranked | None:
+    """Return the fastest plan that shards everything over dp, with no other axis."""
+    return found.best(lambda r: r.job.plan.zero == 3 and r.family == ("dp",))
 
 
 def guide(found: Found) -> Figure:
     """Draw a box for each model and number of GPUs, the networks side by side."""
     networks, models, gpus = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
-    left, gap, pitch, wide = 0.95, 0.3, 0.86, 1.28
+    left, gap, pitch, wide = 0.95, 0.3, 1.02, 1.5
     width = left + len(networks) * (len(gpus) * wide + gap)
     height = 1.15 + pitch * len(models) + 0.62
-    title = "Which plan when: matrices cut inside a node, pipelines over slow networks"
-    note = "predicted by minipar plan: Llama 3 on nodes of 8 H100, 512 sequences of 8,192 tokens"
+    title = "Which plan when: data parallel over a fast network; over a slow one, tp and pp, too"
+    note = (
+        "predicted by minipar plan: Llama 3 on nodes of 8 H100, 512 sequences of 8,192 tokens, "
+        f"cp=1, 1F1B, microbatches of one; the simplest plan within {NEAR - 1:.0%} of the fastest"
+    )
     figure, ax = pen.sheet(width, height, title, note)
     for i, network in enumerate(networks):
         x = left + i * (len(gpus) * wide + gap)
@@ -88,7 +106,7 @@ def guide(found: Found) -> Figure:
 
 
 def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
-    """A strip for each axis of the plan, and below it the rest; or why there is none."""
+    """Draw a strip for each axis of the plan, and below it the rest; or why there is none."""
     ranked = simplest(found)
     small = {"size": 8, "color": pen.MUTED}
     if ranked is None:
@@ -106,11 +124,15 @@ def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
         pen.rectangle(ax, start, y, wide / len(axes), 0.34, fc=ink + "70", ec=pen.PAPER, lw=1.2)
         middle = start + wide / len(axes) / 2
         pen.text(ax, middle, y + 0.17, f"{axis} {getattr(plan, axis)}", ha="center", size=8.5)
-    rest = [f"ZeRO {plan.zero}"] if plan.zero else []
+    rest = [f"ZeRO {plan.zero}"] * (plan.zero > 0)
     if plan.checkpointing != "none":
         rest.append(f"recomputes {'all' if plan.checkpointing == 'full' else 'half'}")
-    pen.text(ax, x, y - 0.12, f"MFU {ranked.mfu(False):.0%}", **small)
-    pen.text(ax, x, y - 0.27, ", ".join(rest), **small)
+    best, alone, others = found.best(), fsdp_alone(found), len(meshes(ties(found))) - 1
+    cost = f"{alone.step / best.step - 1:+.0%}" if alone else "does not fit"
+    tied = f"{others} tie{'s' * (others != 1)}"
+    lines = (f"MFU {ranked.mfu(False):.0%}, {tied}", f"FSDP alone: {cost}", ", ".join(rest))
+    for i, line in enumerate(lines):
+        pen.text(ax, x, y - 0.12 - 0.15 * i, line, **small)
 
 
 @dataclass(frozen=True)

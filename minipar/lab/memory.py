@@ -26,7 +26,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point."""
+        """Return bytes at the highest point."""
         return max(self.samples)
 
     def __enter__(self) -> "LiveBytes":
@@ -140,23 +140,24 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 class MemoryHistory:
     """The memory of a rank: bytes of each category from ``seconds[i]`` on, until the next.
 
-    `seconds` is on the clock of `Timeline`. `device["unseen"]`, on a GPU only, is what its
-    allocator has handed out beyond what the ledger saw: the inside of operations, and libraries.
+    `seconds` is on the clock of `Timeline`; `phases` says for each of them whether the rank was in
+    forward, backward or the optimizer. The inside of operations and of libraries is not seen.
     """
 
     rank: int
     seconds: list[float]
     device: dict[str, list[int]]
     host: dict[str, list[int]] = field(default_factory=dict)
+    phases: list[str] = field(default_factory=list)
 
     @property
     def totals(self) -> list[int]:
-        """Bytes on the device at each moment."""
+        """Return bytes on the device at each moment."""
         return [sum(column) for column in zip(*self.device.values(), strict=True)]
 
     @property
     def peak(self) -> int:
-        """Bytes on the device at the highest point."""
+        """Return bytes on the device at the highest point."""
         return max(self.totals, default=0)
 
     @property
@@ -170,10 +171,19 @@ class MemoryHistory:
         return dict(sorted(held.items(), key=lambda item: -item[1]))
 
     def peak_of(self, *categories: str, host: bool = False) -> int:
-        """The most bytes that these categories held together at one moment."""
+        """Return the most bytes that these categories held together at one moment."""
         place = self.host if host else self.device
         chosen = [place[category] for category in categories if category in place]
         return max((sum(column) for column in zip(*chosen, strict=True)), default=0)
+
+
+class Event(NamedTuple):
+    """A change of what a rank holds."""
+
+    seconds: float
+    holding: Holding
+    num_bytes: int
+    phase: str
 
 
 class OverBudget(MemoryError, ValueError):
@@ -197,11 +207,12 @@ class MemoryLedger(LiveBytes):
         super().__init__()
         self.model, self.budget = model, budget
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._events: list[tuple[float, Holding, int, int]] = []  # seconds, whose, bytes, on GPU
-        self._before: list[tuple[float, Holding, int, int]] = []  # what there was at the start
-        self._start, self._allocated = 0.0, 0  # then, and on a GPU how much it had given out
+        self._events: list[Event] = []
+        self._before: list[Event] = []  # what there was at the start
+        self._phase = "forward"
+        self._start = 0.0
         self._parameters: dict[nn.Parameter, None] = {}
-        self._cuda: torch.device | None = None
+        self._on_gpu = False
         self._is_closed = False
         self._is_open = False  # what there is at the start is judged as a whole
 
@@ -211,12 +222,11 @@ class MemoryLedger(LiveBytes):
         try:
             if self.model is not None:
                 self.watch(self.model)
-            self._allocated = self._ask_allocator()
             if self.budget is not None and self.now > self.budget:
                 raise self._over_budget()
             memory.watchers.append(self._tag)
             self._undo.callback(memory.watchers.remove, self._tag)
-            self._undo.callback(register_optimizer_step_pre_hook(self._on_step).remove)
+            self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             self._undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
             self._is_open = True
             return super().__enter__()
@@ -234,33 +244,29 @@ class MemoryLedger(LiveBytes):
             self._watch_parameter(parameter)
         for buffer in model.buffers():
             self._label("buffers", buffer)
+        self._undo.callback(model.register_forward_pre_hook(self._before_forward).remove)
 
     def history(self) -> MemoryHistory:
-        """All that was seen so far; the first sample is what there was at the start."""
+        """Return all that was seen so far; the first sample is what there was at the start."""
         places: tuple[dict[str, list[int]], ...] = ({}, {})  # on the device, on the host
-        for _, holding, _, _ in self._before + self._events:
+        for _, holding, *_ in self._before + self._events:
             places[holding.on_host].setdefault(holding.category, [0])
-        for _, holding, num_bytes, _ in self._before:
+        for _, holding, num_bytes, *_ in self._before:
             places[holding.on_host][holding.category][0] += num_bytes
         columns = [column for place in places for column in place.values()]
-        for _, holding, num_bytes, _ in self._events:
+        for _, holding, num_bytes, *_ in self._events:
             for column in columns:
                 column.append(column[-1])
             places[holding.on_host][holding.category][-1] += num_bytes
-        seconds = [self._start, *(moment for moment, _, _, _ in self._events)]
-        history = MemoryHistory(self.rank, seconds, *places)
-        if self._cuda is not None:
-            allocated = [self._allocated, *(event[3] for event in self._events)]
-            seen = history.totals or [0] * len(seconds)
-            history.device["unseen"] = [max(0, a - s) for a, s in zip(allocated, seen, strict=True)]
-        return history
+        seconds = [self._start, *(event.seconds for event in self._events)]
+        phases = [event.phase for event in self._events]
+        return MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
 
     # ------------------------------------------------------------------ what is what
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._parameters:
             self._parameters[parameter] = None
-            if parameter.is_cuda:
-                self._cuda = parameter.device
+            self._on_gpu |= parameter.is_cuda
             if parameter.requires_grad:
                 # Twice: as it arrives from backward, and where it has then been added up.
                 arrives = parameter.register_hook(lambda grad: self._label("gradients", grad))
@@ -273,6 +279,13 @@ class MemoryLedger(LiveBytes):
         self._label("parameters", parameter.data)
         if parameter.grad is not None:
             self._label("gradients", parameter.grad)
+
+    def _before_forward(self, *_: Any) -> None:
+        self._phase = "forward"
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._phase = "optimizer"
+        self._on_step(optimizer)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -297,22 +310,21 @@ class MemoryLedger(LiveBytes):
     def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
         word = memory.tags.get(storage)
         on_host = memory.is_on_host() if word is None else word.on_host
-        return on_host or (self._cuda is not None and storage.device.type == "cpu")
+        return on_host or (self._on_gpu and storage.device.type == "cpu")
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         if self._is_closed:
             return
         # What no operation has made, such as the optimizer's state, was there before the start.
         events, now = (self._before, self._start) if was_there else (self._events, time.monotonic())
-        events.append((now, holding, num_bytes, self._ask_allocator()))
+        if torch._C._current_graph_task_id() != -1:  # autograd is running
+            self._phase = "backward"
+        events.append(Event(now, holding, num_bytes, self._phase))
         if holding.on_host:
             return
         super()._change(holding, num_bytes)
         if self._is_open and num_bytes > 0 and self.budget is not None and self.now > self.budget:
             raise self._over_budget()
-
-    def _ask_allocator(self) -> int:
-        return torch.cuda.memory_allocated(self._cuda) if self._cuda else 0
 
     def _over_budget(self) -> OverBudget:
         for parameter in self._parameters:

@@ -1,8 +1,8 @@
-"""`progress()`, in a notebook: all exercises, with a tick at those that have been solved."""
+"""`progress()`, in a notebook: all exercises, a tick at solved ones, and the trainer that grows."""
 
 from IPython.display import Markdown
 
-from minipar.lab import exercises
+from minipar.lab import exercises, own
 from minipar.lab.solved import solved
 
 
@@ -18,4 +18,16 @@ def progress() -> Markdown:
     rest = f", {sum(one.minutes for one in left)} minutes are left." if left else "."
     after = f" The next: {left[0].id}, {left[0].title}." if left else ""
     lines = [f"| {int(chapter):02} | {' &nbsp; '.join(row)} |" for chapter, row in rows.items()]
-    return Markdown("\n".join([head + rest + after, "", "| | |", "| --- | :-- |", *lines]))
+    return Markdown("\n".join([head + rest + after, "", "| | |", "| --- | :-- |", *lines, *_own()]))
+
+
+def _own() -> list[str]:
+    """Lines on the pieces that `own.keep` has written, and on those that are still to come."""
+    rows, have = [], own.kept()
+    for name, (number, called) in own.PIECES.items():
+        lines, proved = have.get(name, (0, False))
+        state = "proved" if proved else "changed since its check" if lines else f"exercise {number}"
+        rows.append(f"| {name} | `{called}` | {lines or ''} | {state} |")
+    total = sum(lines for lines, _ in have.values())
+    head = f"Your own trainer: {len(have)} of {len(own.PIECES)} pieces, {total} lines."
+    return ["", head, "", "| piece | | lines | |", "| --- | --- | --: | :-- |", *rows]

@@ -228,7 +228,7 @@ def learn_slips(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def _failure(asked: exercises.Exercise, answer: Callable, seed: int) -> str:
-    """How an answer fails on the first number of ranks that refuses it; "" if none does."""
+    """Return how an answer fails on the first number of ranks that refuses it; "" if none does."""
     for size in asked.sizes:
         try:
             exercises.examine(asked, answer, size, seed, asked.checks)

@@ -21,7 +21,7 @@ _COLUMNS = ("ms", "comm ms", "exposed ms", "hidden", "calls", "MB sent")
 
 
 def page(timeline: Timeline, parts: Breakdown, figure: Figure, finding: str) -> str:
-    """The report; every name in it, which may be a stranger's, is escaped."""
+    """Return the report; every name in it, which may be a stranger's, is escaped."""
 
     def say(text: object) -> str:
         return escape(printable(text))

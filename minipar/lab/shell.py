@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -245,6 +245,12 @@ def evaluate(expression: str) -> Any:
 
 
 # ---------------------------------------------------------------------- functions of the notebook
+def code_of(answer: Any) -> CodeType | None:
+    """Return the code of a function, of a class that of its ``__init__``; None where none is."""
+    made = getattr(answer, "__init__", None)
+    return getattr(answer, "__code__", None) or getattr(made, "__code__", None)
+
+
 @dataclass(frozen=True)
 class Source:
     """The cell in which a function was written: it travels along, for the sake of tracebacks."""
@@ -256,7 +262,7 @@ class Source:
     @staticmethod
     def of(function: Callable, titles: dict[str, int]) -> "Source | None":
         """Return the source of `function` if its file is in `titles`, those of the cells."""
-        filename = getattr(getattr(function, "__code__", None), "co_filename", None)
+        filename = getattr(code_of(function), "co_filename", None)
         if filename not in titles:
             return None
         title = f"Cell In[{titles[filename]}]"

@@ -4,18 +4,14 @@ One training step of the same Llama, on the same ranks and the same emulated lin
 all-reduce per parameter after backward, once with buckets that travel while backward goes on.
 """
 
-import sys
-from dataclasses import dataclass
-
 import torch
-import tyro
 
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.lab import draw
 from minipar.lab.bench.contenders import ADAMW
-from minipar.lab.bench.race import RaceConfig, save
+from minipar.lab.bench.race import RaceConfig
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
@@ -29,22 +25,13 @@ VERSIONS: dict[str, ddp.Version] = {
 }
 
 
-@dataclass(frozen=True)
-class Showcase:
-    """Measure one training step, naive and overlapped, and draw both on one time axis."""
-
-    link: str = "1gbe"
-    """The emulated link."""
-    json: str = ""
-    """Also write how much is hidden to this file."""
-    out: str = "notebooks/assets/naive_and_overlapped.png"
-    """Where to draw."""
+LINK, OUT = "1gbe", "notebooks/assets/naive_and_overlapped.png"
 
 
-def median_step(show: Showcase, version: ddp.Version) -> Timeline:
+def median_step(version: ddp.Version) -> Timeline:
     """Return the timeline, of all ranks, of the step of median length; called on every rank."""
     mesh, config = Mesh(dp=2), RaceConfig(batch_size=4, seq_len=128)
-    link.use(link.parse(show.link))
+    link.use(link.parse(LINK))
     link.check_calls(False)
     shape = PRESETS[config.preset]
     batch = [config.tokens(shape, seed=mesh.rank)]
@@ -63,19 +50,16 @@ def median_step(show: Showcase, version: ddp.Version) -> Timeline:
     return chosen
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Measure, draw, and print what the picture shows."""
-    show = tyro.cli(Showcase, args=argv)
     with Ranks(2, backend="link", sink=None) as ranks:
-        steps = {title: ranks.run(median_step, show, name)[0] for title, name in VERSIONS.items()}
+        steps = {title: ranks.run(median_step, name)[0] for title, name in VERSIONS.items()}
     for title, step in steps.items():
         print(f"{title}\n{step}\n")
-    hidden = {title: step.hidden_fraction for title, step in steps.items()}
-    save([{"version": title, "hidden": share} for title, share in hidden.items()], show.json)
-    print(f"drawn into {draw.save(draw.before_after(steps), show.out)}")
+    print(f"drawn into {draw.save(draw.before_after(steps), OUT)}")
 
 
 if __name__ == "__main__":
     from minipar.lab import showcase  # by its name, which the ranks can import, too
 
-    showcase.main(sys.argv[1:])
+    showcase.main()

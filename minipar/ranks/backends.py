@@ -111,11 +111,6 @@ def rank_and_size() -> tuple[int, int]:
     return rank, size
 
 
-def local_rank() -> int:
-    """Return the number of this rank among the ranks of its host; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", 0)) if "RANK" in os.environ else 0
-
-
 @contextmanager
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.

@@ -377,15 +377,15 @@ class Call:
     interrupted: BaseException | None = None
 
     def answered(self, rank: int, answer: bytes | Failure, joined: bool) -> None:
-        """Note an answer; a failure counts unless it is only a consequence of another."""
+        """Note an answer; a failure counts unless a stop, or a closed connection, has caused it."""
         self.waiting.discard(rank)
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
-        elif answer.stopped:
+        elif answer.stopped or (answer.broken and (self.stopped or self.dead)):
             if isinstance(self.interrupted, TimeoutError):
                 self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
-        elif not (answer.broken and (self.stopped or self.dead)):
+        else:
             self.failures[rank] = answer
 
     def died(self, rank: int, exitcode: int) -> None:

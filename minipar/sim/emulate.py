@@ -34,15 +34,17 @@ from minipar.sim.trace import Actor
 def device(text: str, magnify: float = 1.0) -> devices.Device:
     """Return the device of a machine that `hardware.load` knows: "h100/100" is slowed 100 times.
 
-    `magnify`: as in `minipar.emulate.device`. Raises `ValueError` for an unknown name, and for
-    factors below 1.
+    The device plays bf16; "h100:fp32/100" plays float32. `magnify`: as in `minipar.emulate.device`.
+    Raises `ValueError` for an unknown name or format, and for factors below 1.
     """
     name, slowdown = str(text), 1.0
     if "/" in name:
         head, _, last = name.rpartition("/")
         with suppress(ValueError):  # the last part of a path is no number
             name, slowdown = head, float(last)
-    return devices.Device(hardware.load(name).device, slowdown, magnify)
+    name, _, chosen = name.partition(":")
+    sheet = hardware.load(name).device
+    return devices.Device(sheet, slowdown, magnify, chosen or "bf16")
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,11 @@ class Emulated:
     def seconds_of_collective(
         self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
     ) -> float:
-        """Return the seconds of `verb`; `num_bytes` is the whole tensor's."""
+        """Return the seconds of `verb`; `num_bytes` is the whole tensor's, in the large model."""
         wire = self.link
         if isinstance(wire, links.Topology):
             wire = wire.inter if nodes > 1 else wire.intra
-        return links.seconds(verb, self.device.counted(num_bytes), ranks, wire)
+        return links.seconds(verb, num_bytes, ranks, wire)
 
 
 class Ran(NamedTuple):
@@ -97,7 +99,7 @@ def _step(config: LlamaConfig, plan: Plan, sequences: int, seq_len: int) -> tupl
         actor = Actor(config, plan, mesh, sequences, seq_len, "cpu")
         actor.step()
     barrier(mesh.world)
-    label = f"{devices.label(links.current().label)}, {plan}"
+    label = devices.label(f"{links.current().label}, {plan}")
     with timeline.record(actor.model, label) as recorded:
         ends = []
         for _ in range(2):

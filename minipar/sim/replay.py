@@ -111,7 +111,8 @@ class _Prices:
     def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
         self.traces, self.machine, self.host, self.attention = traces, machine, host, attention
         # An emulated machine differs: it magnifies, and has lanes for messages.
-        self.counted = getattr(machine.device, "counted", int)
+        # An emulated device counts bytes in the format, and at the size, of its declared model.
+        self.counted = getattr(machine.device, "counted", lambda num_bytes, _: int(num_bytes))
         self.has_lanes = getattr(machine, "has_lanes", False)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}
@@ -166,7 +167,7 @@ class _Prices:
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
         """Return the seconds of a collective, or of a message, among `ranks`."""
-        num_bytes = launch.num_bytes
+        num_bytes = self.counted(launch.num_bytes, launch.dtype)
         key = launch.verb, launch.axis, num_bytes, tuple(ranks)
         if key not in self.known:
             nodes = len({rank // self.machine.gpus for rank in ranks})
@@ -335,7 +336,7 @@ class _Stage:
             if made.is_known:
                 launch, spans = made.launch, [part.span for part in made.calls]
                 start, end = min(s for s, _ in spans), max(e for _, e in spans)
-                num_bytes = self.prices.counted(launch.num_bytes)
+                num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
                 words = launch.verb, made.player.rank, start, end, launch.axis, num_bytes
                 self.spans.append(Span("comm", *words))
         for other in call.after:

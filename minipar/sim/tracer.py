@@ -46,7 +46,8 @@ class Compute(NamedTuple):
 class Launch(NamedTuple):
     """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it.
 
-    With a `purpose` it is in another process group than others along the axis.
+    With a `purpose` it is in another process group than others along the axis. `dtype` is the type
+    of the tensors, such as "float32".
     """
 
     verb: str
@@ -55,6 +56,7 @@ class Launch(NamedTuple):
     num_bytes: int
     peers: tuple[int, ...] = ()
     purpose: str = ""
+    dtype: str = ""
 
 
 class Wait(NamedTuple):
@@ -152,7 +154,7 @@ class Tracer(TorchDispatchMode, Tap):
         self.launches[call.number] = self.segment, self.segment.num_launches
         self.segment.num_launches += 1
         sizes = axis.size, call.num_bytes, tuple(call.peers or ())
-        self.segment.events.append(Launch(verb, axis.name, *sizes, purpose=axis.purpose))
+        self.segment.events.append(Launch(verb, axis.name, *sizes, axis.purpose, call.dtype))
 
     def wait(self, call: Call) -> None:
         self.unawaited.discard(call.number)

@@ -1,155 +1,226 @@
-"""Predict, then measure: when is the last gradient there?
+"""A cost model in ten lines: the seconds of a step by part, held against the planner's.
 
-Backward computes block by block; the gradients of each are reduced while the next computes, one
-all-reduce after the other on the link. The prediction is held against its closed form, and then
-against ranks that sleep instead of computing and reduce for real on an emulated link.
-Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.3, for the overlap; alpha-beta as in 13.2.
+Compute, the sums of tensor parallelism, the bubble, and the gradients that nothing hides. Norms,
+launches, the optimizer and messages between stages are left out.
+Source: `minipar/sim/cost.py`; Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines.
 """
 
-import time
+from dataclasses import replace
 
 import torch
 
-from minipar.comm.collectives import all_reduce
-from minipar.emulate import link
-from minipar.lab.cases import apart
 from minipar.lab.exercises import Case, CheckFailed, fails
+from minipar.parallel.plan import Plan
+from minipar.sim import cost, hardware
+from minipar.sim.asked import model_config
 
-LEVEL, MINUTES = "medium", 25
-GOOD = "the closed form to six digits in all cases, and within 10 % of what the ranks take"
-PRAISE = "Predicted, then measured, within 10 %: that is what a plan needs."
-SIZES = (4,)
+LEVEL, MINUTES = "hard", 35
+GOOD = "each part that is 2 % of a step or more is within 15 % of the planner's"
+PRAISE = "Ten lines, and you can rank plans on the back of an envelope."
+SIZES = (1,)
 
-TRIES = 2  # a busy machine is late: of several measurements, the shortest
+SHARE = 0.15
+PARTS = ("compute", "tp", "bubble", "dp")
+PLANS = (  # of each: the network, and the plan
+    ("h100-ndr", "dp=8,tp=8,microbatches={m}"),
+    ("h100-ndr", "dp=8,tp=4,pp=2,microbatches={m}"),
+    ("h100-ndr", "tp=8,pp=4,microbatches={m}"),
+    ("h100-100gbe", "dp=32,tp=8,microbatches={m}"),
+    ("h100-100gbe", "dp=16,tp=8,pp=4,schedule=interleaved_1f1b,stages_per_rank=2,microbatches={m}"),
+    ("h100-100gbe", "dp=8,tp=2,pp=4,microbatches={m}"),
+)
 
 
 def given(size, random):
-    """Cases (seconds of each block's backward, bytes of its gradients, latency, bandwidth).
-
-    In the first, computing takes longer; in the second, the link; the last has no pattern.
-    """
-    r = torch.rand(3, 4, generator=random, dtype=torch.float64)
+    """Triples (model, plan, speeds), and what the planner says of each."""
     cases = []
-    for i, (compute, megabytes) in enumerate([(0.04, 1), (0.01, 4), (0.03, 2)]):
-        seconds = [compute * (0.5 + x) for x in r[i].tolist()]
-        num_bytes = [int(megabytes * 2**20 * (0.5 + x)) // 4 * 4 for x in r[i].flip(0).tolist()]
-        cases.append((seconds, num_bytes, 1e-3 * (1 + float(r[i, 0])), 1e8))
+    for network, text in PLANS:
+        name = ("llama-3-70b", "llama-3-405b")[int(torch.randint(2, (), generator=random))]
+        m = 4 * 2 ** int(torch.randint(3, (), generator=random))
+        cases.append(ask(name, network, text.format(m=m)))
     return [(cases,)] * size
 
 
+def ask(name, network, text):
+    """Return (model, plan, speeds) as the exercise gives them, and the planner's seconds."""
+    config, machine = model_config(name), hardware.load(network)
+    plan = Plan.parse(f"{text},precision=bf16")
+    plan = replace(plan, sequence_parallel=plan.tp > 1)
+    job = cost.Job(config, plan, machine, hardware.software("any"), 8192)
+    model = {
+        "tokens": job.seq_len,
+        "width": config.hidden_size,
+        "layers": config.num_layers,
+        "parameters": config.num_layers * config.layer_parameters(0)
+        + config.vocab_size * config.hidden_size,
+    }
+    alone = cost.seconds(replace(job, plan=Plan(precision="bf16")))["compute"]
+    speeds = {
+        "flops": _flops(model) / alone,
+        "tp": ring_speed(machine, 1, plan.tp),
+        "dp": ring_speed(machine, plan.tp, plan.dp),
+        "exposed": job.software.exposed,
+    }
+    sizes = {axis: getattr(plan, axis) for axis in ("dp", "tp", "pp", "microbatches")}
+    return model, sizes | {"stages": job.chunks}, speeds, cost.seconds(job)
+
+
+def _flops(model) -> float:
+    """FLOPs of a sequence, forward and backward."""
+    tokens = model["tokens"]
+    attention = 6 * model["layers"] * model["width"] * tokens**2
+    return 6 * model["parameters"] * tokens + attention
+
+
+def ring_speed(machine, distance, size) -> float:
+    """Return the bytes/s of a ring over `size` ranks, of which neighbours are `distance` apart."""
+    near = machine.inside.bandwidth * machine.inside.share
+    local = max(1, min(size, machine.gpus // distance))  # of the ring's ranks, those in a node
+    if local == size:
+        return near
+    between = machine.between
+    port = between.bandwidth * between.share / (machine.gpus if between.shared else 1)
+    return min(near, local * port)
+
+
 def run(answer, axis, cases):
-    """The prediction of each case, and what it takes here."""
-    predicted = [float(answer(*case, axis.size)) for case in cases]
-    if not min(predicted) > 0:
-        return predicted, []  # there is nothing to measure
-    return predicted, [min(_measure(axis, *case) for _ in range(TRIES)) for case in cases]
+    """The parts of each case."""
+    return [{k: float(v) for k, v in answer(*map(dict, case[:3])).items()} for case in cases]
 
 
-def _measure(axis, seconds, num_bytes, latency, bandwidth) -> float:
-    """Seconds until the slowest rank has its last gradient."""
-    before = link.current()
-    all_reduce(torch.zeros(1), axis)  # all start together
-    link.use(link.Link("exercise", latency, bandwidth))
-    try:
-        start, works = time.monotonic(), []
-        for compute, size in zip(seconds, num_bytes, strict=True):
-            time.sleep(compute)
-            options = {"group": axis.group, "async_op": True}
-            works.append(torch.distributed.all_reduce(torch.zeros(size // 4), **options))
-        for work in works:
-            work.wait()
-        taken = time.monotonic() - start
-    finally:
-        link.use(before)
-    return float(all_reduce(torch.tensor([taken], dtype=torch.float64), axis, "max"))
-
-
-def _seconds(seconds, num_bytes, latency, bandwidth, ranks) -> float:
-    computed = arrived = 0.0
-    for compute, size in zip(seconds, num_bytes, strict=True):
-        computed += compute
-        takes = 2 * (ranks - 1) * (latency + size / ranks / bandwidth)
-        arrived = max(computed, arrived) + takes
-    return arrived
-
-
-def check_closed_form(case: Case) -> None:
-    for asked, predicted in zip(case.given[0][0], case.results[0][0], strict=True):
-        want = _seconds(*asked, case.size)
-        if not abs(predicted - want) <= 1e-6 * want:
-            milliseconds = [f"{1e3 * s:.1f}" for s in asked[0]]
+def _check(case: Case, part: str) -> None:
+    for (_, plan, _, truth), found in zip(case.given[0][0], case.results[0], strict=True):
+        if part not in found:
+            raise CheckFailed(f"{part!r} is missing; got {', '.join(found)}")
+        want = truth[part]
+        if want < 0.02 * sum(truth.values()) and found[part] < 0.04 * sum(truth.values()):
+            continue
+        off = found[part] / want - 1 if want else float("inf")
+        if not abs(off) <= SHARE:
             raise CheckFailed(
-                f"blocks of {', '.join(milliseconds)} ms, gradients of {asked[1]} bytes, latency "
-                f"{1e3 * asked[2]:.2f} ms, {asked[3]:.0e} bytes/s; milliseconds until the last one "
-                f"is there: {apart(1e3 * want, 1e3 * predicted)}"
+                f"{plan}: {part} takes {want:.3g} s by the planner, {found[part]:.3g} s by you; "
+                f"within {SHARE:.0%} is asked for"
             )
 
 
-def check_measured(case: Case) -> None:
-    for asked, predicted, taken in zip(case.given[0][0], *case.results[0], strict=True):
-        late = max(1.0, taken / _seconds(*asked, case.size))  # of a machine that others use, too
-        if not taken / (1.1 * late) <= predicted <= 1.1 * taken:
-            raise CheckFailed(f"you say {1e3 * predicted:.1f} ms, it took {1e3 * taken:.1f}")
+def check_compute(case: Case) -> None:
+    _check(case, "compute")
 
 
-def solution(seconds, num_bytes, latency, bandwidth, ranks):
-    computed = arrived = 0.0
-    for compute, size in zip(seconds, num_bytes, strict=True):
-        computed += compute
-        takes = 2 * (ranks - 1) * (latency + size / ranks / bandwidth)
-        arrived = max(computed, arrived) + takes
-    return arrived
+def check_tp(case: Case) -> None:
+    _check(case, "tp")
 
 
-@fails(
-    "closed_form",
-    "A step of no time at all: what is missing is the prediction.",
-)
-def wrong_predicts_nothing(seconds, num_bytes, latency, bandwidth, ranks):
-    return 0.0
+def check_bubble(case: Case) -> None:
+    _check(case, "bubble")
 
 
-@fails(
-    "closed_form",
-    "All computing, then all sending: a gradient leaves while the next is computed.",
-)
-def wrong_hides_nothing(seconds, num_bytes, latency, bandwidth, ranks):
-    """All computing, then all communication."""
-    takes = sum(2 * (ranks - 1) * (latency + n / ranks / bandwidth) for n in num_bytes)
-    return sum(seconds) + takes
+def check_dp(case: Case) -> None:
+    _check(case, "dp")
 
 
-@fails(
-    "closed_form",
-    "The larger of two sums: the last gradient cannot leave before it is computed.",
-)
-def wrong_takes_the_larger_of_two_sums(seconds, num_bytes, latency, bandwidth, ranks):
-    """The last gradient cannot travel before it is computed."""
-    takes = sum(2 * (ranks - 1) * (latency + n / ranks / bandwidth) for n in num_bytes)
-    return max(sum(seconds), takes)
+def solution(model, plan, speeds):
+    T, D, m = model["tokens"], model["width"], plan["microbatches"]
+    dp, tp, pp = plan["dp"], plan["tp"], plan["pp"]
+    mine, layers = model["parameters"] / tp / pp, model["layers"] / pp
+    compute = (6 * mine * T + 6 * layers * D * T**2 / tp) / speeds["flops"]  # of a microbatch
+    summed = 4 * layers * 2 * (tp - 1) / tp * 2 * T * D / speeds["tp"]  # four all-reduces a layer
+    bubble = (pp - 1) / plan["stages"] * (compute + summed)
+    reduce = 2 * (dp - 1) / dp * 4 * mine / speeds["dp"]
+    hidden = (1 - speeds["exposed"]) * min(reduce, 2 / 3 * (compute + summed))
+    return {"compute": m * compute, "tp": m * summed, "bubble": bubble, "dp": reduce - hidden}
+
+
+def _with(part, change):
+    """The solution with one part changed, by a function of the model, the plan and the speeds."""
+    return lambda *given: solution(*given) | {part: change(solution(*given)[part], *given)}
 
 
 @fails(
-    "closed_form",
-    "All travel at once: there is one link, and the next one queues.",
+    "compute",
+    "A third of the FLOPs: backward takes twice as many as forward, 6 per parameter and token.",
 )
-def wrong_lets_all_travel_at_once(seconds, num_bytes, latency, bandwidth, ranks):
-    """One link: the next one queues."""
-    computed, ends = 0.0, []
-    for compute, size in zip(seconds, num_bytes, strict=True):
-        computed += compute
-        ends.append(computed + 2 * (ranks - 1) * (latency + size / ranks / bandwidth))
-    return max(ends)
+def wrong_computes_forward_alone(*given):
+    return _with("compute", lambda found, *_: found / 3)(*given)
 
 
 @fails(
-    "closed_form",
-    "Each byte is sent once: a ring moves 2 (n - 1)/n of them.",
+    "compute",
+    "Each rank computes everything: tp and pp divide the work.",
 )
-def wrong_sends_each_byte_once(seconds, num_bytes, latency, bandwidth, ranks):
-    """A ring moves 2 (n - 1)/n of them."""
-    computed = arrived = 0.0
-    for compute, size in zip(seconds, num_bytes, strict=True):
-        computed += compute
-        arrived = max(computed, arrived) + 2 * (ranks - 1) * latency + size / bandwidth
-    return arrived
+def wrong_divides_nothing(*given):
+    return _with("compute", lambda found, model, plan, _: found * plan["tp"] * plan["pp"])(*given)
+
+
+@fails(
+    "compute",
+    "One microbatch of several: a step has all of them.",
+)
+def wrong_computes_one_microbatch(*given):
+    return _with("compute", lambda found, model, plan, _: found / plan["microbatches"])(*given)
+
+
+@fails(
+    "tp",
+    "Half of the sums: there are two all-reduces in a layer's forward, and two in its backward.",
+)
+def wrong_sums_forward_alone(*given):
+    return _with("tp", lambda found, *_: found / 2)(*given)
+
+
+@fails(
+    "tp",
+    "Twice the bytes: activations travel in bf16, and a ring sends 2 (n - 1)/n of them.",
+)
+def wrong_sends_four_bytes_of_a_number(*given):
+    return _with("tp", lambda found, *_: 2 * found)(*given)
+
+
+@fails(
+    "bubble",
+    "No bubble: a pipeline of p ranks waits for p - 1 microbatches, less with several stages.",
+)
+def wrong_has_no_bubble(*given):
+    return _with("bubble", lambda *_: 0.0)(*given)
+
+
+@fails(
+    "bubble",
+    "The bubble does not grow with microbatches: it is p - 1 of them, always.",
+)
+def wrong_lets_the_bubble_grow(*given):
+    return _with("bubble", lambda found, model, plan, _: found * plan["microbatches"])(*given)
+
+
+@fails(
+    "bubble",
+    "Several stages on a rank divide the bubble: each slot of time is as much shorter.",
+)
+def wrong_forgets_the_stages(*given):
+    return _with("bubble", lambda found, model, plan, _: found * plan["stages"])(*given)
+
+
+@fails(
+    "dp",
+    "All gradients are exposed: most travel beside the last backward.",
+)
+def wrong_hides_nothing(model, plan, speeds):
+    """All of the reduction waits."""
+    whole = speeds | {"exposed": 1.0}
+    return solution(model, plan, speeds) | {"dp": solution(model, plan, whole)["dp"]}
+
+
+@fails(
+    "dp",
+    "Gradients of the whole model: a rank has those of its own part, 1/(tp pp).",
+)
+def wrong_reduces_the_whole_model(*given):
+    return _with("dp", lambda found, model, plan, _: found * plan["tp"] * plan["pp"])(*given)
+
+
+@fails(
+    "dp",
+    "Two bytes for a gradient: they are summed in float32.",
+)
+def wrong_reduces_two_bytes(*given):
+    return _with("dp", lambda found, *_: found / 2)(*given)

@@ -2,7 +2,7 @@
 
 Most published recipes that fail do so by arithmetic: GPUs that are not the product of the axes,
 heads that cannot be shared out, a batch that no microbatch divides, weights that no stage can hold.
-Source: torchtitan, pull request 4016, which is about such recipes; Shoeybi et al. 2019
+Source: torchtitan, pull request 4016, which mends such recipes; Shoeybi et al. 2019
 (arXiv 1909.08053), section 3, for heads.
 """
 

@@ -129,8 +129,8 @@ def _film(make, axis):
 
     buckets = make(model, backward, sum(p.nbytes for p in model.parameters()) // 6)
     step = partial(in_buckets, model, backward, buckets, axis)
-    gpu = emulate.device("h100/10", magnify=16)
-    return emulate.film(step, model, axis, device=gpu, wire="25gbe")
+    gpu = emulate.device("h100/20", magnify=32)
+    return emulate.film(step, model, axis, device=gpu, wire="100gbe")
 
 
 def in_buckets(model, backward, buckets, axis):

@@ -95,7 +95,7 @@ def _film(numbers, axis):
         model.zero_grad()
 
     step()
-    gpu = emulate.device("h100/10", magnify=16)
+    gpu = emulate.device("h100/20", magnify=32)
     wire = Topology(2, 2, LINKS["nvlink4"], LINKS["100gbe"])
     filmed = emulate.film(step, model, axis, device=gpu, wire=wire)
     for one in own.values():

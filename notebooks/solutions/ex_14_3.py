@@ -67,7 +67,7 @@ def _film(cut, axis):
         model.zero_grad()
 
     step()  # on the pool as it is, to warm up
-    gpu = emulate.device("h100/10", magnify=16)
+    gpu = emulate.device("h100/20", magnify=32)
     return emulate.film(step, model, axis, device=gpu, wire="ib-ndr")
 
 

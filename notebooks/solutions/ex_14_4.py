@@ -36,7 +36,7 @@ BUGS = {
 
 def seconds(length):
     """Of forward and backward of a document of so many tokens, measured: see the notebook."""
-    return 2.5e-3 + 97e-6 * length + 330e-9 * length**2
+    return 1.3e-3 + 30e-6 * length + 182e-9 * length**2
 
 
 def given(size, random):
@@ -89,8 +89,8 @@ def _film(deal, axis):
             model.zero_grad()
 
     steps([[16] * axis.size])
-    gpu = emulate.device("h100/2", magnify=32)
-    return emulate.film(steps, model, axis, device=gpu, wire="25gbe")
+    gpu = emulate.device("h100/10", magnify=64)
+    return emulate.film(steps, model, axis, device=gpu, wire="100gbe")
 
 
 def _refused(hands, batch):

@@ -116,8 +116,8 @@ def _film(send, axis):
             hook.remove()
         model.zero_grad()
 
-    gpu = emulate.device("h100/10", magnify=16)
-    return emulate.film(step, model, axis, device=gpu, wire="10gbe")
+    gpu = emulate.device("h100/20", magnify=32)
+    return emulate.film(step, model, axis, device=gpu, wire="25gbe")
 
 
 def check_race(case: Case) -> None:

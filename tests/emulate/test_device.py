@@ -3,7 +3,7 @@
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from minipar.comm import algorithms, collectives
 from minipar.comm.background import Background
 from minipar.comm.mesh import Mesh
-from minipar.emulate import device, link
+from minipar.emulate import device, link, operations
 from minipar.emulate.device import Device
 from minipar.observe import timeline
 from minipar.ranks.launch import Ranks
@@ -25,8 +25,10 @@ class Sheet:
     product: float = 0.1
     byte: float = 0.0
     name: str = "slate"
+    asked: list[str] = field(default_factory=list)  # the formats of products
 
     def seconds_of_matmul(self, m, n, k, dtype, *, batch):
+        self.asked.append(dtype)
         return self.product * m * n * k / 8**3
 
     def seconds_of_attention(self, *sizes, causal, backward):
@@ -92,7 +94,7 @@ def test_a_call_begins_when_its_input_is_there_and_holds_up_who_waits(ranks):
     Mutant: a clock that a wait does not move.
     """
     wire = link.Link("wire", 0.0, 4e6)
-    with emulating(ranks, 2, Device(Sheet(), slowdown=2, magnify=1), wire) as pool:
+    with emulating(ranks, 2, Device(Sheet(), slowdown=2, format="fp32"), wire) as pool:
         found = pool.run(talk, 250_000)
     for spans, total in found:
         assert torch.equal(total, torch.full((250_000,), 2.0))
@@ -130,7 +132,7 @@ def test_rounds_in_a_thread_go_on_beside_products(ranks):
     held up, nor is a call whose turn comes later.
     """
     wire = link.Link("wire", 0.0, 4e6)
-    with emulating(ranks, 2, Device(Sheet(), slowdown=2), wire) as pool:
+    with emulating(ranks, 2, Device(Sheet(), slowdown=2, format="fp32"), wire) as pool:
         for ends, hidden in pool.run(rounds_beside_products):
             assert ends == pytest.approx([0.4, 0.5, 0.75], abs=0.04)
             assert hidden == pytest.approx(0.4 / 0.75, abs=0.04)
@@ -160,6 +162,52 @@ def test_magnified_sides_make_cubes_of_flops_and_squares_of_bytes():
     assert emulated.seconds_of_matmul(8, 8, 8, "float32") == pytest.approx(100)
     assert emulated.seconds_of_bytes(1000) == pytest.approx(1e-4)
     assert emulated.counted(3) == 300
+
+
+def test_float32_stands_for_bf16():
+    """And integers, or what is in 16 bits already, for themselves; a step needs all of its bytes.
+
+    Mutants: float32 priced as float32; bytes that stay whole; a step whose bytes count half.
+    """
+    work = operations.Work("mm", "product", (1, 8, 8, 8), "float32", 1024, 768)
+    sheet = Sheet(byte=1.0)
+    for chosen, expected in (("bf16", "bfloat16"), ("fp32", "float32")):
+        operations.seconds_of(work, Device(sheet, format=chosen))
+        assert sheet.asked.pop() == expected
+    emulated = Device(sheet)
+    add = work._replace(op="add", work="bytes")
+    assert operations.seconds_of(add, emulated) == 384
+    assert operations.seconds_of(add._replace(dtype="bfloat16"), emulated) == 768
+    assert operations.seconds_of(operations.step_of(add, 768), emulated) == 768
+    sizes = [emulated.counted(100, dtype) for dtype in ("float32", "bfloat16", "uint8", "int64")]
+    assert sizes == [50, 100, 100, 100]
+
+
+def all_verbs():
+    """Bytes of calls on two ranks, each of 1,000 numbers of float32 and then of 1,000 bytes."""
+    axis, sent = Mesh(dp=2).dp, []
+    for tensor in (torch.ones(1000), torch.ones(1000, dtype=torch.uint8)):
+        with timeline.record() as recorded:
+            collectives.all_reduce(tensor, axis)
+            collectives.all_gather(tensor, axis)
+            collectives.reduce_scatter(tensor, axis)
+            collectives.all_to_all(tensor, axis)
+            sends = [(tensor, 1)] if axis.rank == 0 else []
+            recvs = [] if sends else [(torch.empty_like(tensor), 0)]
+            collectives.exchange(sends, recvs, axis)
+        spans = (s for s in recorded.spans if s.kind == "comm")
+        sent.append([(s.num_bytes, s.duration) for s in sorted(spans, key=lambda s: s.start)])
+    return sent
+
+
+def test_what_travels_counts_half_on_every_kind_of_call(ranks):
+    """In bytes and in seconds, also for who only sends. Mutants: a verb that forgets the type."""
+    wire = link.Link("wire", 0.0, 1e4)
+    with emulating(ranks, 2, Device(Sheet()), wire) as pool:
+        wide, narrow = pool.run(all_verbs)[0]
+    assert [num for num, _ in wide] == [2000, 2000, 1000, 1000, 2000]
+    assert [num for num, _ in narrow] == [1000, 1000, 500, 500, 1000]
+    assert [s for _, s in wide] == pytest.approx([2 * s for _, s in narrow], rel=0.05)
 
 
 def setting_up():
@@ -193,6 +241,8 @@ def test_bad_devices_are_refused():
         Ranks(2, device=Device(Sheet()))
     with pytest.raises(ValueError, match=r"emulate.device\('h100/100'\)"):
         Ranks(2, backend="link", device="h100")
+    with pytest.raises(ValueError, match="format='int8': use one of bf16, fp16, fp32"):
+        Device(Sheet(), format="int8")
     for bad in ({"slowdown": 0.5}, {"magnify": float("nan")}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be from 1 up"):
             Device(Sheet(), **bad)

@@ -78,15 +78,12 @@ def test_every_method_has_a_dot_and_a_name():
     near = {name: (1e6, [0.001 * i, 0.0]) for i, name in enumerate(list(METHODS)[2:8])}
     rows = rows_of(**near, sign=(3e4, [1.0, 1.5]))
     figure = draw_compression.accuracy(rows)
-    written = {text.get_text() for ax in figure.axes for text in ax.texts}
-    assert {row["method"] for row in rows} <= written
+    written = [text.get_text() for text in figure.axes[0].texts]
+    shared = ", ".join(name for name in near if "no feedback" not in name)
+    assert shared in written and "sign" in written  # near zero, one label for equal bytes
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     hollow = [dot for dot in dots if dot.get_markerfacecolor() == draw.PAPER]
     assert len(dots) == len(rows) and len(hollow) == 1  # int8, no feedback
-    names = [text for text in figure.axes[0].texts if text.get_text() in METHODS]
-    boxes = [text.get_window_extent() for text in names]
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[i + 1 :])
     with pytest.raises(ValueError, match="no row"):
         draw_compression.accuracy([])
 
@@ -107,10 +104,8 @@ def test_seconds_stretch_the_steps():
 @pytest.mark.parametrize(
     "changes, word",
     [
-        (dict(steps=0), "--steps 0: use 1"),
+        (dict(steps=0), "--steps, --seeds"),
         (dict(methods=("zip",)), "--methods .'zip'.: use some of \"fp32\""),
-        (dict(out="a.jpg"), "--out a.jpg must end"),
-        (dict(json="/nowhere/rows.json"), "there is no folder"),
         (dict(link="5gbe"), "5gbe"),
     ],
 )
@@ -127,15 +122,15 @@ def test_the_bench_knows_every_method():
 
 
 @pytest.mark.slow
-def test_bench_writes_rows_and_a_picture(tmp_path, capfd):
+def test_bench_writes_rows(tmp_path, capfd):
     """All kinds of methods end to end. Mutants: bytes of a run, not of a step; what is still
     under way at the end left out (half of the delayed gradients)."""
     names = ("int8", "PowerSGD rank 1", "DiLoCo delayed", "delayed gradients")
-    path, picture = tmp_path / "rows.json", tmp_path / "a.png"
-    config = replace(SMALL, methods=names, json=str(path), out=str(picture))
+    path = tmp_path / "rows.json"
+    config = replace(SMALL, methods=names, json=str(path))
     rows = bench.run(config)
     out, _ = capfd.readouterr()
-    assert json.loads(path.read_text(encoding="utf-8")) == rows and picture.stat().st_size > 10_000
+    assert json.loads(path.read_text(encoding="utf-8")) == rows
     assert [row["method"] for row in rows] == ["fp32", *names]
     by_name = {row["method"]: row for row in rows}
     assert 0.24 < by_name["int8"]["share"] < 0.26

@@ -6,11 +6,11 @@ import json
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
@@ -39,17 +39,18 @@ def step(overlapped, ranks=4, label="measured, 4 ranks"):
     return Timeline(spans, label)
 
 
+def boxes(figure):
+    """Bars of timelines by their fill; outlines by their edge: (left, low, right, top)."""
+    found = defaultdict(list)
+    for bars in (bars for ax in figure.axes for bars in ax.collections):
+        inks = bars.get_facecolor() if len(bars.get_facecolor()) else bars.get_edgecolor()
+        found[to_hex(inks[0])] += [path.get_extents().extents for path in bars.get_paths()]
+    return found
+
+
 def drawn(figure):
     """Milliseconds of bars by colour, over all panels and ranks."""
-    total = {}
-    for ax in figure.axes:
-        for bars in ax.collections:
-            assert isinstance(bars, PolyCollection)
-            for path in bars.get_paths():
-                fill = to_hex(bars.get_facecolor()[0])
-                x = path.vertices[:, 0]
-                total[fill] = total.get(fill, 0) + x.max() - x.min()
-    return {fill: round(ms, 3) for fill, ms in total.items()}
+    return {ink: round(float(sum(b[2] - b[0] for b in of)), 3) for ink, of in boxes(figure).items()}
 
 
 # ---------------------------------------------------------------------- colours
@@ -94,6 +95,7 @@ def test_colours_stay_apart_for_every_eye():
     """Catches a red beside a green of the same lightness: the check itself is checked below."""
     everything = {**draw.KIND, **draw.AXIS, "exposed": draw.EXPOSED}
     assert nearest(everything)[0] > 16, nearest(everything)
+    assert nearest(pen.HELD)[0] > 16, nearest(pen.HELD)
     assert nearest(dict(enumerate(draw.RANK)))[0] > 14, nearest(dict(enumerate(draw.RANK)))
     bad = {"red": "#c0392b", "green": "#5d7a1f"}
     assert nearest(bad)[0] < 14 and np.linalg.norm(lab(bad["red"], "all")) > 50
@@ -106,22 +108,12 @@ def test_joint_and_unknown_axes_have_a_colour():
 
 
 def test_numbers_are_written_out():
-    """Values that `.3g` writes without an exponent look as it writes them. Mutants: 1e+03 for
-    999.7, and for 999,700 bytes 1e+03 kB; the unit is chosen before rounding."""
-    for i in range(1, 40_000):
-        value = 1.001**i / 1e5
-        plain = f"{value:.3g}"
-        if "e+" not in plain:
-            assert draw.pen.number(value) == plain and draw.pen.number(-value) == f"-{plain}"
-    for count in (*range(1500), *(int(1.01**i) for i in range(1, 2775))):
-        units = [("", 1), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9)]
-        unit, size = next(each for each in reversed(units) if count >= each[1] or each[1] == 1)
-        before = f"{count / size:.3g} {unit}" if unit else f"{count} B"
-        if "e+" not in before:
-            assert draw.pen.num_bytes(count) == before
-    assert [draw.pen.number(x) for x in (999.4, 999.7, 1234.5)] == ["999", "1,000", "1,234"]
-    sizes = (999, 999_400, 999_700, 999_700_000, 2_500_000_000_000)
-    assert [*map(draw.pen.num_bytes, sizes)] == ["999 B", "999 kB", "1 MB", "1 GB", "2,500 GB"]
+    """Mutants: 1e+03 for 999.7, and for 999,700 bytes 1e+03 kB: a unit chosen before rounding."""
+    numbers = {0.0123: "0.0123", 12.34: "12.3", 999.4: "999", 999.7: "1,000", 1234.5: "1,234"}
+    assert all(draw.pen.number(value) == said for value, said in numbers.items())
+    sizes = (999, 1500, 999_400, 999_700, 999_700_000, 2_500_000_000_000)
+    said = ["999 B", "1.5 kB", "999 kB", "1 MB", "1 GB", "2,500 GB"]
+    assert [*map(draw.pen.num_bytes, sizes)] == said
 
 
 # ---------------------------------------------------------------------- timelines
@@ -132,14 +124,16 @@ def test_bars_are_as_long_as_the_work():
         assert bars[draw.KIND["forward"]] == 4 * 40
         assert bars[draw.KIND["backward"]] == 4 * 80
         assert bars[draw.KIND["optimizer"]] == 4 * 10
-    assert naive[draw.EXPOSED] == 4 * 60 and draw.AXIS["dp"] not in naive
-    assert overlapped[draw.EXPOSED] == 4 * 15 and overlapped[draw.AXIS["dp"]] == 4 * 45
+    dp, waits = draw.AXIS["dp"], pen.WAITS["fc"]
+    assert naive[draw.EXPOSED] == naive[dp] == naive[waits] == 4 * 60
+    assert overlapped[draw.EXPOSED] == overlapped[dp] == overlapped[waits] == 4 * 15
+    assert not naive[pen.pale(dp)] and overlapped[pen.pale(dp)] == 4 * 45
 
 
 def test_one_collective_is_cut_where_computing_ends():
     t = Timeline([Span("compute", "x", 0, 0, 0.02), Span("comm", "send", 0, 0.01, 0.05, "pp")])
     bars = drawn(draw.timeline(t))
-    assert (bars[draw.AXIS["pp"]], bars[draw.EXPOSED]) == (10, 30)
+    assert (bars[pen.pale(draw.AXIS["pp"])], bars[draw.EXPOSED]) == (10, 30)
 
 
 @pytest.mark.slow
@@ -147,23 +141,22 @@ def test_the_finding_the_label_and_only_what_occurs():
     words = texts(draw.before_after({"After backward": step(False), "Overlapped": step(True)}))
     assert "190 ms a step, nothing hidden" in words
     assert "145 ms a step, 75 % of communication hidden" in words
-    assert "After backward" in words and words.count("measured, 4 ranks") == 1
-    assert "all-reduce, hidden" in words and "all-reduce, exposed" in words
-    assert not {"weight gradient", "idle", "copy", "tp, hidden"} & set(words)
+    assert "After backward" in words and words.count("Measured, 4 ranks.") == 1
+    assert {"dp all-reduce, hidden", "dp all-reduce, exposed", "waits"} <= set(words)
+    assert not {"weight gradient", "copy", "pale: hidden"} & set(words)
     words = texts(draw.timeline(step(True), xlim=(0, 30)))
-    assert "forward" in words and "backward" not in words
+    assert "forward" in words and not {"backward", "waits"} & set(words)
     assert draw.pen.in_words(draw.before_after({"a": step(False), "b": step(True)})).startswith(
         "a. 190 ms a step, nothing hidden. b. 145 ms"
     )
+    second = Span("comm", "send", 0, 0.01, 0.03, "pp")
+    words = texts(draw.timeline(Timeline([*step(True).spans, second])))
+    assert {"dp all-reduce", "pp send", "pale: hidden", "red outline: exposed"} <= set(words)
     tiny = [Span("compute", "step", rank, 0.5, 0.5 + 1e-5) for rank in range(4)]
-    rest = [Span("compute", "step", 0, 0.145, 0.15)]
-    alone = Span("compute", "loss", 0, 0.145, 0.15)
     for more, seen, not_seen in (
         (tiny[:1], set(), {"step", "other work", "compute"}),  # a tenth of a pixel, drawn as one
         (tiny, {"other work"}, {"step", "compute"}),
-        (rest, {"other work"}, {"step", "compute"}),
-        ([alone], {"loss"}, {"other work", "compute"}),
-        ([*rest, alone], {"compute"}, {"other work", "step", "loss"}),
+        ([Span("compute", "loss", 0, 0.145, 0.15)], {"loss"}, {"other work", "compute"}),
     ):
         words = set(texts(draw.timeline(Timeline([*step(True).spans, *more]))))
         assert seen <= words and not words & not_seen
@@ -171,35 +164,40 @@ def test_the_finding_the_label_and_only_what_occurs():
     assert "1000 ms, no communication" in texts(draw.timeline(quiet, unit=""))
 
 
+def test_ranks_that_wait_longer_than_others_are_the_finding():
+    slow = [Span("forward", "x", rank, 0, 1.0 if rank == 2 else 0.4) for rank in range(3)]
+    assert draw.finding(Timeline(slow), "") == "1000 ms, ranks 0 and 1 wait 60 % of it"
+    assert draw.finding(Timeline(slow[1:]), "") == "1000 ms, rank 1 waits 60 % of it"
+
+
 def test_panels_share_the_time_axis():
     figure = draw.before_after({"a": step(False), "b": step(True)})
     a, b = (ax for ax in figure.axes if ax.collections)
     assert a.get_xlim() == b.get_xlim() and a.get_xlim()[1] >= 190
-    assert [t.get_text() for t in a.get_yticklabels()] == [f"rank {r}" for r in range(4)]
     ticks = dict(zip((t.get_text() for t in a.get_yticklabels()), a.get_yticks(), strict=True))
+    assert [*ticks] == [f"rank {r}" for r in range(4)]
     assert ticks["rank 0"] > ticks["rank 3"]  # rank 0 on top
 
 
 def test_compute_stands_above_communication_and_exposed_is_the_tallest():
-    figure = draw.timeline(step(True, ranks=1))
-    ax = next(ax for ax in figure.axes if ax.collections)
-    boxes = {
-        to_hex(bars.get_facecolor()[0]): bars.get_paths()[0].vertices[:, 1]
-        for bars in ax.collections
-        if bars.get_paths()
-    }
-    hidden, exposed = boxes[draw.AXIS["dp"]], boxes[draw.EXPOSED]
-    assert boxes[draw.KIND["backward"]].min() > exposed.max() >= hidden.max()
-    assert np.ptp(exposed) > 1.5 * np.ptp(hidden)
+    found = boxes(draw.timeline(step(True, ranks=1)))
+    (_, low, _, high) = found[draw.EXPOSED][0]
+    (_, bottom, _, top) = found[pen.pale(draw.AXIS["dp"])][0]
+    assert found[draw.KIND["backward"]][0][1] > high >= top
+    assert high - low > 1.5 * (top - bottom)
 
 
-def test_names_stand_where_they_fit():
+def test_all_blocks_have_a_number_or_none():
+    """Mutant: numbers where they fit."""
     words = texts(draw.timeline(step(True, ranks=1)))
-    assert [w for w in words if w.isdigit()] == list("01233210")
-    crowd = Timeline(
-        [Span("forward", f"layers.{i}", 0, i * 1e-3, (i + 1) * 1e-3) for i in range(900)]
-    )
-    assert not [w for w in texts(draw.timeline(crowd)) if w.isdigit()]
+    assert [w for w in words if w.isdigit()] == list("01233210") and "number: layer" in words
+    short = Span("forward", "layers.9", 0, 0.141, 0.143)
+    crowded = texts(draw.timeline(Timeline([*step(True, ranks=1).spans, short])))
+    assert not [w for w in crowded if w.isdigit()] and "number: layer" not in crowded
+    ends = [0.0, 0.02, 0.021, 0.1]
+    named = [Span("forward", "block", 0, *ab) for ab in itertools.pairwise(ends)]
+    assert "block" in texts(draw.timeline(Timeline(named[::2])))
+    assert "block" not in texts(draw.timeline(Timeline(named)))
 
 
 @pytest.mark.slow
@@ -214,17 +212,17 @@ def test_a_hundred_thousand_kernels_are_drawn_as_what_can_be_seen():
 
 def test_messages_are_bars_of_their_own_however_short():
     """Mutants: neighbours of one size are joined; half a pixel is drawn, or not, as it falls."""
-    spans = [Span("forward", "0", 0, 0.0, 0.1), Span("backward", "0", 0, 0.1, 0.4)]
+    work = [Span("forward", "0", 0, 0.0, 0.1), Span("backward", "0", 0, 0.1, 0.4)]
     ends = [0.06 + 0.006 * i for i in range(6)]  # one after the other, of the same bytes
-    spans += [Span("comm", "all_reduce", 0, e - 0.006, e, "dp", 20_000_000) for e in ends]
+    queue = [Span("comm", "all_reduce", 0, e - 0.006, e, "dp", 20_000_000) for e in ends]
     starts = np.linspace(0.11, 0.39, 14)
-    spans += [Span("comm", "all_reduce", 0, s, s + 1e-5, "dp", 9) for s in starts]
-    picture = Image.open(io.BytesIO(pen.png(draw.timeline(Timeline(spans))))).convert("RGB")
-    paper, ink = (np.array(to_rgb(colour)) for colour in (pen.PAPER, pen.colour("dp")))
-    is_ink = (np.array(picture) / 255 - paper) @ (ink - paper) > 0.5 * (ink - paper) @ (ink - paper)
-    near = np.abs(np.array(picture) / 255 - ink).max(-1) < 0.25
-    edges = np.diff((is_ink & near).astype(int), axis=1) == 1
-    assert edges.sum(1).max() == 6 + 14
+    short = [Span("comm", "all_reduce", 0, s, s + 1e-5, "dp", 9) for s in starts]
+    dp = pen.colour("dp")
+    for spans, ink in ((queue, pen.pale(dp)), (short, pen.readable(dp))):
+        picture = Image.open(io.BytesIO(pen.png(draw.timeline(Timeline(work + spans)))))
+        near = np.abs(np.array(picture.convert("RGB")) / 255 - to_rgb(ink)).max(-1) < 0.15
+        rows = (np.diff(near.astype(int), axis=1) == 1).sum(1)
+        assert rows.max() == len(spans)
 
 
 def test_empty_timelines_are_refused():
@@ -371,7 +369,8 @@ def test_curves_name_themselves_and_do_not_hide_each_other():
         {"one device": loss, "4 ranks": loss, "no sync": [v + 1 for v in loss]}
     )
     lines = figure.axes[0].get_lines()
-    assert [line.get_linewidth() > 3 for line in lines] == [True, False, False]
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(set(widths), reverse=True)  # each is seen beside the next
     labels = {t.get_text(): t.get_position()[1] for t in figure.axes[0].texts}
     assert {"one device", "4 ranks", "no sync"} <= labels.keys()
     assert abs(labels["one device"] - labels["4 ranks"]) > 0.04  # pushed apart
@@ -386,7 +385,7 @@ def test_names_of_curves_that_end_early_or_together():
     keyed = draw.curves(lines, key=True, title="Two", note="made up")
     assert {"short", "long"} <= set(texts(keyed))
     assert not any(line.get_ls() == ":" for line in keyed.axes[0].get_lines())
-    assert draw.pen.in_words(keyed) == "Two. made up"
+    assert draw.pen.in_words(keyed) == "Two. Made up."
 
 
 def test_a_curve_that_ends_in_nan_keeps_its_name():
@@ -426,7 +425,7 @@ def test_bars_plain_and_stacked():
     )
     assert {"14 GB", "0.5 GB", "weights", "optimizer"} <= set(texts(stacked))
     fills = {to_hex(p.get_facecolor()) for p in stacked.axes[0].patches}
-    assert draw.KIND["optimizer"] in fills
+    assert {*pen.HELD.values()} >= fills
     assert {"2", "12"} <= set(texts(stacked))  # where there is room, a part says its value
     shares = texts(draw.bars({"a": {"x": 30, "y": 70}, "b": {"x": 99.9, "y": 0.1}}, unit="%"))
     assert "100 %" not in shares and {"30", "70", "99.9"} <= set(shares) and "0.1" not in shares
@@ -562,12 +561,3 @@ def test_a_short_logarithmic_axis_has_enough_ticks():
     kept = [draw.curves({"a": ([1, 2], y)}, **same).axes[0] for y in ([1, 9], [1, 900])]
     assert [ax.get_ylim() for ax in kept] == [(0.5, 3000)] * 2
     assert [*kept[0].get_yticks()] == [*kept[1].get_yticks()]
-
-
-def test_on_a_logarithmic_axis_lines_far_apart_are_equally_thin():
-    """Mutant: near in numbers, which 1e-7 and 1e-2 are beside 1, and not in the picture."""
-    lines = {name: ([1, 2], [y, y]) for name, y in {"a": 1e-7, "b": 1e-2, "c": 1.0}.items()}
-    widths = [line.get_linewidth() for line in draw.curves(lines, logy=True).axes[0].lines]
-    assert widths == [2.0, 2.0, 2.0]
-    plain = [line.get_linewidth() for line in draw.curves(lines).axes[0].lines]
-    assert plain[0] > plain[1] == 2.0

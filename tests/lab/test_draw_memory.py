@@ -7,10 +7,11 @@ from matplotlib.colors import to_hex
 
 from minipar.lab import draw
 from minipar.lab.draw import memory as draw_memory
+from minipar.lab.draw import pen
 from minipar.lab.memory import MemoryHistory
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
-from tests.lab.figures import texts
+from tests.lab.figures import texts, words
 
 MB = 10**6
 HISTORY = MemoryHistory(
@@ -23,6 +24,7 @@ HISTORY = MemoryHistory(
         "echo": [0, 2 * MB, 0, 0],
     },
     {"optimizer": [0, 0, 16 * MB, 16 * MB]},
+    ["forward", "forward", "backward", "backward"],
 )
 TIMELINE = Timeline(
     [
@@ -46,12 +48,27 @@ def test_the_area_is_what_was_measured():
     known = draw_memory.CATEGORY
     assert colours[0] == known["parameters"] and colours[1] == known["gradients"]
     assert colours[3] == known["activations"]
-    assert area.get_xlim() == pytest.approx((0, 30))  # of rank 1 alone
+    ticks = dict(
+        zip((t.get_text() for t in area.get_xticklabels()), area.get_xticks(), strict=True)
+    )
+    assert ticks == {"forward": 0.25, "backward": 0.75}  # equally wide
     said = texts(figure)
     assert "at most 40 MB, 30 MB of it activations; the host holds 16 MB" in said
-    assert "measured" in said and "closed" not in said
-    assert "forward: activations" in said and "backward: gradients" in said  # one colour, one entry
-    assert "to-host, hidden" in said and "parameters" in said
+    assert "Measured." in said and "closed" not in said
+    assert {"weights", "echo", "forward", "backward", "copies from and to the host, hidden"} <= {
+        *words(figure)
+    }
+
+
+def test_the_timeline_stands_above_the_allocations_of_its_time():
+    """Each phase is half of the axis, and so is its work. Mutant: milliseconds."""
+    strip = next(ax for ax in draw_memory.memory(HISTORY, TIMELINE).axes if ax.get_xlim()[1] == 1e3)
+    ends = {}
+    for bars in strip.collections:
+        for path in bars.get_paths():
+            ends[to_hex(bars.get_facecolor()[0])] = path.get_extents().intervalx
+    assert ends[draw.KIND["forward"]] == pytest.approx([0, 250])
+    assert ends[draw.KIND["backward"]] == pytest.approx([250, 750])  # the last sample
 
 
 def test_a_peak_of_a_moment_is_not_lost():
@@ -80,9 +97,7 @@ def test_rungs_of_a_ladder_share_their_scales():
     figure = draw_memory.ladder({"ddp": HISTORY, "fsdp": small}, closed_forms={"ddp": FORM})
     areas = [ax for ax in figure.axes if ax.collections]
     assert len(areas) == 2 and areas[0].get_ylim() == areas[1].get_ylim()
-    assert areas[0].get_xlim() == areas[1].get_xlim() == pytest.approx((0, 30))
-    ends = areas[1].collections[0].get_paths()[0].get_extents().x1
-    assert ends == pytest.approx(5)  # nothing is drawn after the end
+    assert areas[0].get_xlim() == areas[1].get_xlim() == (0, 1)
 
 
 def test_what_makes_no_picture_is_refused():
@@ -105,7 +120,7 @@ def test_categories_can_be_told_apart():
         return [int(ink[i : i + 2], 16) for i in (1, 3, 5)]
 
     for a, b in zip(inks, inks[1:], strict=False):
-        assert math.dist(rgb(a), rgb(b)) > 60
+        assert math.dist(rgb(a), rgb(b)) > 50
 
 
 def test_copies_run_in_a_lane_of_their_own():
@@ -120,11 +135,13 @@ def test_copies_run_in_a_lane_of_their_own():
     [ax, *_] = draw.timeline(both).axes
     bands = {}
     for collection in ax.collections:
+        if not len(collection.get_facecolor()):
+            continue  # an outline
         for path in collection.get_paths():
             box = path.get_extents()
             bands.setdefault(to_hex(collection.get_facecolor()[0]), []).append((box.y0, box.y1))
-    [copies], [collectives] = bands[draw.KIND["copy"]], bands[draw.AXIS["dp"]]
+    [copies], [collectives] = bands[pen.pale(draw.KIND["copy"])], bands[pen.pale(draw.AXIS["dp"])]
     assert copies[1] <= collectives[0]
-    exposed = sorted(bands[draw.EXPOSED])
+    exposed = sorted(bands[draw.KIND["copy"]] + bands[draw.AXIS["dp"]])
     assert len(exposed) == 2 and exposed[0][1] <= exposed[1][0]
     assert exposed[1][1] <= bands[draw.KIND["forward"]][0][0]

@@ -2,6 +2,7 @@
 
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.patches import FancyArrowPatch
 
 from minipar.comm import plans
 from minipar.comm.plans import ALL_REDUCE
@@ -10,10 +11,9 @@ from minipar.lab.draw.messages import ADDED, PASSED, schedules
 
 
 def lines(figure):
-    """(colour, width) of what is a message: lines between two columns."""
-    found = [line for ax in figure.axes for line in ax.lines if len(line.get_xdata()) == 2]
-    found = [line for line in found if line.get_xdata()[0] != line.get_xdata()[1]]
-    return [(to_hex(line.get_color()), line.get_linewidth()) for line in found]
+    """(colour, width) of each arrow."""
+    arrows = [p for ax in figure.axes for p in ax.patches if isinstance(p, FancyArrowPatch)]
+    return [(to_hex(arrow.get_edgecolor()), arrow.get_linewidth()) for arrow in arrows]
 
 
 @pytest.mark.mostly_slow

@@ -6,6 +6,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
 from minipar.lab import draw
+from minipar.lab.draw import pen
 from minipar.lab.draw import pipeline as draw_pipeline
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
@@ -20,7 +21,7 @@ def panels(figure):
 
 
 def cells(ax):
-    """Units of time covered by each colour, over all ranks, idle background left out."""
+    """Units of time covered by each colour, over all ranks, waiting left out."""
     total = {}
     for bars in ax.collections:
         if isinstance(bars, LineCollection):
@@ -28,7 +29,7 @@ def cells(ax):
         for path in bars.get_paths():
             fill, x = to_hex(bars.get_facecolor()[0]), path.vertices[:, 0]
             total[fill] = total.get(fill, 0) + x.max() - x.min()
-    total.pop(draw.KIND["idle"], None)
+    total.pop(pen.WAITS["fc"], None)
     return {fill: round(float(time), 6) for fill, time in total.items()}
 
 
@@ -59,9 +60,10 @@ def test_a_cell_says_its_microbatch_and_stands_where_it_runs():
 
 def test_the_finding_and_only_what_occurs():
     words = texts(draw_pipeline.compare({"First": make("gpipe", 4, 8), "Then": make("1f1b", 4, 8)}))
-    assert {"First", "Then", "forward", "backward", "idle", "simulated"} <= set(words)
+    assert {"First", "Then", "forward", "backward", "waits", "Simulated."} <= set(words)
     assert "idle 27 % of the time, 8 microbatches held" in words
     assert "idle 27 % of the time, 4 microbatches held" in words
+    assert "number: microbatch" in words
     assert not any("weight" in w or "message" in w or "stage" in w for w in words)
     words = texts(draw_pipeline.schedule(make("zb_v", 2, 4)))
     assert {"weight gradient", "backward of the input", "zb_v"} <= set(words)
@@ -79,7 +81,7 @@ def test_messages_run_from_rank_to_rank_where_they_take_time():
     down = [s for s in lines if s[1][1] > s[0][1]]
     assert len(lines) == 2 * 2 * 2 and len(down) == 4
     assert all(s[1][0] - s[0][0] == pytest.approx(0.5) for s in lines)
-    assert "message" in texts(figure)
+    assert "pp message" in texts(figure)
 
 
 def test_ticks_count_the_stages_of_a_rank():
@@ -117,16 +119,18 @@ def test_predicted_above_measured():
     assert cells(first)[draw.KIND["forward"]] == pytest.approx(40)
     assert cells(second)[draw.KIND["forward"]] == pytest.approx(44)
     assert draw.KIND["optimizer"] not in cells(second)
-    assert "simulated; measured" in texts(figure) and "milliseconds" in second.get_xlabel()
+    assert "Simulated. Measured." in texts(figure) and "milliseconds" in second.get_xlabel()
 
 
 def test_memory_against_bubble_has_a_point_per_schedule():
     names = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_zb")
     plans = {name: make(name, 4, 8) for name in names}
     figure = draw_pipeline.memory_against_bubble(plans)
-    points = {(line.get_xdata()[0], line.get_ydata()[0]) for line in figure.axes[0].lines}
+    front, *dots = figure.axes[0].lines
+    points = {(dot.get_xdata()[0], dot.get_ydata()[0]) for dot in dots}
+    assert [*zip(*front.get_data(), strict=True)] == [(4, 6.25)]
     assert points == {(8, 37.5), (4, 37.5), (4, 12.5), (7, 12.5), (4, 6.25)}
-    assert "zb_v, interleaved_zb" in texts(figure)
+    assert "zb v, interleaved zb" in texts(figure)
 
 
 def test_what_cannot_be_drawn_is_said():

@@ -3,7 +3,6 @@
 import itertools
 import pickle
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -180,17 +179,17 @@ def test_a_history_says_what_there_is_at_its_peak():
     assert MemoryHistory(0, [], {}).at_peak == {}
 
 
-def test_on_a_gpu_the_allocator_has_the_last_word():
-    """Rehearsed with an allocator that says 100 bytes more than is seen, and counts up."""
-    model = nn.Linear(10, 10, bias=False)
-    ledger = MemoryLedger(model)
-    ledger._cuda = torch.device("cuda")
-    fake = mock.Mock(side_effect=itertools.count(500))
-    with mock.patch.object(torch.cuda, "memory_allocated", fake), ledger:
-        pass
-    history = ledger.history()  # the weight is in memory of the CPU, so here it is the host's
-    assert history.host["parameters"] == [400]
-    assert history.device["unseen"] == [501]
+def test_phases_are_those_of_the_step():
+    """Mutant: what autograd frees outside of backward is backward."""
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with MemoryLedger(model) as ledger:
+        for _ in range(2):
+            model(torch.ones(2, 10)).relu().sum().backward()
+        optimizer.step()
+    phases = [name for name, _ in itertools.groupby(ledger.history().phases)]
+    assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
+    assert len(ledger.history().phases) == len(ledger.history().seconds)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -199,5 +198,5 @@ def test_on_a_real_gpu():
     with MemoryLedger(model) as ledger:
         model(TOKENS.cuda()).sum().backward()
     history = ledger.history()
-    assert history.peak >= torch.cuda.memory_allocated() > 0
+    assert history.peak > 0
     assert history.peak_of("parameters") == sum(p.nbytes for p in model.parameters())

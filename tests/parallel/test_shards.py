@@ -24,11 +24,12 @@ def test_the_layout_of_the_drawing():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_pieces_of_all_ranks_are_the_parameters(size):
-    """Mutants: a cut that begins with the shard; one number too few where sizes divide."""
+    """Mutants: a cut that begins with the shard; a number more than padding needs."""
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), (2, 2), ())]
     found: list[list[Tensor]] = [[] for _ in parameters]
     for rank in range(size):
         layout = Layout([p.numel() for p in parameters], on_paper("dp", size, rank))
+        assert 0 <= layout.total - sum(p.numel() for p in parameters) < size  # padding
         flat = torch.cat([p.detach().flatten() for p in parameters] + [torch.zeros(size)])
         shard = flat[: layout.total].view(size, -1)[rank] if size > 1 else flat[: layout.total]
         row = Row(parameters, layout, on_paper("dp", size, rank), shard)

@@ -554,9 +554,9 @@ def test_interrupt_while_ranks_hang(pool, hang):
 
 
 def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
-    says = "ranks 0, 1, 2, 3: not done after 0.3"
-    with monkeypatch.context() as patch, within(RECOVERY):
-        patch.setattr(pool, "time_limit", 0.3)
+    says = "ranks 0, 1, 2, 3: not done after 3"
+    with monkeypatch.context() as patch, within(3 + RECOVERY):
+        patch.setattr(pool, "time_limit", 3.0)  # on a busy machine, ranks begin late
         with pytest.raises(TimeoutError, match=says) as error:
             pool.run(hang_in_all_reduce)
     for r, note in enumerate(sorted(error.value.__notes__)):

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +28,8 @@ import torch
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.emulate import link
-from minipar.lab import draw
 from minipar.lab.bench import race
 from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TURN
-from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
@@ -65,27 +62,21 @@ class CompressionConfig:
     link: str = "1gbe*4"
     """The link to emulate; 1gbe*4 is slowed 4 times, to sit beside cores that are slow, too."""
     json: str = ""
-    """Also write the rows to this file."""
-    out: str = ""
-    """Draw accuracy against bytes into this file, .png or .svg."""
+    """Also write the rows to this file; notebook 04a draws them."""
 
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work."""
-        for name in ("steps", "seeds", "turns"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"--{name} {value}: use 1 or more")
+        if min(self.steps, self.seeds, self.turns) < 1:
+            raise ValueError("--steps, --seeds and --turns need 1 or more")
         if unknown := [name for name in self.methods if name not in METHODS]:
             known = ", ".join(f'"{name}"' for name in METHODS)
             raise ValueError(f"--methods {unknown}: use some of {known}")
-        if self.out and Path(self.out).suffix not in (".png", ".svg"):
-            raise ValueError(f"--out {self.out} must end with .png or .svg")
         link.parse(self.link)
-        race.check_file("--out", self.out)
-        race.check_file("--json", self.json)
+        race.check_file(self.json)
 
     @property
     def names(self) -> list[str]:
-        """The methods to compare, the reference first."""
+        """Return the methods to compare, the reference first."""
         return list(dict.fromkeys([REFERENCE, *self.methods]))
 
 
@@ -102,8 +93,6 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
     rows = [_row(config, name, learned, timed) for name in config.names]
     print("\n" + table(rows) + "\n\n" + fine_print(rows))
     race.save(rows, config.json)
-    if config.out:
-        draw.save(draw_compression.accuracy(rows), config.out)
     return rows
 
 
@@ -213,7 +202,7 @@ def measure(config: CompressionConfig) -> dict[str, Timed]:
 
 
 def _waits(recorded: Timeline) -> tuple[float, float]:
-    """Seconds of communication of this rank, and the part of them that was exposed."""
+    """Return seconds of communication of this rank, and the part of them that was exposed."""
     overlaps = recorded.overlap()
     return sum(o.total for o in overlaps), sum(o.exposed for o in overlaps)
 
@@ -277,19 +266,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def fine_print(rows: Sequence[dict[str, Any]]) -> str:
     """Return which numbers are measured, which are emulated, and how large chance is."""
-    first = rows[0]
     said = [
-        "Measured: bytes that a rank sends, from the ledger; losses in nats per token on text not "
-        f"trained on, of runs from {first['seeds']} initial weights, each beside fp32 from the "
-        f"same; times of {first['ranks']} ranks that share one machine, where compressing competes "
-        f"with computing for the cores. Emulated: the link, {first['link']}.",
-        f"A small model after {first['steps']} steps: what hurts here hurts; what does not might "
-        "in a longer run.",
+        "Measured: bytes that a rank sends; losses in nats per token on text not trained on, "
+        "beside fp32 from the same weights; times of ranks that share one machine, where "
+        "compressing competes with computing for the cores. Emulated: the link, "
+        f"{rows[0]['link']}.",
     ]
     if not math.isnan(chance(rows)):
-        said.insert(
-            1,
+        said.append(
             f'"{CHANCE}" began from weights off by one part in a million: a gap as small as its '
-            f"own, up to {chance(rows):.4f}, is chance.",
+            f"own, up to {chance(rows):.4f}, is chance."
         )
     return "\n".join(textwrap.fill(sentence, 100) for sentence in said)

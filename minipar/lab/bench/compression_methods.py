@@ -60,7 +60,7 @@ def seldom(method: str, **options: Any) -> Method:
 def _post_local(
     model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer, steps: int
 ) -> Strategy:
-    """Half of the steps in step, half of them alone."""
+    """Take half of the steps together, half of them alone."""
     options = dict(method="local sgd", every=TURN, synchronous_steps=steps // 2, average=False)
     return local_sgd.apply(model, axis, optimizer, **options)
 

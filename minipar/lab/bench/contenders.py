@@ -58,7 +58,7 @@ def training(
 
 # ---------------------------------------------------------------------- data parallel
 def our_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, version: ddp.Version) -> Step:
-    """`minipar.parallel.ddp`, as in the trainer."""
+    """Return a step of `minipar.parallel.ddp`, as in the trainer."""
     model = Llama(shape)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     strategy = ddp.apply(model, axis, average=False, version=version)
@@ -67,7 +67,7 @@ def our_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, version: ddp.Ver
 
 
 def torch_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, bucket_mb: float) -> Step:
-    """`DistributedDataParallel` with buckets of that size."""
+    """Return a step of `DistributedDataParallel` with buckets of that size."""
     model = Llama(shape)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     return training(wrapped(model, bucket_mb), optimizer, config.tokens(shape, seed=axis.rank))
@@ -81,7 +81,7 @@ def wrapped(model: Llama, bucket_mb: float = 25.0) -> DistributedDataParallel:
 
 # ---------------------------------------------------------------------- ZeRO and FSDP
 def our_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, stage: int) -> Step:
-    """`minipar.parallel.zero`."""
+    """Return a step of `minipar.parallel.zero`."""
     model = Llama(shape)
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, axis, **ADAMW)
     strategy = zero.apply(model, axis, optimizer=optimizer, stage=stage, average=False)
@@ -90,7 +90,7 @@ def our_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, stage: int) -> 
 
 
 def our_fsdp(config: RaceConfig, axis: Axis, shape: LlamaConfig, reshard: bool = True) -> Step:
-    """`minipar.parallel.fsdp`, with or without its `reshard_after_forward`."""
+    """Return a step of `minipar.parallel.fsdp`, with or without `reshard_after_forward`."""
     model = Llama(shape)
     strategy = fsdp.apply(model, axis, reshard_after_forward=reshard, average=False)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -100,7 +100,7 @@ def our_fsdp(config: RaceConfig, axis: Axis, shape: LlamaConfig, reshard: bool =
 
 # PyTorch's parts are imported where they are used: they take most of a second.
 def torch_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, bucket_mb: float) -> Step:
-    """`ZeroRedundancyOptimizer` on top of `DistributedDataParallel`."""
+    """Return a step of `ZeroRedundancyOptimizer` on top of `DistributedDataParallel`."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = wrapped(Llama(shape), bucket_mb)
@@ -118,7 +118,7 @@ def torch_fsdp(
     prefetch: bool = False,
     async_reduce: bool = False,
 ) -> Step:
-    """`fully_shard` on every block and the root."""
+    """Return a step of `fully_shard` on every block and the root."""
     from torch.distributed.fsdp import fully_shard
 
     model, grid = Llama(shape), grid_of(axis)
@@ -179,7 +179,7 @@ class AsyncReduceScatter:
 
 # ---------------------------------------------------------------------- tensor parallel
 def our_tensor(config: RaceConfig, axis: Axis, shape: LlamaConfig, **options: bool) -> Step:
-    """`minipar.parallel.tensor`."""
+    """Return a step of `minipar.parallel.tensor`."""
     model = Llama(shape, seed=0)
     strategy = tensor.apply(model, axis, **options)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -189,7 +189,7 @@ def our_tensor(config: RaceConfig, axis: Axis, shape: LlamaConfig, **options: bo
 def torch_tensor(
     config: RaceConfig, axis: Axis, shape: LlamaConfig, sequence: bool = False, once: bool = True
 ) -> Step:
-    """`parallelize_module`; `once`: the input of q, k and v is prepared once."""
+    """Return a step of `parallelize_module`; `once`: the input of q, k, v is prepared once."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
@@ -317,7 +317,7 @@ MICROBATCHES = 4  # per rank
 
 
 def our_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
-    """`minipar.parallel.pipeline`."""
+    """Return a step of `minipar.parallel.pipeline`."""
     m = MICROBATCHES * axis.size
     model = Llama(shape, seed=0)
     pipeline = runtime.apply(model, axis, make(name, axis.size, m))
@@ -336,7 +336,7 @@ def our_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) 
 
 
 def torch_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
-    """`torch.distributed.pipelining`, on the stages of ours; the last stage alone has the loss."""
+    """Return a step of `torch.distributed.pipelining` on the stages of ours."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import schedules as theirs
 

@@ -1,27 +1,24 @@
-"""`minipar bench experts`: four ways to hide all-to-alls of experts, on emulated devices.
+"""Four ways to hide the all-to-alls of experts, on emulated devices (notebook 11).
 
 Each way does the same work: forward of one microbatch and backward of another, through a few layers
 with experts. The link is so slow that all-to-alls take `SHARE` of the time if nothing is hidden. No
 way can be faster than computing alone, or than sending alone: the slower of the two is the `ideal`.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minipar.comm.collectives import barrier
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.mesh import Axis
 from minipar.emulate import device, link
-from minipar.lab.bench import race
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.observe.timeline import Timeline, record, span
 from minipar.parallel import expert
 from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.pairs import side_by_side
-from minipar.sim import emulate
 
 WAYS = {
     "all_to_all": "(a) nothing beside",
@@ -29,16 +26,8 @@ WAYS = {
     "halves": "(c) halves of a batch",
     "paired": "(d) a forward beside a backward",
 }
-"""The word for `expert.apply`, and the name in tables and pictures."""
+"""The word for `expert.apply`, and the name in pictures."""
 SHARE, LAYERS = 0.4, 4
-DEVICE, MAGNIFY = "h100/30", 32  # 64 tokens of width 64 stand for 2,048 of 2,048
-COLUMNS: race.Columns = (
-    ("link", "{link}"),
-    ("hidden how", "{way}"),
-    ("ms", "{ms:.1f}"),
-    ("all-to-alls hidden", "{hidden:.0%}"),
-    ("of the ideal", "{ratio:.2f}"),
-)
 
 
 class Overlaps(NamedTuple):
@@ -130,46 +119,3 @@ def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tens
     chosen = token[:, 0] % num_experts < imbalance * top_k  # of as many tokens, the first choice
     experts[:, 0] = torch.where(chosen, 0, experts[:, 0])
     return experts
-
-
-# ---------------------------------------------------------------------- the command
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """Compare ways to hide the all-to-alls of experts, on emulated H100s."""
-
-    ranks: int = 2
-    """Emulated devices; they share 8 experts."""
-    json: str = ""
-    """Also write the rows to this file."""
-
-    def check(self) -> None:
-        """Raise `ValueError` for values that cannot work."""
-        if self.ranks not in (2, 4, 8):
-            raise ValueError(f"--ranks {self.ranks}: they share 8 experts; use 2, 4 or 8")
-        race.check_file("--json", self.json)
-
-
-def run(config: ExpertsConfig) -> list[dict[str, Any]]:
-    """Play all ways, print the table; return a row for each way."""
-    config.check()
-    with race.pool(config.ranks, "none", device=emulate.device(DEVICE, MAGNIFY)) as ranks:
-        found = ranks.run(_on_rank, config.ranks)[0]
-    rows = [
-        {
-            "bench": "experts",
-            "link": timeline.label,
-            "ranks": config.ranks,
-            "way": WAYS[way],
-            "ms": 1e3 * timeline.duration,
-            "hidden": found.hidden(way),
-            "ratio": timeline.duration / found.ideal,
-        }
-        for way, timeline in found.timelines.items()
-    ]
-    print(race.table(rows, COLUMNS))
-    race.save(rows, config.json)
-    return rows
-
-
-def _on_rank(num_ranks: int) -> Overlaps:
-    return compare(Mesh(dp=1, ep=num_ranks).ep)

@@ -10,19 +10,15 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
-from minipar.lab import draw
 from minipar.lab.bench import race
-from minipar.lab.draw import pipeline as draw_pipeline
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.observe import timeline
 from minipar.observe.spans import Span
@@ -56,31 +52,12 @@ class IdleConfig:
     """Microbatches per step, at least two for each rank."""
     runs: int = 3
     """Steps of each schedule; the median counts."""
-    out: str = ""
-    """Also draw a picture of each schedule, predicted above measured, into this folder."""
     json: str = ""
     """Also write the rows to this file."""
-
-    def check(self) -> None:
-        """Raise `ValueError` for values that cannot work."""
-        if self.ranks < 2 or self.ranks % 2:
-            raise ValueError(f"--ranks {self.ranks}: dualpipe takes an even number; use 2 or 4")
-        if self.microbatches < 2 * self.ranks or self.microbatches % self.ranks:
-            raise ValueError(
-                f"--microbatches {self.microbatches}: use a multiple of --ranks {self.ranks}, at "
-                f"least two for each, such as {2 * self.ranks}"
-            )
-        if self.runs < 1:
-            raise ValueError(f"--runs {self.runs}: use 1 or more")
-        if self.out and Path(self.out).is_file():
-            raise ValueError(f"--out {self.out} is a file; name a folder for the pictures")
-        race.check_file("--out", self.out)
-        race.check_file("--json", self.json)
 
 
 def run(config: IdleConfig) -> list[dict[str, Any]]:
     """Play every schedule, print the table; return a row for each schedule."""
-    config.check()
     rows = []
     with race.pool(config.ranks, "none") as ranks:
         for name in SCHEDULES:
@@ -101,9 +78,6 @@ def run(config: IdleConfig) -> list[dict[str, Any]]:
                     "difference_in_points": 100 * (idle_share(measured) - idle_share(simulated)),
                 }
             )
-            if config.out:
-                Path(config.out).mkdir(exist_ok=True)
-                draw.save(picture(schedule, simulated, measured), f"{config.out}/{name}.png")
     print(race.table(rows, COLUMNS))
     race.save(rows, config.json)
     return rows
@@ -141,15 +115,6 @@ def costs_of(schedule: Schedule, measured: Timeline) -> Costs:
     parts = range(schedule.num_stages)
     means = ([statistics.mean(seconds[kind, part]) for part in parts] for kind in "FIW")
     return Costs(*means, message=MESSAGE, latency=LINK.latency)
-
-
-def picture(schedule: Schedule, simulated: Timeline, measured: Timeline) -> Figure:
-    """Draw predicted above measured, on one time axis in milliseconds."""
-    panels = {
-        f"{schedule.name}, simulated": (schedule, simulated),
-        f"{schedule.name}, measured": (schedule, measured),
-    }
-    return draw_pipeline.compare(panels, unit="ms")
 
 
 # ---------------------------------------------------------------------- on the ranks

@@ -4,9 +4,8 @@ Both train the same model on the same tokens and the same link. Machines drift, 
 take turns step by step, in changing order. The ratio of a round is our time over PyTorch's; a row
 shows the median of all rounds and its quartiles. A step takes as long as its slowest rank.
 
-Processor time, of the busiest rank and all its threads, has a ratio as well: it hardly notices
-other programs on the machine. The emulated link counts the bytes of every library alike; the bare
-backend ("gloo") counts none. All ranks compute on the CPU. Who races against whom: contenders.py.
+The emulated link counts the bytes of every library alike; the bare backend ("gloo") counts none.
+All ranks compute on the CPU. Who races against whom: strategies.py.
 """
 
 import gc
@@ -62,20 +61,13 @@ class RaceConfig:
 
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work."""
-        for name, least in dict(rounds=1, ranks=2, batch_size=1, seq_len=0).items():
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: use {least} or more")
+        if self.ranks < 2 or self.rounds < 1 or not self.links:
+            raise ValueError("--ranks needs 2 or more, --rounds 1 or more, --links at least one")
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        if self.seq_len > (longest := PRESETS[self.preset].max_seq_len):
-            raise ValueError(
-                f"--seq-len {self.seq_len} is longer than {self.preset} sees; use up to {longest}"
-            )
-        if not self.links:
-            raise ValueError("--links needs at least one value")
         for name in self.links:
             label(name)
-        check_file("--json", self.json)
+        check_file(self.json)
 
     def tokens(self, shape: LlamaConfig, seed: int = 0, sequences: int = 0) -> list[Tensor]:
         """Return random inputs and targets [B, T]; ranks that pass the same seed have the same."""
@@ -85,10 +77,10 @@ class RaceConfig:
         return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
 
 
-def check_file(flag: str, path: str) -> None:
+def check_file(path: str) -> None:
     """Raise `ValueError` if the folder of a file to write is not there."""
     if path and not Path(path).parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {Path(path).parent}")
+        raise ValueError(f"--json {path}: there is no folder {Path(path).parent}")
 
 
 def label(link_name: str) -> str:
@@ -102,7 +94,6 @@ class Measured:
     """All steps of one contender."""
 
     seconds: list[float] = field(default_factory=list)  # of the slowest rank
-    processor: list[float] = field(default_factory=list)  # seconds of the busiest rank
     num_bytes: list[int] = field(default_factory=list)  # sent by the rank that sends most
 
 
@@ -167,19 +158,18 @@ def race(
         for name in in_turns(list(steps), rounds):
             barrier(axis)
             lead[name]()
-            start, busy = time.monotonic(), time.process_time()
+            start = time.monotonic()
             steps[name]()
-            turns.append((name, start, time.monotonic(), time.process_time() - busy))
+            turns.append((name, start, time.monotonic()))
             barrier(axis)  # messages on their way arrive before the next turn
             gc.collect(0)
     gc.enable()
     link.observers.remove(note)
-    mine = [(end - start, busy, bytes_of(sent, start, end)) for _, start, end, busy in turns]
+    mine = [(end - start, bytes_of(sent, start, end)) for _, start, end in turns]
     measured = {name: Measured() for name in steps}
     for (name, *_), *ranks in zip(turns, *all_gather_object(mine, axis), strict=True):
-        seconds, processor, num_bytes = zip(*ranks, strict=True)
+        seconds, num_bytes = zip(*ranks, strict=True)
         measured[name].seconds.append(max(seconds))
-        measured[name].processor.append(max(processor))
         measured[name].num_bytes.append(max(num_bytes))
     return measured
 
@@ -217,7 +207,6 @@ def row(
         "ours": ours,
         "torch": fastest,
         **ratios(mine.seconds, theirs.seconds),
-        "processor_ratio": ratios(mine.processor, theirs.processor)["ratio"],
         **told("ours", mine),
         **told("torch", theirs),
         "ratio_as_it_comes": ratios(mine.seconds, measured[rivals[0]].seconds)["ratio"],
@@ -245,7 +234,6 @@ COLUMNS: Columns = (
     ("step", "{torch_ms:.0f} ms"),
     ("ratio [quartiles]", "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]"),
     ("to PyTorch's as it comes", "{ratio_as_it_comes:.3f}"),
-    ("processor time", "{processor_ratio:.3f}"),
     ("MB sent: ours", "{ours_megabytes:.2f}"),
     ("torch", "{torch_megabytes:.2f}"),
 )

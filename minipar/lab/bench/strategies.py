@@ -36,7 +36,6 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
     contest = CONTESTS[config.strategy]
     config = replace(config, seq_len=config.seq_len or contest.seq_len)
     config.check()
-    contest.check(config)
     rows = []
     for name in config.links:
         with race.pool(config.ranks, name) as ranks:
@@ -68,27 +67,10 @@ class Contest:
     """Ours, and the contenders of PyTorch's to compare with: first as PyTorch's comes."""
     seq_len: int = 128
     changes: Callable[[RaceConfig], dict[str, Any]] = lambda config: {}  # of the preset
-    rule: Callable[[RaceConfig, LlamaConfig], str] = lambda config, shape: ""
 
     def shape(self, config: RaceConfig) -> LlamaConfig:
         """Return the model that all contenders train."""
         return replace(PRESETS[config.preset], **self.changes(config))
-
-    def check(self, config: RaceConfig) -> None:
-        """Raise `ValueError` for sizes that one of the contenders cannot cut."""
-        if problem := self.rule(config, self.shape(config)):
-            raise ValueError(problem)
-
-
-def divides(config: RaceConfig, heads: int, what: str, parts: int) -> str:
-    """Return the rule that is broken, if any: ranks cut heads, and `parts` cut the tokens."""
-    if heads % config.ranks:
-        good = [str(n) for n in range(2, heads + 1) if heads % n == 0]
-        return f"--ranks {config.ranks} cannot cut {heads} {what}; use one of {', '.join(good)}"
-    if over := config.seq_len % parts:
-        use = config.seq_len - over + parts
-        return f"--seq-len {config.seq_len} cannot be cut into {parts} parts; use {use}"
-    return ""
 
 
 CONTESTS = {
@@ -142,7 +124,6 @@ CONTESTS = {
         },
         seq_len=256,
         changes=lambda config: dict(tie_embeddings=False),
-        rule=lambda c, shape: divides(c, shape.num_kv_heads, "key/value heads", c.ranks),
     ),
     "context": Contest(
         "cp",
@@ -159,7 +140,6 @@ CONTESTS = {
             ["ring, all-gather", "ring, all-to-all"],
         ),
         seq_len=2048,
-        rule=lambda c, shape: divides(c, shape.num_heads, "heads", 2 * c.ranks),
     ),
     "pipeline": Contest(
         "pp",

@@ -2,9 +2,7 @@
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -28,13 +26,15 @@ def curves(
     ylim: tuple[float, float] | None = None,
     colours: Mapping[str, str] | None = None,
     key: bool = False,
+    nested: bool = False,
 ) -> Figure:
-    """Curves `{name: (x, y)}` with their names at their ends; those in `points` are marks.
+    """Draw curves `{name: (x, y)}` with their names at their ends; those in `points` are marks.
 
     Marks with names of their own have shapes of their own, as colours look alike in grey.
 
     With `key` the names stand below the picture, for curves that end in one place; with `ylim` the
-    axis stays as it is from picture to picture.
+    axis stays as it is from picture to picture. With `nested` each curve is thinner than the curve
+    before, so that equal ones are seen.
 
     A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
     Raises ValueError when a curve is empty or its x and y differ in length.
@@ -66,11 +66,6 @@ def curves(
         _log_ticks(ax.xaxis, xs)
     if logy:
         _log_ticks(ax.yaxis, ys)
-    seen = {name: xy for name, xy in lines.items() if name not in points}
-    if logy and all(v > 0 for _, y in seen.values() for v in y):
-        # Near is what lies together in the picture.
-        seen = {name: (x, [math.log10(v) for v in y]) for name, (x, y) in seen.items()}
-    widths = _widths(seen)
     named = [name for name in lines if name in points and not name.startswith("_")]
     shapes = dict(zip(named, itertools.cycle("osDXP"), strict=False))
     ends = []
@@ -79,7 +74,9 @@ def curves(
         if name in points:
             ax.plot(x, y, shapes.get(name, "o"), color=ink, ms=5, mec=PAPER, mew=0.8, zorder=4)
         else:
-            ax.plot(x, y, color=ink, lw=widths[name], solid_capstyle="round", zorder=3)
+            inner = len(lines) - 1 - i  # curves that are to lie within this one
+            wide = 2.0 + min(1.6, 3.5 / len(lines)) * nested * inner
+            ax.plot(x, y, color=ink, lw=wide, solid_capstyle="round", zorder=3)
         if not name.startswith("_"):
             finite = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
             ends.append((*(finite or [(x[-1], math.nan)])[-1], name, ink))
@@ -92,7 +89,7 @@ def curves(
 
 
 def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
-    """More ticks than powers of ten, for values that are not far apart: if powers of two, these."""
+    """Set more ticks than powers of ten, for values that are near; powers of two get their own."""
     if not min(values, default=0) > 0 or max(values) >= 200 * min(values):
         return
     doubles = all(math.log2(v).is_integer() for v in values)
@@ -104,22 +101,8 @@ def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
         axis.set_major_formatter(FuncFormatter(lambda v, _: f"$2^{{{math.log2(v):.0f}}}$"))
 
 
-def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, float]:
-    """Line widths in points: of curves that coincide, the later lie thin upon the earlier."""
-    values = [v for _, y in lines.values() for v in y]
-    near = 0.01 * (max(values, default=0.0) - min(values, default=0.0))
-
-    def covers(later: Sequence[float], y: Sequence[float]) -> bool:
-        same = len(later) == len(y)
-        return same and all(abs(a - b) <= near for a, b in zip(y, later, strict=True))
-
-    heights = [y for _, y in lines.values()]
-    covered = [sum(covers(later, y) for later in heights[i + 1 :]) for i, y in enumerate(heights)]
-    return {name: 2.0 + 2.4 * count for name, count in zip(lines, covered, strict=True)}
-
-
 def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Names at the ends of curves, pushed apart until none covers another.
+    """Write names at the ends of curves, pushed apart until none covers another.
 
     A thin line leads from the end of a curve to its name, where that is far away. A curve without a
     finite value, which is not to be seen, has its name at the foot.
@@ -142,79 +125,40 @@ def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
 def loss_curves(
     losses: Mapping[str, Sequence[float]], *, title: str = "", note: str = ""
 ) -> Figure:
-    """Losses by step `{name: [loss of step 0, ...]}`. Equal ones lie on each other, all visible."""
+    """Draw losses by step `{name: [loss of step 0, ...]}`; equal curves stay visible."""
     lines = {name: (range(len(values)), list(values)) for name, values in losses.items()}
-    return curves(lines, xlabel="step", ylabel="loss", title=title, note=note)
-
-
-class _Box(NamedTuple):
-    """In inches from the lower left corner of the axes."""
-
-    left: float
-    low: float
-    right: float
-    top: float
-
-    def overlap(self, other: "_Box") -> float:
-        """Square inches in both."""
-        wide = min(self.right, other.right) - max(self.left, other.left)
-        tall = min(self.top, other.top) - max(self.low, other.low)
-        return max(wide, 0.0) * max(tall, 0.0)
+    return curves(lines, xlabel="step", ylabel="loss", title=title, note=note, nested=True)
 
 
 def label_points(
     ax: Axes, points: Sequence[Point], names: Sequence[str], inks: Sequence[str]
 ) -> None:
-    """Names beside points, where they cover least; points that touch share a block of names."""
-    width = ax.get_position().width * ax.figure.get_figwidth()
-    height = pen.inches_of(ax)
+    """Write each name beside its point: where it covers no other, or else to the right of it."""
+    ax.get_xlim(), ax.get_ylim()  # until asked for, the limits are not those of the data
+    wide = ax.get_position().width * ax.figure.get_figwidth()
+    tall = pen.inches_of(ax)
     to_axes = ax.transData + ax.transAxes.inverted()
-    dots = [(x * width, y * height) for x, y in map(to_axes.transform, points)]
-    taken = [_Box(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in dots]
-    paper = _Box(0.0, 0.0, width, height)
-    for group in sorted(_touching(dots), key=len, reverse=True):
-        group = sorted(group, key=lambda i: -dots[i][1])
-        x, y = (statistics.mean(dots[i][k] for i in group) for k in (0, 1))
-        longest = max(len(names[i]) for i in group)
-        size = 0.066 * longest + 0.03, 0.155 * len(group)
-        box = min(
-            _places(x, y, *size),
-            key=lambda at: (
-                round(sum(at[0].overlap(other) for other in taken) - at[0].overlap(paper), 4),
-                at[1],
-            ),
-        )[0]
+    dots = [(x * wide, y * tall) for x, y in map(to_axes.transform, points)]
+    taken = [(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in dots]
+    for i in sorted(range(len(dots)), key=lambda i: -dots[i][1]):
+        (x, y), length = dots[i], 0.066 * len(names[i]) + 0.03
+        spots = [
+            (left, y + up)
+            for up in (0.0, 0.16, -0.16, 0.3, -0.3)
+            for left in (x + 0.1, x - 0.1 - length)
+        ]
+        boxes = [(left, low - 0.075, left + length, low + 0.075) for left, low in spots]
+        inside = [box for box in boxes if box[0] > 0 and box[2] < wide + 0.2]
+        free = [box for box in inside if not any(_meet(box, other) for other in taken)]
+        left, low, *_ = box = (free or boxes)[0]
         taken.append(box)
-        right = box.left > x - 0.02
-        edge = box.left if right else box.right
-        near = min(max(y, box.low + 0.07), box.top - 0.07)
-        if math.dist((edge, near), (x, y)) > 0.17:
-            line = {"color": MUTED, "lw": 0.6, "transform": ax.transAxes, "zorder": 2}
-            ax.plot([x / width, edge / width], [y / height, near / height], **line)
-        for k, i in enumerate(group):
-            at = (edge / width, (box.top - 0.155 * (k + 0.5)) / height)
-            style = {"ha": "left" if right else "right", "va": "center", "size": 8.5}
-            ink = pen.readable(inks[i])
-            ax.text(*at, names[i], color=ink, transform=ax.transAxes, **style)
+        style = {"color": pen.readable(inks[i]), "size": 8.5, "transform": ax.transAxes}
+        pen.text(ax, left / wide, (low + 0.075) / tall, names[i], **style)
 
 
-def _touching(dots: Sequence[Point]) -> list[list[int]]:
-    """Numbers of the dots in groups: those that touch, directly or by way of others."""
-    groups: list[list[int]] = []
-    for i, dot in enumerate(dots):
-        near = [g for g in groups if any(math.dist(dot, dots[j]) < 0.13 for j in g)]
-        groups = [g for g in groups if g not in near] + [[j for g in near for j in g] + [i]]
-    return groups
-
-
-def _places(x: float, y: float, wide: float, tall: float) -> Iterable[tuple[_Box, float]]:
-    """Where the names of a dot may stand, each with how little it is liked."""
-    for away in (0.1, 0.2, 0.35, 0.5, 0.7, 0.95):
-        for slope in (0, 0.6, -0.6, 1.2, -1.2, 2.2, -2.2):
-            middle = y + slope * away
-            for left in (x + away, x - away - wide):
-                dislike = away * (1 + 0.3 * abs(slope)) + (0.02 if left < x else 0)
-                yield _Box(left, middle - tall / 2, left + wide, middle + tall / 2), dislike
+def _meet(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    """True if two boxes (left, low, right, top) have a point in common."""
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def bars(
@@ -228,11 +172,12 @@ def bars(
     longest: float | None = None,
     mark: float | None = None,
 ) -> Figure:
-    """Horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`, with their values.
+    """Draw horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`.
 
-    Parts named as a kind of work or an axis have its colour, unless `colours` has one for them; a
-    part says its value where there is room, and bars that are all 100 % do not say that. A bar that
-    is longer than `longest` is cut off there, with an arrow. At `mark` there is a line.
+    Parts named as a kind of work, an axis or a part of memory ("weights") have its colour, unless
+    `colours` has one for them. A part says its value where there is room. Bars that are all 100 %
+    do not say so. A bar longer than `longest` is cut off there, with an arrow. At `mark` there is a
+    line.
     Raises ValueError for negative values.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
@@ -240,8 +185,11 @@ def bars(
         if any(value < 0 for value in parts.values()):
             raise ValueError(f"bar {name!r} has a negative value: {parts}")
     names = list(dict.fromkeys(part for parts in stacked.values() for part in parts if part))
-    inks = {n: SERIES[i % len(SERIES)] for i, n in enumerate(names)}
+    of_memory = {n: ink for n in names if (ink := pen.held(n))}
+    plain = pen.HELD_OTHERS if of_memory else SERIES  # no loud colour beside the palette of memory
+    inks = {n: plain[i % len(plain)] for i, n in enumerate(n for n in names if n not in of_memory)}
     inks.update({n: colour(n) for n in names if n in KIND or n in AXIS or n == "exposed"})
+    inks.update(of_memory)
     inks.update(colours or {})
     left = 0.3 + 0.075 * max(map(len, stacked), default=0)
     width, row = 7.2, 0.36

@@ -27,8 +27,8 @@ TYPICAL = ("fp32", "int8", "top-k 10 %", "PowerSGD rank 4", "DiLoCo streaming") 
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """The one sentence that the rows say: who sends least at (nearly) no cost in every run."""
-    free = [r for r in rows if r["family"] != "exact" and abs_gap(r) < FREE and r["share"] < 1]
+    """Return the sentence that the rows say: who sends least at (nearly) no cost in every run."""
+    free = [r for r in rows if r["share"] < 1 and abs_gap(r) < FREE and "no f" not in r["method"]]
     if not free:
         return f"every method that sends less than fp32 loses more than {FREE:g} nats per token"
     best = min(free, key=lambda r: (r["num_bytes"], abs(r["gap"])))
@@ -38,16 +38,17 @@ def finding(rows: Sequence[Row]) -> str:
 
 
 def abs_gap(row: Row) -> float:
-    """The largest gap to fp32 in any run, in nats per token, in either direction."""
+    """Return the largest gap to fp32 in any run, in nats per token, in either direction."""
     return max(abs(row["gap_low"]), abs(row["gap_high"]))
 
 
 # ---------------------------------------------------------------------- accuracy against bytes
 def accuracy(rows: Sequence[Row]) -> Figure:
-    """A dot per method: bytes that a rank sends per step, and how far its loss is from fp32's.
+    """Draw a dot per method: bytes that a rank sends per step, and its loss minus fp32's.
 
     Further left sends less, further down learns better. A line spans the runs from different
-    weights; a hollow dot is a method without error feedback. Near zero the scale is linear.
+    weights. An arrow leads from a method without error feedback, a hollow dot, to the same method
+    with it. Near zero the scale is linear. Methods of equal bytes near zero share a label.
     Raises ValueError when there is nothing to draw.
     """
     if not rows:
@@ -55,7 +56,7 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     width, height = 9.6, 5.6
     first = rows[0]
     note = f"{first['preset']} Llama after {first['steps']} steps of {first['tokens_per_step']}"
-    note += f" tokens, {first['ranks']} ranks; hollow: no error feedback"
+    note += f" tokens, {first['ranks']} ranks. Arrows: from no error feedback to feedback"
     figure = pen.figure(width, height, finding(rows), note)
     ax = pen.panel(figure, 0.85, 1.0, width - 1.1, height - 1.75)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
@@ -63,19 +64,30 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     ax.set_yscale("symlog", linthresh=FREE, linscale=0.5)
     ax.grid(axis="y", color=GRID, lw=0.8)
     ax.minorticks_off()
+    with_feedback = {row["method"]: row for row in rows}
+    labels: dict[tuple, list[Row]] = {}
     for row in rows:
-        ink = FAMILY[row["family"]]
-        x = row["num_bytes"] / 1e6
+        ink, method = FAMILY[row["family"]], row["method"]
+        x, y = row["num_bytes"] / 1e6, row["gap"]
         ax.plot([x, x], [row["gap_low"], row["gap_high"]], color=ink, lw=1.4, alpha=0.45, zorder=3)
-        face = PAPER if "no feedback" in row["method"] else ink
-        ax.plot(x, row["gap"], "o", ms=6.5, mfc=face, mec=ink, mew=1.3, zorder=4)
+        plain = method.removesuffix(", no feedback")
+        face = ink if plain == method else PAPER
+        ax.plot(x, y, "o", ms=6.5, mfc=face, mec=ink, mew=1.3, zorder=4)
+        if plain == method:
+            near = (f"{x:.2g}", "free" if abs(y) < FREE else method)
+            labels.setdefault(near, []).append(row)
+        elif plain in with_feedback:
+            end = x, with_feedback[plain]["gap"]
+            ends = {"arrowstyle": "-|>", "color": ink, "shrinkA": 5, "shrinkB": 5}
+            ax.annotate("", end, (x, y), arrowprops=ends, zorder=3)
     _limits(ax, rows)
     ax.axhspan(-FREE, FREE, color=KIND["idle"], lw=0, zorder=0)
     style = {"color": MUTED, "size": 8, "va": "bottom"}
     ax.text(ax.get_xlim()[0], -FREE, f" within {FREE:g} of fp32", **style)
-    dots = [(row["num_bytes"] / 1e6, row["gap"]) for row in rows]
-    inks = [FAMILY[row["family"]] for row in rows]
-    label_points(ax, dots, [row["method"] for row in rows], inks)
+    firsts = [group[0] for group in labels.values()]
+    dots = [(row["num_bytes"] / 1e6, row["gap"]) for row in firsts]
+    names = [", ".join(row["method"] for row in group) for group in labels.values()]
+    label_points(ax, dots, names, [FAMILY[row["family"]] for row in firsts])
     what = "loss minus that of fp32, nats per token (lower is better)"
     pen.label(ax, "megabytes that a rank sends per step", what, above=1.03)
     families = {row["family"] for row in rows}
@@ -110,7 +122,7 @@ def convergence(
     methods: Iterable[str] = TYPICAL,
     title: str = "",
 ) -> Figure:
-    """Training losses of some methods by step, or by the seconds that their steps would take.
+    """Draw training losses of some methods by step, or by the seconds that the steps take.
 
     Losses are means of the last 8 steps. Seconds are steps times the step time that was measured on
     the emulated link. Raises ValueError for a method that has no row.

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 def pieces(size: int, order: context.Order, visible: Tensor) -> list[Piece]:
-    """All blocks that `size` ranks multiply; `visible` [T, T] is True where a query may look.
+    """Return all blocks that ranks multiply; `visible` [T, T] is True where a query may look.
 
     Raises `ValueError` for lengths that the order does not divide.
     """
@@ -51,7 +51,7 @@ def pieces(size: int, order: context.Order, visible: Tensor) -> list[Piece]:
 
 
 def quarters(size: int, order: context.Order, visible: Tensor | None = None) -> list[list[float]]:
-    """Work of each rank in each step: blocks of T/n x T/n scores, in quarters of one."""
+    """Return work of each rank in each step: blocks of T/n x T/n scores, in quarters of one."""
     visible = _causal(size) if visible is None else visible
     quarter = (len(visible) / size / 2) ** 2
     work = [[0.0] * size for _ in range(size)]
@@ -68,28 +68,28 @@ def mask(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """Who multiplies which block of scores: rows are queries, columns keys, a colour is a rank.
+    """Draw who multiplies which block of scores: rows are queries, columns keys.
 
     The number in a block is the step of the ring in which it is multiplied. `visible` [T, T] is
     True where a query may look: causal, unless given. Raises `ValueError` for sizes that cannot be
     seen.
     """
     visible = _checked(size, visible)
-    width, height = max(LEFT + SIDE + 0.3, pen.title_width(title), 6.5), SIDE + 1.5
+    width, height = max(LEFT + SIDE + 0.3, pen.title_width(title), 6.5), SIDE + 1.72
     figure, ax = pen.sheet(width, height, title, note)
-    _triangle(ax, (width - SIDE) / 2, 0.62, size, order, visible)
+    _triangle(ax, (width - SIDE) / 2, 0.84, size, order, visible)
     _legend(figure, size, width - 0.3)
     return figure
 
 
 def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
-    """Both orders of tokens side by side: their blocks, and below who works and who waits.
+    """Draw both orders of tokens side by side: their blocks, and below who works and waits.
 
-    Every step of a ring lasts as long as its slowest rank; what is grey is waiting. Raises
+    Every step of a ring lasts as long as its slowest rank; hatched grey is waiting. Raises
     `ValueError` for sizes that cannot be seen.
     """
     visible = _checked(size, None)
-    below = ROW * size + 0.72
+    below = ROW * size + 0.94
     width, height = 2 * (LEFT + SIDE) + 0.75, SIDE + below + 1.5
     figure, ax = pen.sheet(width, height, title, note)
     works = {order: quarters(size, order) for order in ("plain", "zigzag")}
@@ -97,9 +97,9 @@ def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
     for i, (order, work) in enumerate(works.items()):
         x = LEFT + i * (LEFT + SIDE + 0.1)
         _triangle(ax, x, 0.55 + below, size, order, visible, head=order)
-        _steps(ax, x, 0.62, work, SIDE / longest)
+        _steps(ax, x, 0.84, work, SIDE / longest)
         total = f"{_duration(work):g} quarters of a block"
-        pen.text(ax, x, 0.62 + ROW * size + 0.16, total, weight="bold")
+        pen.text(ax, x, 0.84 + ROW * size + 0.16, total, weight="bold")
     _legend(figure, size, width - 0.4, waiting=True)
     return figure
 
@@ -111,7 +111,7 @@ def steps(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """A ring in lockstep, ``work[name][rank][step]`` in `unit`: every step waits for its slowest.
+    """Draw rings in lockstep, ``work[name][rank][step]`` in `unit`: a step waits for its slowest.
 
     Raises `ValueError` for no work, or for more ranks than there are colours.
     """
@@ -119,7 +119,7 @@ def steps(
     if not 1 <= ranks <= len(RANK):
         raise ValueError(f"{ranks} ranks make no picture that can be read; use 1 to {len(RANK)}")
     width, panel = max(7.2, pen.title_width(title)), ROW * ranks + 0.44
-    height = 0.98 + panel * len(work)
+    height = 1.2 + panel * len(work)
     figure, ax = pen.sheet(width, height, title, note)
     scale = (width - LEFT - 0.3) / max(map(_duration, work.values()))
     for i, (name, rows) in enumerate(work.items()):
@@ -146,11 +146,6 @@ def _checked(size: int, visible: Tensor | None) -> Tensor:
     return visible
 
 
-def _pale(ink: str) -> tuple[float, ...]:
-    """Return the pale colour of products that are masked afterwards: computed, but of no use."""
-    return tuple(1 - 0.35 * (1 - part) for part in to_rgb(ink))
-
-
 def _triangle(
     ax: Axes, x: float, y: float, size: int, order: context.Order, visible: Tensor, head: str = ""
 ) -> None:
@@ -160,7 +155,8 @@ def _triangle(
     cells = torch.tensor(to_rgb(KIND["idle"])).expand(length, length, 3).clone()
     for piece in found:
         seen = visible[piece.queries][:, piece.keys, None]
-        ink, pale = torch.tensor(to_rgb(RANK[piece.rank])), torch.tensor(_pale(RANK[piece.rank]))
+        own = RANK[piece.rank]
+        ink, pale = (torch.tensor(to_rgb(each)) for each in (own, pen.pale(own)))
         rows, columns = (slice(at[0], at[-1] + 1) for at in (piece.queries, piece.keys))
         cells[rows, columns] = torch.where(seen, ink, pale)
     top = y + SIDE
@@ -191,16 +187,16 @@ def _triangle(
 
 
 def _steps(ax: Axes, x: float, y: float, work: Sequence[Sequence[float]], scale: float) -> None:
-    """Draw a row per rank from (x, y) upward, `scale` inches per unit; grey is waiting."""
+    """Draw a row per rank from (x, y) upward, `scale` inches per unit."""
     lengths = [max(step) for step in zip(*work, strict=True)]
     for rank, row in enumerate(work):
         low = y + ROW * (len(work) - 1 - rank)
         pen.text(ax, x - 0.1, low + ROW / 2, f"rank {rank}", color=MUTED, ha="right", size=8)
         at = x
         for step, (takes, lasts) in enumerate(zip(row, lengths, strict=True)):
-            for seconds, ink in ((lasts, KIND["idle"]), (takes, RANK[rank])):
-                box = {"fc": ink, "ec": PAPER, "lw": 0.7}
-                pen.rectangle(ax, at, low + 0.03, seconds * scale, ROW - 0.06, **box)
+            own = {"fc": RANK[rank], "ec": PAPER, "lw": 0.7}
+            for seconds, style in ((lasts, pen.WAITS), (takes, own)):
+                pen.rectangle(ax, at, low + 0.03, seconds * scale, ROW - 0.06, **style)
             if takes * scale > 0.14:
                 middle = at + takes * scale / 2
                 pen.text(ax, middle, low + ROW / 2 - 0.005, step, ha="center", size=8)
@@ -219,7 +215,8 @@ def _legend(
 ) -> None:
     entries = pen.of_ranks(size)
     if masked:
-        entries.append((_pale(RANK[0]), "multiplied, then masked"))
+        entries.append((pen.pale(RANK[0]), "multiplied, then masked"))
     if waiting:
-        entries.append((KIND["idle"], "waits"))
+        entries.append((pen.WAITS, "waits"))
+    entries.append(("", "number: step of the ring"))
     pen.key(figure, entries, 0.2, 0.26, room)

@@ -33,7 +33,7 @@ def register(kind: type | None = None, function: Callable[[Any], Figure] | None 
 
 
 def _png_or_none(draw: Callable[[Any], Figure], value: Any) -> tuple[bytes, dict[str, str]] | None:
-    """The picture, and as its metadata the text that stands for it where it is not seen."""
+    """Return the picture, and as its metadata the text that stands for it."""
     try:
         figure = draw(value)
         return png(figure), {"alt": in_words(figure)}

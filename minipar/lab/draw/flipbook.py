@@ -4,12 +4,11 @@
 
 The twin of `widgets.explore` for what does not depend on the learner's own code: it moves in
 JupyterLab, in a page exported from it and on the web. Where scripts are stripped (on GitHub, in a
-notebook that is not trusted) some frames stand side by side instead. Frames are images that a
-browser draws from SVG: what is written in them is text and never markup.
+notebook that is not trusted) the first frame stands instead. Frames are images that a browser
+draws from SVG: what is written in them is text and never markup.
 """
 
 import inspect
-import io
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -20,14 +19,10 @@ from typing import Any
 from IPython.display import display
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont
-from PIL import Image, ImageDraw, ImageFont
 
 from minipar.lab.draw import pen
 
 MAX_BYTES = 300_000
-SIDE_BY_SIDE = 4
-"""How many frames stand for all of them where no script runs."""
 
 # `lines` are those of all frames, each once; a frame is a list of their numbers.
 PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
@@ -113,41 +108,18 @@ class Flipbook:
         text = json.dumps(book, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
         return PAGE % {"width": max(widths), "book": text}
 
-    def side_by_side(self) -> bytes:
-        """Some frames as one PNG, two in a row, from the first to the last."""
-        count = min(len(self.frames), SIDE_BY_SIDE)
-        step = (len(self.frames) - 1) / max(count - 1, 1)
-        images = [self._labelled(round(i * step)) for i in range(count)]
-        wide, tall = (max(sizes) for sizes in zip(*(image.size for image in images), strict=True))
-        paper = Image.new("RGB", (wide * min(count, 2), tall * ((count + 1) // 2)), pen.PAPER)
-        for i, image in enumerate(images):
-            paper.paste(image, (i % 2 * wide, i // 2 * tall))
-        small = io.BytesIO()
-        paper.quantize(64, dither=Image.Dither.NONE).save(
-            small, format="png", optimize=True, dpi=(pen.DPI, pen.DPI)
-        )
-        return small.getvalue()
-
-    def _labelled(self, number: int) -> Image.Image:
-        """A frame with the values of the sliders below it."""
-        values = [*product(*self.choices.values())][number]
-        text = ", ".join(f"{n} = {v}" for n, v in zip(self.choices, values, strict=True))
-        picture = Image.open(io.BytesIO(pen.png(self.frames[number])))
-        paper = Image.new("RGB", (picture.width, picture.height + pen.DPI // 4), pen.PAPER)
-        paper.paste(picture)
-        bold = ImageFont.truetype(findfont("DejaVu Sans:bold"), pen.DPI // 8)
-        place = pen.DPI // 7, picture.height
-        ImageDraw.Draw(paper).text(place, text, fill=pen.INK, font=bold)
-        return paper
-
     def __repr__(self) -> str:
         return f"Flipbook of {len(self.frames)} frames: {', '.join(self.choices)}"
 
     def _ipython_display_(self) -> None:
         # Two outputs: the second hides the first where its script runs.
-        words = f"{len(self.frames)} pictures, by {', '.join(self.choices)}: "
-        alt = words + pen.in_words(self.frames[0])
-        still = {"image/png": self.side_by_side(), "text/plain": repr(self)}
+        number = 0
+        for name, values in self.choices.items():
+            number = number * len(values) + self.start[name]
+        shown = self.frames[number]
+        at = ", ".join(f"{name} = {v[self.start[name]]}" for name, v in self.choices.items())
+        alt = f"One of {len(self.frames)} pictures, {at}: {pen.in_words(shown)}"
+        still = {"image/png": pen.png(shown), "text/plain": repr(self)}
         display(still, raw=True, metadata={"image/png": {"alt": alt}})
         display({"text/html": self.html, "text/plain": escape(repr(self))}, raw=True)
 
@@ -168,10 +140,10 @@ def flip(draw_fn: Callable[..., Any], **choices: Iterable) -> Flipbook:
 
 
 def small_svg(figure: Figure) -> str:
-    """The figure as SVG: letters as letters, coordinates to a hundredth, no names of its parts."""
+    """Return the figure as SVG: letters as letters, coordinates to a hundredth."""
     with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"]}):
         text = pen.svg(figure)
     text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
-    text = re.sub(r' transform="rotate\(-0 [^"]*"| id="[^p][^"]*"| id="p\w+_\d+"', "", text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"| id="[^ph][^"]*"| id="p\w+_\d+"', "", text)
     return re.sub(r"\n\s*", "\n", re.sub(r" *\n(?=[A-Zz\"])", " ", text)).strip()

@@ -12,7 +12,7 @@ from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED
 def kept(
     versions: Mapping[str, Tensor], *, start: int = 0, count: int = 96, title: str = ""
 ) -> Figure:
-    """Some numbers of a gradient, and what several compressors make of them: a row for each.
+    """Draw some numbers of a gradient, and what compressors make of them: a row for each.
 
     The first version is the truth; it stands pale behind the others. Red is what became zero. Shown
     are `count` numbers from `start` on; the error |version - truth| / |truth| is over all of them.

@@ -3,6 +3,8 @@
 Drawn from `minipar.tools.hang`, for `minipar hang --out`.
 """
 
+from collections import defaultdict
+
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
@@ -11,11 +13,14 @@ from minipar.tools.hang import Group, Report, Wait
 
 COLUMNS, ROWS, ROW = 10, 16, 0.27  # the last calls, and the first ranks, of a group; inches
 GROUPS = 4
-LEGEND = [
+ODD = AXIS["dp"]
+MIXED = {"fc": "none", "ec": EXPOSED, "lw": 1.4}
+LEGEND: list[pen.Entry] = [
     (KIND["forward"], "ended"),
     (EXPOSED, "waits"),
-    (AXIS["dp"], "waits, unlike the others"),
+    (ODD, "waits, unlike the others"),
     (GRID, "has not come"),
+    (MIXED, "ranks call different things"),
 ]
 
 
@@ -43,7 +48,10 @@ def hang(report: Report) -> Figure:
         top -= height
     if messages:
         _messages(ax, messages, top)
-    pen.key(figure, LEGEND, 1.5, 0.32)
+    odd = any(group.odd for group in shown)
+    mixed = any(_mixed(group) for group in shown)
+    left_out = [ink for ink, there in ((ODD, odd), (MIXED, mixed)) if not there]
+    pen.key(figure, [entry for entry in LEGEND if entry[0] not in left_out], 1.5, 0.32)
     return figure
 
 
@@ -57,6 +65,7 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
     for column, number in enumerate(numbers):
         x = 1.5 + wide * (column + 0.5)
         pen.text(ax, x, top - 0.35, f"#{number}", ha="center", color=MUTED, size=8)
+    mixed = _mixed(group)
     for row, rank in enumerate(group.ranks[:ROWS]):
         y = top - 0.5 - ROW * (row + 1)
         recording = report.recordings.get(rank)
@@ -67,14 +76,25 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
         for column, number in enumerate(numbers):
             entries = group.calls.get(rank, {}).get(number)
             place = group.place(rank, number, recording)
-            waits = AXIS["dp"] if (rank, number) in group.odd else EXPOSED
+            waits = ODD if (rank, number) in group.odd else EXPOSED
             inks = {"in": waits, "past": KIND["forward"], "absent": GRID, "unknown": PAPER}
             fill, x = inks[place], 1.5 + wide * column
-            pen.rectangle(ax, x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04, fc=fill, ec=PAPER)
             word = entries[0].verb.replace("_", "-").strip("-") if entries else ""
             word = "?" if place == "unknown" else word[: int(13 * wide)]
-            style = {"ha": "center", "size": 7, "color": pen.ink_on(fill)}
-            pen.text(ax, x + wide / 2, y + ROW / 2, word, **style)
+            box = x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04
+            pen.cell(ax, box, word, fill, size=7, ec=PAPER)
+            if number in mixed and entries:
+                box = x + 0.035, y + 0.035, wide - 0.07, ROW - 0.07
+                pen.rectangle(ax, *box, zorder=3, **MIXED)
+
+
+def _mixed(group: Group) -> set[int]:
+    """Return the numbers of the collectives that ranks call by different names."""
+    verbs = defaultdict(set)
+    for calls in group.calls.values():
+        for number, entries in calls.items():
+            verbs[number].add(entries[0].verb)
+    return {number for number, names in verbs.items() if len(names) > 1}
 
 
 def _messages(ax: pen.Axes, waits: list[Wait], top: float) -> None:

@@ -19,7 +19,7 @@ PARTS = dict(zip(("attention", "embedding", "mlp", "norm"), SERIES, strict=False
 
 
 def parameters(config: LlamaConfig) -> dict[str, int]:
-    """Parameters of the whole model by part; tied embeddings are counted once."""
+    """Return parameters of the whole model by part; tied embeddings are counted once."""
     tables = 1 if config.tie_embeddings else 2
     layers = [config.layer_parts(layer) for layer in range(config.num_layers)]
     return {
@@ -31,7 +31,7 @@ def parameters(config: LlamaConfig) -> dict[str, int]:
 
 
 def model(config: LlamaConfig) -> Figure:
-    """The way of a token through the model, with shapes and with the parameters of each part."""
+    """Draw the way of a token through the model, with shapes and the parameters of each part."""
     width, height = pen.WIDTH, 2.95
     title = "One stream from byte to prediction; each layer adds to it twice"
     total = f"numbers under the boxes: parameters, {config.num_parameters:,} in all"
@@ -66,7 +66,7 @@ def model(config: LlamaConfig) -> Figure:
 
 
 def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, below: str) -> None:
-    """A box around (x, y) in the colour of `part`, its parameters below."""
+    """Draw a box around (x, y) in the colour of `part`, its parameters below."""
     _box(ax, x, y, width, 0.42, name, PARTS[part])
     pen.text(ax, x, y - 0.35, below, color=MUTED, ha="center", size=8, zorder=3)
 
@@ -104,7 +104,7 @@ def _degrees(angle: float) -> str:
 
 
 def _dial(ax: Axes, x: float, y: float, radius: float, angle: float) -> None:
-    """A clock hand that starts on the right and has turned by `angle`, against the clock."""
+    """Draw a clock hand that starts on the right and has turned by `angle`, against the clock."""
     ax.add_patch(Circle((x, y), radius, fc=KIND["idle"], lw=0))
     rest = math.degrees(angle) % 360
     ax.add_patch(Wedge((x, y), radius, 0, rest, fc=KIND["forward"], lw=0))
@@ -114,7 +114,7 @@ def _dial(ax: Axes, x: float, y: float, radius: float, angle: float) -> None:
 
 
 def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
-    """Which query heads share a key/value head, and which tokens each head may look at."""
+    """Draw which query heads share a key/value head, and which tokens a token may look at."""
     heads, groups = config.num_heads, config.num_kv_heads
     side = 0.26  # inches of a cell of the mask
     width = pen.WIDTH
@@ -152,7 +152,7 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
 
 
 def _box(ax: Axes, x: float, y: float, width: float, height: float, name: str, ink: str) -> None:
-    """A box around (x, y), its name inside."""
+    """Draw a box around (x, y), its name inside."""
     corner, style = (x - width / 2, y - height / 2), {"fc": ink, "ec": PAPER, "lw": 1.2}
     pen.rounded(ax, *corner, width, height, 0.06, **style, zorder=2)
     pen.text(ax, x, y - 0.01, name, color=pen.ink_on(ink), ha="center", weight="bold", zorder=3)

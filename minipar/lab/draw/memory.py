@@ -1,8 +1,12 @@
-"""The memory of a rank as a picture: what it holds over a step, and what a closed form says."""
+"""The memory of a rank as a picture: what it holds over a step, and what a closed form says.
+
+The axis counts allocations, not milliseconds, and every phase of the step is equally wide.
+"""
 
 import math
 from collections.abc import Mapping
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, groupby
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,24 +14,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.lab.draw.pen import HELD, HELD_OTHERS, INK, MUTED, PAPER, RIGHT
 from minipar.lab.draw.timelines import lanes, legend
 from minipar.lab.memory import MemoryHistory
 from minipar.observe.timeline import Timeline
 
-# A category has the colour of the work that makes it, or that it waits for.
 CATEGORY = {
-    "parameters": "#98988f",
-    "buffers": AXIS["ep"],
-    "optimizer": KIND["optimizer"],
-    "gathered": AXIS["dp"],
-    "gradients": KIND["backward"],
-    "activations": KIND["forward"],
-    "unseen": KIND["idle"],
+    "parameters": HELD["weights"],
+    "buffers": HELD_OTHERS[1],
+    "optimizer": HELD["optimizer state"],
+    "gathered": HELD_OTHERS[0],
+    "gradients": HELD["gradients"],
+    "activations": HELD["activations"],
 }
 """From the bottom of the stack to its top: what stays, then what comes and goes."""
-OTHERS = [AXIS["tp"], AXIS["pp"], AXIS["cp"]]  # categories that a strategy made up
-NAMES = {"optimizer": "optimizer state", "gathered": "gathered blocks"}
+NAMES = {"parameters": "weights", "optimizer": "optimizer state", "gathered": "gathered weights"}
+STRIP, MOST_PHASES = 0.5, 8  # inches of a timeline above an area; more phases are not drawn
 
 
 def memory(
@@ -38,11 +40,11 @@ def memory(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """Draw the memory of a rank's device as a stacked area over time; its timeline above, if given.
+    """Draw the memory of a rank's device as a stacked area; above it its timeline, if given.
 
     `closed_form` in bytes by category (`sim.memory.model_state(...).device`) is a bar at the right,
-    in the colours of the area. What a host holds is told in a line of text. Raises ValueError for
-    a history without a sample, and for one whose device holds nothing.
+    in the colours of the area. A line of text says what the host holds. Raises ValueError for a
+    history without a sample, and for a history whose device holds nothing.
     """
     timelines = {} if timeline is None else {title: timeline}
     forms = {title: closed_form} if closed_form else {}
@@ -56,10 +58,9 @@ def ladder(
     closed_forms: Mapping[str, Mapping[str, float]] | None = None,
     note: str = "",
 ) -> Figure:
-    """Histories one below the other, with one scale of bytes: `{"ddp": ..., "zero1": ...}`.
+    """Draw histories one below the other, with one scale of bytes: `{"ddp": ..., "zero1": ...}`.
 
-    As `memory`, which draws one. Each has its own clock, from its first sample or, with a timeline,
-    from its first span of this rank.
+    As `memory`, which draws one.
     """
     for name, history in histories.items():
         if not history.seconds:
@@ -69,132 +70,128 @@ def ladder(
                 f"the device of {name or 'this rank'} holds nothing in its history; open the "
                 f"ledger before tensors are made, or give it the model"
             )
-    timelines, closed_forms = timelines or {}, closed_forms or {}
-    mine = {name: _of_rank(t, histories[name].rank) for name, t in timelines.items()}
-    spans = {name: (h.seconds[0], h.seconds[-1]) for name, h in histories.items()}
-    spans |= {name: (t.start, t.end) for name, t in mine.items()}
-    longest = max(end - start for start, end in spans.values())
+    timelines, forms = timelines or {}, closed_forms or {}
+    warped = {name: _warped(t, histories[name]) for name, t in timelines.items()}
     peaks = [history.peak for history in histories.values()]
-    forms = [sum(form.values()) for form in closed_forms.values()]
-    top = 1.08 * max([*peaks, *forms])
-    seen = _categories([*histories.values()], closed_forms)
-    others = [category for category in seen if category not in CATEGORY]
-    known = CATEGORY | {c: OTHERS[i % len(OTHERS)] for i, c in enumerate(others)}
-    inks = {category: known[category] for category in seen}
-
-    head, area, row, gap = 0.44, 1.9 if len(histories) == 1 else 1.25, 0.42, 0.12  # inches
-    key = _key({c: inks[c] for c in reversed(seen)}, [t.shifted() for t in mine.values()])
-    foot = 0.62 + 0.22 * len(pen.flow(key))
-    total = foot + len(histories) * (head + area) + sum(row + gap for _ in mine)
-    labels = dict.fromkeys(t.label for t in timelines.values() if t.label)
-    figure = pen.figure(WIDTH, total, note=note or "; ".join(labels))
-    right = 1.1 if closed_forms else 0.0  # room for the bars
-    wide = WIDTH - LEFT - RIGHT - right
-    y = total
-    for i, (name, history) in enumerate(histories.items()):
-        start, _ = spans[name]
-        y -= head
-        if name in mine:
-            y -= row
-            rows = pen.panel(figure, LEFT, y, wide, row)
-            lanes(rows, mine[name].shifted(mine[name].start - start), (0, 1e3 * longest))
-            rows.set_yticks([])
-            rows.set_xticks([])
-            y -= gap
-        y -= area
-        ax = pen.panel(figure, LEFT, y, wide, area)
-        _area(ax, history, spans[name], 1e3 * longest, top, inks)
-        ax.tick_params(labelbottom=i == len(histories) - 1)
-        said = y + area + (row + gap if name in mine else 0) + 0.1
-        _headline(figure, name, history, said / total)
-        if name in closed_forms:
-            beside = pen.panel(figure, LEFT + wide + 0.12, y, right - 0.12, area)
-            _bar(beside, closed_forms[name], top, inks)
-    pen.label(ax, "milliseconds", labelpad=1)
-    pen.key(figure, key, LEFT, 0.32)
+    top = 1.08 * max([*peaks, *(sum(form.values()) for form in forms.values())])
+    inks = _inks([history.device for history in histories.values()] + [*forms.values()])
+    area = 1.9 if len(histories) == 1 else 1.25  # inches
+    heights = [area + STRIP * (name in timelines) for name in histories]
+    entries = [(inks[c], NAMES.get(c, c)) for c in reversed(inks)]
+    entries += legend([*warped.values()], (0.0, math.inf))
+    right = 1.3 if forms else RIGHT  # inches beside the panels, for the bars
+    phases = {name: _phases(history) for name, history in histories.items()}
+    label = "each phase with its allocations in order"
+    label = label if all(len(each) > 1 for each in phases.values()) else "% of the allocations"
+    figure, axes = pen.stack(heights, entries, label, [note or _labels(timelines)], right)
+    for ax, (name, history) in zip(axes, histories.items(), strict=True):
+        head = ax
+        if name in timelines:
+            head = _split(ax, area)
+            lanes(head, warped[name], (0, 1e3))
+            head.set_yticks([])
+            head.set_xticks([])
+        _area(ax, history, top, inks)
+        if len(phases[name]) > 1:
+            _mark_phases(ax, phases[name])
+        pen.headline(head, name, _finding(history))
+        if name in forms:
+            _bar(ax, forms[name], top, inks)
     return figure
 
 
-def _key(inks: dict[str, str], shown: list[Timeline]) -> list[tuple[str, str]]:
-    """A legend of what is held and of the work above it: what shares a colour, in one entry."""
-    work = dict(legend(shown, (0.0, math.inf)))
-    held = {ink: NAMES.get(category, category) for category, ink in inks.items()}
-    both = {ink: f"{work[ink]}: {name}" if ink in work else name for ink, name in held.items()}
-    return [*both.items(), *((ink, name) for ink, name in work.items() if ink not in held)]
+def _labels(timelines: Mapping[str, Timeline]) -> str:
+    return pen.caption(*(t.label for t in timelines.values()))
 
 
-def _of_rank(timeline: Timeline, rank: int) -> Timeline:
-    chosen = timeline.select(rank=rank)
-    if not chosen.spans:
-        raise ValueError(f"the timeline has no span of rank {rank}; it has ranks {timeline.ranks}")
-    return chosen
+def _inks(held: list[Mapping]) -> dict[str, str]:
+    """Return the colours of all categories that are ever there, from bottom to top."""
+    seen = {c: None for each in held for c, values in each.items() if np.any(values)}
+    others = [category for category in seen if category not in CATEGORY]
+    known = [*CATEGORY]
+    at = known.index("activations")
+    known[at:at] = others
+    inks = CATEGORY | {c: HELD_OTHERS[2 + i % 2] for i, c in enumerate(others)}
+    return {category: inks[category] for category in known if category in seen}
 
 
-def _categories(
-    histories: list[MemoryHistory], closed_forms: Mapping[str, Mapping[str, float]]
-) -> list[str]:
-    """All that is ever there, from the bottom of the stack to its top."""
-    seen = {c for history in histories for c, values in history.device.items() if any(values)}
-    seen |= {c for form in closed_forms.values() for c, num_bytes in form.items() if num_bytes}
-    order = [*CATEGORY]
-    at = order.index("activations")
-    order[at:at] = sorted(seen - CATEGORY.keys())
-    return [category for category in order if category in seen]
+# ---------------------------------------------------------------------- the axis
+def _phases(history: MemoryHistory) -> list[tuple[str, int]]:
+    """Return the phases of a step, such as ("forward", samples), in order; one if there are many.
+
+    Allocations before the first forward belong to it.
+    """
+    found = [(name, len([*samples])) for name, samples in groupby(history.phases)]
+    return found if 1 < len(found) <= MOST_PHASES else [("", len(history.seconds))]
 
 
-def _area(
-    ax: Axes,
-    history: MemoryHistory,
-    window: tuple[float, float],
-    longest: float,
-    top: float,
-    inks: dict[str, str],
-) -> None:
-    """Steps, in milliseconds of the window and megabytes; a moment that is short keeps its peak."""
-    at = [1e3 * (second - window[0]) for second in history.seconds]
-    end = 1e3 * (window[1] - window[0])
+def _places(history: MemoryHistory) -> np.ndarray:
+    """Return where each sample stands on the axis, from 0 to 1."""
+    phases = _phases(history)
+    parts = [
+        (i + np.arange(count) / count) / len(phases) for i, (_, count) in enumerate(phases) if count
+    ]
+    return np.concatenate(parts)
+
+
+def _warped(timeline: Timeline, history: MemoryHistory) -> Timeline:
+    """Return the timeline of the history's rank on the axis of its allocations, 0 to 1."""
+    mine = timeline.select(rank=history.rank)
+    if not mine.spans:
+        raise ValueError(
+            f"the timeline has no span of rank {history.rank}; it has ranks {timeline.ranks}"
+        )
+
+    def at(seconds: float) -> float:
+        return float(np.interp(seconds, history.seconds, _places(history), right=1.0))
+
+    return Timeline([replace(s, start=at(s.start), end=at(s.end)) for s in mine], mine.label)
+
+
+# ---------------------------------------------------------------------- panels
+def _split(ax: Axes, area: float) -> Axes:
+    """Shrink `ax` to `area` inches; return new axes in the room above it."""
+    box, tall = ax.get_position(), ax.figure.get_figheight()
+    ax.set_position((box.x0, box.y0, box.width, area / tall))
+    low, high = box.y0 * tall + area + 0.08, STRIP - 0.08
+    wide = ax.figure.get_figwidth()
+    return pen.panel(ax.figure, box.x0 * wide, low, box.width * wide, high)
+
+
+def _area(ax: Axes, history: MemoryHistory, top: float, inks: dict[str, str]) -> None:
+    """Draw steps in megabytes; a moment that is short keeps its peak."""
     pixels = int(ax.get_position().width * ax.figure.get_figwidth() * pen.DPI)
-    keep = [i for i in _most(at, history.totals, longest / pixels) if at[i] <= end]
-    x = [*(at[i] for i in keep), end]
-    order = [c for c in inks if c in history.device and any(history.device[c])]
-    layers = [[history.device[c][i] / 1e6 for i in keep] for c in order]
-    stack = ax.stackplot(
-        x,
-        [[*layer, layer[-1]] for layer in layers],
-        colors=[inks[c] for c in order],
-        step="post",
-        lw=0,
-        zorder=2,
-    )
-    for area in stack:
-        area.set_edgecolor("face")
+    at, totals = _places(history), np.array(history.totals)
+    order = np.lexsort((totals, (at * pixels).astype(int)))  # the highest of a pixel comes last
+    last = np.diff((at[order] * pixels).astype(int), append=pixels + 1) > 0
+    keep = sorted({*order[last].tolist(), 0, len(at) - 1})
+    x = [*at[keep], 1.0]
+    layers = [np.array(history.device[c])[keep] / 1e6 for c in inks if c in history.device]
+    fills = [inks[c] for c in inks if c in history.device]
     sums = np.cumsum([[*layer, layer[-1]] for layer in layers], axis=0)
-    for line in sums[:-1]:
-        ax.step(x, line, where="post", color=PAPER, lw=0.5, zorder=3)
-    ax.set_xlim(0, longest)
+    for low, high, fill in zip([0 * sums[0], *sums], sums, fills, strict=False):
+        if (high > low).any():
+            style = {"step": "post", "zorder": 2, "facecolor": fill, "edgecolor": PAPER, "lw": 0.4}
+            ax.fill_between(x, low, high, **style)
+    ax.set_xlim(0, 1)
     ax.set_ylim(0, top / 1e6)
-    pen.quiet(ax)
     ax.grid(axis="y", color=pen.GRID, lw=0.8)
     ax.yaxis.set_major_locator(MaxNLocator(4))
-    ax.xaxis.set_major_locator(MaxNLocator(10))
+    ax.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}")
     ax.text(-0.012, 1.02, "MB", transform=ax.transAxes, size=9, color=MUTED, ha="right")
 
 
-def _most(at: list[float], totals: list[int], pixel: float) -> list[int]:
-    """The samples to draw: of those that fall on one pixel, the highest, and the last."""
-    keep: dict[int, tuple[int, int]] = {}
-    for i, moment in enumerate(at):
-        column = int(moment / pixel) if moment > 0 else -1
-        if column < 0:  # before the window: only the last counts
-            keep[column] = (i, i)
-            continue
-        highest, _ = keep.get(column, (i, i))
-        keep[column] = (i if totals[i] >= totals[highest] else highest, i)
-    return sorted({i for pair in keep.values() for i in pair})
+def _mark_phases(ax: Axes, phases: list[tuple[str, int]]) -> None:
+    """Draw a line between phases, and their names below the axis."""
+    count = len(phases)
+    for i in range(1, count):
+        ax.axvline(i / count, color=INK, lw=0.8, ls=":", zorder=4)
+    names = [name.replace("optimizer", "optimizer step") for name, _ in phases]
+    ax.set_xticks([(i + 0.5) / count for i in range(count)], names)
 
 
-def _headline(figure: Figure, name: str, history: MemoryHistory, y: float) -> None:
-    """The finding: how much at most, and what most of it is; beside it what the host holds."""
+def _finding(history: MemoryHistory) -> str:
+    """Return how much is held at most, and what most of it is; then what the host holds."""
     held = history.at_peak
     largest = next(iter(held))
     said = f"at most {pen.num_bytes(history.peak)}, {pen.num_bytes(held[largest])} of it "
@@ -202,20 +199,14 @@ def _headline(figure: Figure, name: str, history: MemoryHistory, y: float) -> No
     if history.host:
         host = pen.num_bytes(history.peak_of(*history.host, host=True))
         said += f"; the host holds {host}"
-    width = figure.get_figwidth()
-    if name:
-        style = {"size": 12, "weight": "bold", "color": INK, "va": "bottom"}
-        figure.text(LEFT / width, y, name, **style)
-        figure.text(
-            1 - RIGHT / width, y, said, gid=pen.FINDING, size=10, color=INK, va="bottom", ha="right"
-        )
-    else:
-        figure.text(LEFT / width, y, said, size=12, weight="bold", color=INK, va="bottom")
+    return said
 
 
-def _bar(ax: Axes, form: Mapping[str, float], top: float, inks: dict[str, str]) -> None:
-    """The closed form as a stacked bar on the scale of the area."""
-    pen.quiet(ax)
+def _bar(beside: Axes, form: Mapping[str, float], top: float, inks: dict[str, str]) -> None:
+    """Draw the closed form as a stacked bar at the right, on the scale of the area."""
+    box, wide, tall = beside.get_position(), *beside.figure.get_size_inches()
+    room = box.x1 * wide + 0.12, box.y0 * tall, 1.05, box.height * tall
+    ax = pen.panel(beside.figure, *room)
     parts = {c: form[c] / 1e6 for c in inks if form.get(c)}
     for (category, height), end in zip(parts.items(), accumulate(parts.values()), strict=True):
         ax.bar(0, height, 0.9, end - height, color=inks[category], edgecolor=PAPER, lw=0.6)

@@ -15,7 +15,7 @@ from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK, WIDTH, colour
 
 # ---------------------------------------------------------------------- meshes
 def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
-    """Ranks as a grid; those joined by a line of an axis' colour talk to each other along it.
+    """Draw ranks as a grid; a line in the colour of an axis joins the ranks of a group.
 
     The last axis runs to the right, the one before it downward, a third makes panels to the right
     and a fourth panels below; between panels of many ranks, one line stands for all.
@@ -112,7 +112,7 @@ def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[in
 
 
 def collective(verb: str, size: int = 4) -> Figure:
-    """Data moving: what every rank holds before `verb`, and after. Root of rooted verbs is rank 0.
+    """Draw what every rank holds before `verb`, and after. Rank 0 is the root of rooted verbs.
 
     A colour is the rank that data comes from, a number its block; a cell of all colours is the sum.
     Raises ValueError for an unknown verb, or a size that makes no picture.
@@ -128,12 +128,10 @@ def collective(verb: str, size: int = 4) -> Figure:
     figure, ax = pen.sheet(width, height, title, note)
     top = height - 0.8
     for x, word, held in ((left, "before", before), (left + side + middle, "after", after)):
-        pen.text(ax, x + 0.03, top + 0.14, word, color=MUTED)
-        for rank, slots in enumerate(held):
-            y = top - row * rank - cell
-            for slot in range(size):
-                _cell(ax, x + slot * cell, y, cell, slots.get(slot))
-            pen.text(ax, left - 0.12, y + cell / 2, f"rank {rank}", color=MUTED, ha="right")
+        _ranks(ax, x, top, word, held, range(size), (cell, row))
+    for rank in range(size):
+        y = top - row * rank - cell / 2
+        pen.text(ax, left - 0.12, y, f"rank {rank}", color=MUTED, ha="right")
     x, y = left + side, top - (row * size - (row - cell)) / 2
     pen.arrow(ax, (x + 0.28, y), (x + middle - 0.28, y), 16, color=INK, lw=1.4)
     return figure
@@ -144,8 +142,9 @@ Held = Sequence[Sequence[Set[int]]]
 
 
 def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> Figure:
-    """An algorithm round by round: `{"after round 1": held, ...}`, a panel for each, colours as in
-    `collective`. What a rank did not hold in the panel before has a frame: it has just arrived.
+    """Draw an algorithm round by round: `{"after round 1": held, ...}`, a panel for each.
+
+    Colours are as in `collective`. What has just arrived at a rank has a frame.
 
     Raises ValueError when there is nothing to draw, or for sizes that cannot be read.
     """
@@ -161,24 +160,46 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
     panel = row * ranks + 0.42
     width, height = max(left + columns * (side + gap), 5.2), 0.55 + panel * lines + 0.2
     figure, ax = pen.sheet(width, height, title, note)
+    before: list[dict[int, Cell]] | None = None
     for i, (word, held) in enumerate(panels):
         x, top = left + (i % columns) * (side + gap), height - 0.85 - (i // columns) * panel
-        pen.text(ax, x + 0.03, top + 0.14, word, color=MUTED)
-        for rank, sources in enumerate(held):
-            y = top - row * rank - cell
-            if x == left:
-                pen.text(ax, left - 0.12, y + cell / 2, f"rank {rank}", color=MUTED, ha="right")
-            for block, whose in enumerate(sources):
-                content = (frozenset(whose), block) if whose else None
-                _cell(ax, x + block * cell, y, cell, content)
-                if i and whose and whose != panels[i - 1][1][rank][block]:
-                    at, inner = (x + block * cell + 0.03, y + 0.03), cell - 0.06
-                    pen.rectangle(ax, *at, inner, inner, fill=False, ec=INK, lw=1.6, zorder=4)
+        cells = [{b: (frozenset(whose), b) for b, whose in enumerate(r) if whose} for r in held]
+        _ranks(ax, x, top, word, cells, range(blocks), (cell, row), before)
+        before = cells
+        for rank in range(ranks if x == left else 0):
+            y = top - row * rank - cell / 2
+            pen.text(ax, left - 0.12, y, f"rank {rank}", color=MUTED, ha="right")
     return figure
 
 
+def _ranks(
+    ax: Axes,
+    left: float,
+    top: float,
+    word: str,
+    held: Sequence[Mapping[int, Cell]],
+    slots: range,
+    sides: tuple[float, float],
+    before: Sequence[Mapping[int, Cell]] | None = None,
+) -> None:
+    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before.
+
+    `sides` in inches: of a cell, and from row to row.
+    """
+    cell, row = sides
+    pen.text(ax, left + 0.03, top + 0.14, word, color=MUTED)
+    for rank, contents in enumerate(held):
+        for slot in slots:
+            x, y = left + slot * cell, top - row * rank - cell
+            _cell(ax, x, y, cell, contents.get(slot))
+            if before and slot in contents and contents[slot] != before[rank].get(slot):
+                inner = cell - 0.06
+                frame = {"fill": False, "ec": INK, "lw": 1.6, "zorder": 4}
+                pen.rectangle(ax, x + 0.03, y + 0.03, inner, inner, **frame)
+
+
 def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> None:
-    """One block at (x, y): its colours from top to bottom are the ranks that it comes from."""
+    """Draw a block at (x, y): its colours from top to bottom are the ranks that it comes from."""
     pad = 0.03
     sources, block = content or (frozenset({-1}), "")
     summed = len(sources) > 1
@@ -194,7 +215,7 @@ def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> No
 
 # ---------------------------------------------------------------------- shares of the data
 def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
-    """An epoch: a row per batch, its samples in the order of the epoch, coloured by their rank.
+    """Draw an epoch: a row per batch, its samples in order, coloured by their rank.
 
     Sample i of a batch belongs to rank i mod `size`, as `train.data.share` deals them out. Raises
     ValueError for an order, size or batch that makes no picture.
@@ -211,10 +232,8 @@ def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
     for i, sample in enumerate(order):
         row, column = divmod(i, batch_size)
         x, y = left + cell * column, height - 0.48 - cell * (row + 1)
-        fill = RANK[column % size]
-        pen.rectangle(ax, x + 0.025, y + 0.025, cell - 0.05, cell - 0.05, fc=fill)
-        centred = {"color": pen.ink_on(fill), "ha": "center"}
-        pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, int(sample), **centred)
+        box = x + 0.025, y + 0.025, cell - 0.05, cell - 0.05
+        pen.cell(ax, box, int(sample), RANK[column % size], size=9)
         if column == 0:
             pen.text(ax, left - 0.12, y + cell / 2, f"step {row}", color=MUTED, ha="right")
     pen.key(figure, pen.of_ranks(size), left + 0.03, 0.16)

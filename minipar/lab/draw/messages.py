@@ -18,9 +18,9 @@ COLUMN, ROW, GAP, LEFT = 0.3, 0.3, 0.34, 0.72  # inches
 def schedules(
     plans: Mapping[str, Sequence[Plan]], *, numel: int, title: str = "", note: str = ""
 ) -> Figure:
-    """Plans beside each other: `{"ring": [plan of rank 0, plan of rank 1, ...], ...}`.
+    """Draw plans beside each other: `{"ring": [plan of rank 0, plan of rank 1, ...], ...}`.
 
-    A column is a round, a row a rank, a line a message: the thicker, the more of `numel` elements
+    A column is a round, a row a rank, an arrow a message: the thicker, the more of `numel` elements
     it holds (half as thick where four or more arrive together). Its colour says whether the
     receiver adds it to what it has. Rounds in which all rest are left out. Raises `ValueError` for
     no plans, or for more than 16 ranks or 40 rounds, which would be illegible.
@@ -52,7 +52,7 @@ def schedules(
 
 
 def _without_rests(each: Sequence[Plan]) -> list[list[Round]]:
-    """The plans of all ranks, equally long, without the rounds in which no rank sends."""
+    """Return the plans of all ranks, equally long, without the rounds in which no rank sends."""
     rounds = zip_longest(*each, fillvalue=Round())
     rounds = [steps for steps in rounds if any(step.sends for step in steps)]
     return [list(plan) for plan in zip(*rounds, strict=True)]
@@ -74,10 +74,6 @@ def _panel(ax: Axes, each: Sequence[Plan], numel: int, left: float, top: float) 
                 adds = any(m.add and m.lo < message.hi and message.lo < m.hi for m in step.recvs)
                 start = left + column * i, top - ROW * message.peer
                 end = left + column * (i + 1), top - ROW * rank
-                ax.plot(
-                    *zip(start, end, strict=True),
-                    lw=0.3 + 2.9 * math.sqrt((message.hi - message.lo) / numel) / crowd,
-                    color=ADDED if adds else PASSED,
-                    solid_capstyle="round",
-                    zorder=2,
-                )
+                share = math.sqrt((message.hi - message.lo) / numel) / crowd
+                style = {"lw": 0.3 + 2.9 * share, "color": ADDED if adds else PASSED, "zorder": 2}
+                pen.arrow(ax, start, end, 4 + 7 * share, **style)

@@ -26,19 +26,19 @@ _PARTS = {"sign": MUTED, "exponent: the range": SERIES[1], "fraction: the digits
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """The smallest number above zero that `dtype` can hold, subnormal ones included."""
+    """Return the smallest number above zero that `dtype` can hold, subnormal ones included."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def bits_of(value: float, dtype: torch.dtype) -> str:
-    """The bits of `value` in `dtype`, the sign first: ``bits_of(1.0, torch.bfloat16)``."""
+    """Return the bits of `value` in `dtype`, the sign first: ``bits_of(1.0, torch.bfloat16)``."""
     number = torch.tensor([value]).to(dtype)
     size = number.element_size()
     return f"{number.view(_INTEGER[size]).item() & (1 << 8 * size) - 1:0{8 * size}b}"
 
 
 def bits(value: float, *, title: str = "") -> Figure:
-    """One number in all `FORMATS`: a row of bits for each, and what is really stored."""
+    """Draw one number in all `FORMATS`: a row of bits for each, and what is really stored."""
     cell, row, left = 0.19, 0.46, 0.95  # inches
     longest = max(8 * torch.tensor([], dtype=dtype).element_size() for dtype in FORMATS.values())
     width = left + cell * longest + 1.6
@@ -52,9 +52,7 @@ def bits(value: float, *, title: str = "") -> Figure:
         inks = list(_PARTS.values())
         for k, bit in enumerate(word):
             ink = inks[0 if k == 0 else 1 if k <= _EXPONENT_BITS[dtype] else 2]
-            pen.rounded(ax, left + cell * k, y, cell - 0.025, 0.3, 0.03, fc=ink, lw=0)
-            style = {"size": 8, "ha": "center", "color": pen.ink_on(ink)}
-            pen.text(ax, left + cell * (k + 0.44), y + 0.145, bit, **style)
+            pen.cell(ax, (left + cell * k, y, cell - 0.025, 0.3), bit, ink)
         stored = torch.tensor(value).to(dtype).double().item()
         x = left + cell * len(word) + 0.1
         pen.text(ax, x, y + 0.145, f"= {stored:.10g}", color=MUTED)
@@ -71,7 +69,7 @@ def magnitudes(
     note: str = "",
     exponents: tuple[int, int] | None = None,
 ) -> Figure:
-    """Where the absolute values of `tensors` lie in the range of `dtype`: a histogram for each.
+    """Draw where the absolute values of `tensors` lie in the range of `dtype`, as histograms.
 
     One bar per power of two; what would round to zero or overflow is red, and stands as a share of
     all values that are not zero. `exponents` are the first and last power of two that are shown.
@@ -124,14 +122,14 @@ def magnitudes(
 
 
 def _overflow(dtype: torch.dtype) -> float:
-    """From above here on, rounding gives infinity (or, for e4m3, which has none, NaN)."""
+    """Return the number from which on rounding gives infinity (or NaN, for e4m3)."""
     info = torch.finfo(dtype)
     half_step = 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
     return info.max + half_step
 
 
 def _zones(ax: Axes, info: torch.finfo, low: float, name: str) -> None:
-    """The range of the format in the background, with a name above each part."""
+    """Draw the range of the format in the background, with a name above each part."""
     first, last = ax.get_xlim()
     normal, top = math.log2(info.smallest_normal), math.log2(info.max)
     style = {"transform": ax.get_xaxis_transform(), "ha": "center", "size": 8, "color": MUTED}

@@ -1,14 +1,19 @@
 """The hand that all pictures are drawn in: colours, letters, paper, files.
 
-Every kind of work has one colour in all figures of minipar, defined here. The colours stay apart
-for readers who see no red or no green (the tests check it); exposed communication, the one loud
-colour, is drawn taller than hidden communication, so that it stands out in grey print as well.
+One visual language in all figures of minipar, defined here:
 
-No function touches pyplot or any other global state. `save` writes files that are the same to the
-byte whenever the figure is.
+- work has the colour of its kind (`KIND`), communication the colour of its axis (`AXIS`);
+- communication is pale while computing hides it, and taller and outlined in red where exposed;
+- `WAITS`, a hatched grey, is a rank that computes nothing;
+- memory has the palette `HELD`; a rank whose data is moved has a colour of `RANK`.
+
+The colours stay apart for readers who see no red or no green (the tests check it).
+
+No function touches pyplot or any other global state. `save` writes equal figures to equal bytes.
 """
 
 import io
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,23 +41,37 @@ AXIS = {
     "tp": "#2ea866",
     "pp": "#a77be0",
     "cp": "#f0e04c",
-    "ep": "#5c3422",
+    "ep": "#78423a",
     "replica": "#5b48d2",
     "world": "#5b6672",
 }
 EXPOSED = "#cc2a1f"
+WAITS: dict[str, Any] = {"fc": "#f6f7f9", "ec": "#a9afbd", "hatch": "/////", "lw": 0}
+HELD = {
+    "weights": "#5f7a96",
+    "gradients": KIND["weight_gradient"],
+    "optimizer state": KIND["optimizer"],
+    "activations": KIND["forward"],
+}
+"""The palette of memory; other parts beside it have quiet colours."""
+HELD_OTHERS = ["#c9d3dd", "#8b8b80", "#d7cfe6", "#cfe3c8"]
+_HELD_AS = {"parameter": "weights", "adam": "optimizer state"}
 RANK = ["#7cc8f0", "#e39a5c", "#c4e3a4", "#c98fbd", "#fbe36a", "#98988f"]  # whose data it is
 SERIES = [KIND["backward"], AXIS["dp"], AXIS["tp"], AXIS["pp"], AXIS["ep"], AXIS["world"]]
 
 WIDTH, DPI = 9.6, 150  # inches; what a notebook and a README show without scaling
 LEFT, RIGHT = 0.75, 0.2  # inches beside the panels
 Point = tuple[float, float]
+Style = dict[str, Any]  # properties of a rectangle
+Entry = tuple[str | Style, str]  # of a legend
+FINDING = "finding"
+"""The id of a text that says beside a heading what came of it: "308 ms a step, nothing hidden"."""
 
 
 def colour(kind_or_axis: str) -> str:
-    """The colour of a kind of work, or of communication along an axis (joint ones: the first).
+    """Return the colour of a kind of work, or of an axis; of joint axes, that of the first.
 
-    With copies of shards, that of all ranks; along "host" (`comm.hostcopy`), that of copies.
+    "replica+dp" has the colour of all ranks; "host" (`comm.hostcopy`) has the colour of copies.
     """
     first = kind_or_axis.split("+")[0].split()[0] if kind_or_axis else ""
     first = "world" if kind_or_axis.startswith("replica+") else first
@@ -60,20 +79,43 @@ def colour(kind_or_axis: str) -> str:
     return known.get(first, AXIS["world"])
 
 
+def held(part: str) -> str | None:
+    """Return the colour of a part of memory, by names such as "gradient" or "Adam"; else None."""
+    first = part.lower().split(" ")[0].removesuffix("w").removesuffix("s")
+    names = {name.split(" ")[0].removesuffix("s"): name for name in HELD} | _HELD_AS
+    return HELD.get(names.get(first, ""))
+
+
+def pale(ink: str) -> str:
+    """Return a tint of `ink`."""
+    parts = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.42 * (255 - part)):02x}" for part in parts)
+
+
+def hidden(ink: str) -> Style:
+    """Return the style of communication that computing hides, in the colour of its axis."""
+    return {"fc": pale(ink), "ec": readable(ink), "lw": 0.5}
+
+
+def exposed(ink: str) -> Style:
+    """Return the style of exposed communication, in the colour of its axis."""
+    return {"fc": ink, "ec": EXPOSED, "lw": 1.1}
+
+
 # ---------------------------------------------------------------------- on paper
 def inches_of(ax: Axes) -> float:
-    """The height of `ax` on paper."""
+    """Return the height of `ax` on paper."""
     return ax.get_position().height * ax.figure.get_figheight()
 
 
 def flow(
-    entries: Iterable[tuple[str, str]], width: float = WIDTH - LEFT - RIGHT
-) -> list[list[tuple[float, str, str]]]:
-    """Lines of (inches from the left, colour, text), broken where `width` inches are full."""
-    lines: list[list[tuple[float, str, str]]] = [[]]
+    entries: Iterable[Entry], width: float = WIDTH - LEFT - RIGHT
+) -> list[list[tuple[float, str | Style, str]]]:
+    """Return lines of (inches from the left, style, text), broken where `width` inches are full."""
+    lines: list[list[tuple[float, str | Style, str]]] = [[]]
     x = 0.0
     for ink, text in entries:
-        takes = 0.5 + 0.075 * len(text)
+        takes = 0.5 + 0.07 * len(text)
         if lines[-1] and x + takes > width:
             lines.append([])
             x = 0.0
@@ -84,37 +126,62 @@ def flow(
 
 def key(
     figure: Figure,
-    entries: Iterable[tuple[str, str]],
+    entries: Iterable[Entry],
     left: float,
     y: float,
     width: float = WIDTH - LEFT - RIGHT,
 ) -> None:
-    """Draw a legend of (colour, text), `width` wide; its last line is `y` above the lower edge."""
+    """Draw a legend, `width` wide; its last line is `y` above the lower edge.
+
+    An entry is a colour, or the style of a rectangle, and its text; "" draws the text alone.
+    """
     ax = canvas(figure, *figure.get_size_inches())
     for i, line in enumerate(reversed(flow(entries, width))):
         for x, ink, name in line:
-            rectangle(ax, left + x, y + 0.22 * i, 0.16, 0.12, fc=ink)
-            text(ax, left + x + 0.24, y + 0.22 * i + 0.055, name)
+            style = {"fc": ink} if isinstance(ink, str) else ink
+            if ink:
+                rectangle(ax, left + x, y + 0.22 * i, 0.2, 0.13, **style)
+            text(ax, left + x + (0.27 if ink else 0), y + 0.22 * i + 0.06, name)
+
+
+def caption(*notes: str) -> str:
+    """Join notes to sentences: the first letter is large, and a full stop ends each."""
+    said = [note.strip() for note in dict.fromkeys(notes) if note.strip()]
+    said = [note if note.endswith((".", "?")) else note + "." for note in said]
+    return " ".join(note[0].upper() + note[1:] for note in said)
+
+
+def headline(ax: Axes, title: str, said: str, ink: str = INK) -> None:
+    """Write a title above the left end of `ax`, its finding above the right end.
+
+    Without a title, the finding takes its place.
+    """
+    place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    style = {"size": 12, "weight": "bold", "color": INK if title else ink}
+    ax.annotate(title or said, (0, 1), (0, 5), **place, **style)
+    if title:
+        style = {"size": 10, "color": ink, "ha": "right", "gid": FINDING}
+        ax.annotate(said, (1, 1), (0, 5), **place, **style)
 
 
 def figure(width: float, height: float, title: str = "", note: str = "") -> Figure:
-    """Paper of so many inches: the finding on top, at the bottom where its numbers are from."""
+    """Return paper of so many inches: the title on top, the source of its numbers at the bottom."""
     paper = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
     FigureCanvasAgg(paper)
     style = {"size": 12, "weight": "bold", "color": INK, "va": "top"}
     paper.text(0.15 / width, 1 - 0.13 / height, title, **style)
     style = {"size": 8, "color": MUTED, "ha": "right", "va": "bottom"}
-    paper.text(1 - RIGHT / width, 0.07 / height, note, **style)
+    paper.text(1 - RIGHT / width, 0.07 / height, caption(note), **style)
     return paper
 
 
 def title_width(title: str) -> float:
-    """Inches of paper that a title takes, with its margins."""
+    """Return inches of paper that a title takes, with its margins."""
     return 0.4 + 0.105 * len(title)
 
 
 def canvas(figure: Figure, width: float, height: float) -> Axes:
-    """Axes over the whole figure whose unit is the inch."""
+    """Return axes over the whole figure whose unit is the inch."""
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set_xlim(0, width)
     ax.set_ylim(0, height)
@@ -123,13 +190,13 @@ def canvas(figure: Figure, width: float, height: float) -> Axes:
 
 
 def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple[Figure, Axes]:
-    """A `figure` with axes over all of it whose unit is the inch."""
+    """Return a `figure` with axes over all of it whose unit is the inch."""
     paper = figure(width, height, title, note)
     return paper, canvas(paper, width, height)
 
 
 def panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Quiet axes at a place in inches from the lower left corner."""
+    """Return quiet axes at a place in inches from the lower left corner."""
     wide, tall = figure.get_size_inches()
     ax = figure.add_axes((left / wide, bottom / tall, width / wide, height / tall))
     quiet(ax)
@@ -137,42 +204,63 @@ def panel(figure: Figure, left: float, bottom: float, width: float, height: floa
 
 
 def stack(
-    heights: Sequence[float], legend: Sequence[tuple[str, str]], xlabel: str, sources: Iterable[str]
+    heights: Sequence[float],
+    legend: Sequence[Entry],
+    xlabel: str,
+    sources: Iterable[str],
+    right: float = RIGHT,
 ) -> tuple[Figure, list[Axes]]:
-    """Panels of so many inches one below the other, each with room for a headline.
+    """Stack panels of so many inches, each with room for a headline.
 
-    Below them the one axis of all, the legend, and where the numbers are from.
+    Below them stand the one axis of all, the legend, and where the numbers are from.
     """
-    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(flow(legend))
+    said = textwrap.wrap(caption(*sources), 140)
+    low = 0.18 + 0.14 * max(1, len(said))
+    head, gap, foot = 0.42, 0.14, low + 0.3 + 0.22 * len(flow(legend))
     top = total = sum(heights) + (head + gap) * len(heights) - gap + foot
-    note = "; ".join(dict.fromkeys(filter(None, sources)))
-    paper, axes = figure(WIDTH, total, note=note), []
+    paper, axes = figure(WIDTH, total, note="\n".join(said)), []
     for height in heights:
         top -= head + height
-        axes.append(panel(paper, LEFT, top, WIDTH - LEFT - RIGHT, height))
+        axes.append(panel(paper, LEFT, top, WIDTH - LEFT - right, height))
         axes[-1].tick_params(labelbottom=len(axes) == len(heights))
         top -= gap
     label(axes[-1], xlabel, labelpad=1)
-    key(paper, legend, LEFT, 0.32)
+    key(paper, legend, LEFT, low)
     return paper, axes
 
 
 def rectangle(ax: Axes, x: float, y: float, width: float, height: float, **style: Any) -> None:
-    """A rectangle whose lower left corner is (x, y), without an edge unless `style` has one."""
+    """Draw a rectangle from its lower left corner, without an edge unless `style` has one."""
     edge = {} if style.keys() & {"ec", "lw"} else {"lw": 0}
     ax.add_patch(Rectangle((x, y), width, height, **edge, **style))
+
+
+def cell(
+    ax: Axes,
+    box: tuple[float, float, float, float],
+    said: Any,
+    fill: str,
+    *,
+    size: float = 8,
+    **style: Any,
+) -> None:
+    """Draw a box (left, low, width, height) with a word in its middle that can be read on it."""
+    left, low, width, height = box
+    rectangle(ax, left, low, width, height, fc=fill, **style)
+    place = left + width / 2, low + height / 2 - 0.005
+    text(ax, *place, said, size=size, ha="center", color=ink_on(fill), clip_on=True)
 
 
 def rounded(
     ax: Axes, x: float, y: float, width: float, height: float, radius: float, **style: Any
 ) -> None:
-    """A rectangle with round corners whose lower left one is (x, y)."""
+    """Draw a rectangle with round corners from its lower left corner."""
     shape = f"round,pad=0,rounding_size={radius}"
     ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **style))
 
 
 def arrow(ax: Axes, start: Point, end: Point, head: float, **style: Any) -> None:
-    """An arrow from point to point, with a head of so many points."""
+    """Draw an arrow from point to point, with a head of so many points."""
     ends = {"arrowstyle": "-|>", "mutation_scale": head, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch(start, end, **ends, **style))
 
@@ -184,12 +272,12 @@ def check_ranks(size: int) -> None:
 
 
 def of_ranks(size: int) -> list[tuple[str, str]]:
-    """Entries of a legend: the colour of each rank."""
+    """Return entries of a legend: the colour of each rank."""
     return [(RANK[rank], f"rank {rank}") for rank in range(size)]
 
 
 def text(ax: Axes, x: float, y: float, text: Any, **style: Any) -> None:
-    """Letters at (x, y), in the middle of their height."""
+    """Write letters at (x, y), in the middle of their height."""
     ax.text(x, y, str(text), **{"size": 9, "color": INK, "va": "center", **style})
 
 
@@ -200,7 +288,7 @@ def label(ax: Axes, x: str, y: str = "", above: float = 1.04, **style: Any) -> N
 
 
 def quiet(ax: Axes) -> None:
-    """No frame, no tick marks, pale numbers."""
+    """Remove the frame and the tick marks; make the numbers pale."""
     ax.set_facecolor("none")
     ax.set_axisbelow(True)
     for spine in ax.spines.values():
@@ -214,12 +302,12 @@ def _luminance(ink: str) -> float:
 
 
 def ink_on(fill: str) -> str:
-    """Ink that can be read on `fill`."""
+    """Return ink that can be read on `fill`."""
     return PAPER if _luminance(fill) < 0.3 else INK
 
 
 def readable(ink: str) -> str:
-    """`ink` for text on paper: darker where it would be too pale."""
+    """Return `ink` for text on paper: darker where it would be too pale."""
     while _luminance(ink) > 0.28:
         ink = "#" + "".join(f"{int(0.9 * int(ink[i : i + 2], 16)):02x}" for i in (1, 3, 5))
     return ink
@@ -247,27 +335,23 @@ def num_bytes(count: int) -> str:
 
 # ---------------------------------------------------------------------- files
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG of at most 256 colours: a third of the size, and no difference to see."""
+    """Return the figure as a PNG of at most 128 colours: a third of the size, no visible change."""
     buffer = io.BytesIO()
     _literal(figure).savefig(buffer, format="png", dpi=DPI)
-    image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image = Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small = io.BytesIO()
     image.save(small, format="png", optimize=True, dpi=(DPI, DPI))
     return small.getvalue()
 
 
 def _literal(figure: Figure) -> Figure:
-    """The figure, a `$` in a name from outside being no formula; tick labels are ours."""
+    """Return the figure with `$` as a plain letter, except in tick labels, which are ours."""
     ticks = {
         label for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in axis.findobj(Text)
     }
     for text in set(figure.findobj(Text)) - ticks:
         text.set_parse_math(False)
     return figure
-
-
-FINDING = "finding"
-"""The id of a text that says beside a heading what came of it: "308 ms a step, nothing hidden"."""
 
 
 def _is_heading(text: Text) -> bool:
@@ -283,7 +367,7 @@ def in_words(figure: Figure) -> str:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an SVG without date, and with the same names of its parts every time."""
+    """Return the figure as an SVG without date, and with the same names of its parts every time."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": "minipar"}):
         _literal(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

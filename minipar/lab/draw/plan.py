@@ -11,10 +11,10 @@ from matplotlib.patches import Arc
 from minipar.comm.mesh import groups_along
 from minipar.emulate.link import Topology
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED, PAPER
+from minipar.lab.draw.pen import EXPOSED, GRID, HELD, INK, MUTED, PAPER
 from minipar.parallel.explain import Explanation, Row
 
-PIECE = KIND["forward"]  # what a rank has of a parameter
+PIECE = HELD["weights"]  # what a rank has of a parameter
 
 
 # ---------------------------------------------------------------------- parameters by axis
@@ -29,12 +29,12 @@ class Family:
 
     @property
     def label(self) -> str:
-        """ "8 x k, v"."""
+        """Return "8 x k, v"."""
         return f"{self.count} x {', '.join(self.names)}" if self.count > 1 else self.names[0]
 
 
 def families(explained: Explanation) -> list[Family]:
-    """The rows of an explanation, those with the same shapes, cuts and sums together, in order."""
+    """Return the rows of an explanation; rows with the same shapes, cuts and sums are together."""
     alike: dict[tuple, list[Row]] = {}
     for row in explained.rows:
         key = (row.full_shape, row.shape, row.cut_over, tuple(row.summed.items()))
@@ -49,7 +49,7 @@ def families(explained: Explanation) -> list[Family]:
 
 
 def _short(name: str) -> str:
-    """model.layers.3.self_attn.k_proj.weight is "k", and any norm is "norm"."""
+    """Return "k" for model.layers.3.self_attn.k_proj.weight, and "norm" for any norm."""
     last = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if "norm" in last:
         return "norm"
@@ -57,7 +57,7 @@ def _short(name: str) -> str:
 
 
 def explanation(explained: Explanation, *, title: str = "", note: str = "") -> Figure:
-    """A row per family of parameters, a column per axis: is it cut there, summed, or just a copy?
+    """Draw a row per family of parameters, a column per axis: cut, summed, or just a copy?
 
     A box in the colour of the axis: ranks along it have summands of the gradient, which the verb
     adds up, with the bytes that a rank sends in one step for all parameters of the family. A frame:
@@ -87,7 +87,7 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
 
 
 def _columns(explained: Explanation) -> dict[str, int]:
-    """Axes and sizes; dp and cp are one axis to a gradient."""
+    """Return axes and sizes; dp and cp are one axis to a gradient."""
     sizes = explained.plan.mesh_sizes()
     if "dp" not in sizes or "cp" not in sizes:
         return sizes
@@ -97,7 +97,7 @@ def _columns(explained: Explanation) -> dict[str, int]:
 
 
 def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
-    """The parameter around (x, y), a side as the root of its length; the piece of rank 0 in it."""
+    """Draw the parameter around (x, y), and the shard of rank 0 in it."""
     rows, columns = (*row.full_shape, 1)[:2]
     share = [own / full for own, full in zip(row.shape, row.full_shape, strict=True)]
     unit = 0.36 / math.sqrt(max(rows, columns))
@@ -126,7 +126,7 @@ def _box(ax: Axes, family: Family, axis: str, x: float, y: float, wide: float, t
 
 # ---------------------------------------------------------------------- axes on nodes
 def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
-    """For each axis of a mesh: does a group along it span nodes?
+    """Return for each axis of a mesh if a group along it spans nodes.
 
     Raises `ValueError` where the mesh has not as many ranks as the topology.
     """
@@ -144,7 +144,7 @@ def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
 
 
 def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") -> Figure:
-    """All ranks in a line per axis, nodes framed: bows join who talks, loud across nodes.
+    """Draw all ranks in a line per axis: bows join who talks, outlined in red across nodes.
 
     Raises `ValueError` as `crossing`, or for more than 32 ranks.
     """
@@ -166,12 +166,14 @@ def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") 
     side = min(0.3, 0.7 * cell)
     for i, (axis, out) in enumerate(crosses.items()):
         y = height - 0.72 - row * (i + 1) + 0.3
-        ink = EXPOSED if out else pen.colour(axis)
+        inks = [(EXPOSED, 4.5)] * out + [(pen.colour(axis), 2.2)]  # outlined in red across nodes
         for group in groups_along([axis], sizes):
             for a, b in zip(group, group[1:], strict=False):
                 middle, wide = (centre[a] + centre[b]) / 2, centre[b] - centre[a]
                 tall = min(0.85, 0.35 + 0.12 * wide)
-                ax.add_patch(Arc((middle, y + side / 2), wide, tall, theta2=180, color=ink, lw=2))
+                for ink, lw in inks:
+                    bow = Arc((middle, y + side / 2), wide, tall, theta2=180, color=ink, lw=lw)
+                    ax.add_patch(bow)
         for rank in range(ranks):
             corner = centre[rank] - side / 2, y - side / 2
             pen.rectangle(ax, *corner, side, side, fc=PAPER, ec=INK, lw=1, zorder=3)

@@ -12,7 +12,7 @@ FILL |= {"no parameters": GRID, "not compared": GRID}
 
 
 def proof(verdict: Verdict) -> Figure:
-    """A row per module, the first to run on top; red is where it parts, with the cause beside it.
+    """Draw a row per module, the first to run on top; the point where it parts is red.
 
     Of many modules, those around this point.
     """

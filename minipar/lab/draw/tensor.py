@@ -41,7 +41,7 @@ class Matrix:
 
     @property
     def label(self) -> str:
-        """Its sharding in the usual notation: "h[T, F/tp]", "y[T, D] {partial tp}"."""
+        """Return its sharding in the usual notation: "h[T, F/tp]", "y[T, D] {partial tp}"."""
         rows, columns = (
             letter + "/tp" * (self.cut == dim)
             for letter, dim in ((self.rows, "rows"), (self.columns, "columns"))
@@ -57,7 +57,7 @@ def formula(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """Matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
+    """Draw matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
 
     A colour is a rank, grey what all have alike. A pending sum is a pile of sheets of full size,
     one per rank, marked with Σ. `lengths` gives inches for letters that `LENGTHS` does not know.
@@ -121,7 +121,7 @@ def _matrix(
 
 
 def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figure:
-    """Which rank has which heads, for some numbers of ranks: query heads above key/value heads.
+    """Draw which rank has which heads, for some numbers of ranks.
 
     A head of several colours has a copy on each of these ranks. Raises `ValueError` for more ranks
     than there are colours.
@@ -129,36 +129,45 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
     if not sizes or max(sizes) > len(RANK):
         raise ValueError(f"sizes={list(sizes)}: at least one, and at most {len(RANK)} ranks")
     rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
-    cell, left, panel = 0.42, 1.15, 1.28
-    width = max(left + cell * config.num_heads + 1.3, pen.title_width(title), 6.0)
-    height = 0.95 + panel * len(sizes)
+    cell, beside, high = 0.52, 1.15, 1.28  # inches: a head, the names beside heads, a panel
+    panel = beside + cell * config.num_heads + 0.2
+    across = min(len(sizes), max(1, int(pen.WIDTH / panel)))
+    width = max(panel * across + 0.2, pen.title_width(title), 6.0)
+    height = 0.95 + high * -(-len(sizes) // across)
     figure, ax = pen.sheet(width, height, title)
     for i, size in enumerate(sizes):
-        top = height - 0.72 - panel * i
+        left, top = beside + i % across * panel, height - 0.72 - high * (i // across)
         pen.text(ax, left, top, f"tp = {size}", weight="bold")
         for row, (name, count) in enumerate(rows.items()):
             y = top - 0.17 - 0.48 * (row + 1) + 0.06
             pen.text(ax, left - 0.12, y + 0.18, name, color=MUTED, ha="right")
-            spans = by_heads(count, 1, size)
             wide = cell * config.num_heads / count
+            spans = by_heads(count, 1, size)
             for head in range(count):
                 owners = [r for r, (start, stop) in enumerate(spans) if start <= head < stop]
-                for j, rank in enumerate(reversed(owners)):  # the first on top
-                    at = left + wide * head + 0.03, y + 0.36 * j / len(owners)
-                    size_of = wide - 0.06, 0.36 / len(owners)
-                    pen.rectangle(ax, *at, *size_of, fc=RANK[rank])
-                box = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
-                style = {"ha": "center", "weight": "bold", "bbox": box}
-                pen.text(ax, left + wide * (head + 0.5), y + 0.175, head, **style)
-    pen.key(figure, pen.of_ranks(max(sizes)), left, 0.16)
+                _head(ax, (left + wide * head + 0.03, y, wide - 0.06, 0.36), head, owners)
+    pen.key(figure, pen.of_ranks(max(sizes)), beside, 0.16)
     return figure
+
+
+def _head(
+    ax: Axes, box: tuple[float, float, float, float], head: int, owners: Sequence[int]
+) -> None:
+    """Draw a head with a stripe for each rank that owns a copy, the first on top."""
+    x, y, wide, tall = box
+    for j, rank in enumerate(reversed(owners)):
+        stripe = tall / len(owners)
+        pen.rectangle(ax, x, y + stripe * j, wide, stripe, fc=RANK[rank])
+    paper = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
+    style = {"ha": "center", "weight": "bold", "bbox": paper}
+    pen.text(ax, x + wide / 2, y + tall / 2, head, **style)
 
 
 Grid = list[list[tuple[int, str]]]  # rows of tokens, columns of heads: whose it is, and a number
 
 
 def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> Figure:
-    """Ulysses around attention: blocks of tokens (rows) and heads (columns), before and after.
+    """Draw Ulysses around attention: blocks of tokens (rows) and heads (columns).
 
     A colour is the rank that has a block; a number is the rank that it goes to, or, behind the
     all-to-all, the one that it came from. A block without a number stays. Key/value heads are
@@ -175,9 +184,9 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
     whole = {"q": _heads_apart(heads, size), "k, v": _heads_apart(sent, size)}
     out = [[(row, "") for _ in range(heads)] for row in range(size)]
     parts: list[tuple[str, dict[str, Grid]] | str] = [
-        ("tokens apart", apart),
+        ("tokens apart (number: goes to)", apart),
         "all-to-all\n→",
-        ("heads apart", whole),
+        ("heads apart (number: came from)", whole),
         "attention,\nall-to-all\n→",
         ("tokens apart", {"out": out}),
     ]
@@ -206,7 +215,7 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
 
 
 def _tokens_apart(count: int, sent: int, size: int) -> Grid:
-    """Before the all-to-all: `count` heads, of which `sent` copies go out in equal shares."""
+    """Return the grid before the all-to-all: `count` heads, `sent` copies go out evenly."""
     per_rank, copies = sent // size, sent // count
     goes_to = [
         sorted({copy // per_rank for copy in range(head * copies, (head + 1) * copies)})
@@ -219,7 +228,7 @@ def _tokens_apart(count: int, sent: int, size: int) -> Grid:
 
 
 def _heads_apart(sent: int, size: int) -> Grid:
-    """Behind it: each rank has its share of the `sent` heads, and the tokens of all."""
+    """Return the grid after the all-to-all: each rank has its share of the `sent` heads."""
     owners = [head * size // sent for head in range(sent)]
     return [[(own, str(row) if row != own else "") for own in owners] for row in range(size)]
 
@@ -227,6 +236,5 @@ def _heads_apart(sent: int, size: int) -> Grid:
 def _blocks(ax: Axes, grid: Grid, left: float, top: float, cell: float) -> None:
     for i, row in enumerate(grid):
         for j, (rank, number) in enumerate(row):
-            x, y = left + cell * j, top - cell * (i + 1)
-            pen.rectangle(ax, x, y, cell, cell, fc=RANK[rank], ec=PAPER, lw=1.2)
-            pen.text(ax, x + cell / 2, y + cell / 2, number, ha="center", size=8)
+            box = left + cell * j, top - cell * (i + 1), cell, cell
+            pen.cell(ax, box, number, RANK[rank], ec=PAPER, lw=1.2)

@@ -1,0 +1,182 @@
+"""A trainer of the learner's own, piece by piece: ``keep("ddp", Overlapped)``.
+
+Some exercises are a strategy in its smallest form. `keep` writes an answer that has passed into
+``my/ddp.py`` beside the notebook, with the imports and helpers that the answer needs. `piece` gives
+it to another notebook, or the stored answer where nothing was kept. The first line of a file says
+of which exercise it is, and has a digest of the rest: a file that was changed since is not proved.
+"""
+
+import ast
+import dis
+import hashlib
+import importlib.util
+import linecache
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+from minipar.lab import exercises
+
+FOLDER = "my"
+PIECES = {  # by the name of the file: which exercise it is, and what others call it
+    "ddp": ("3.5", "Overlapped"),
+    "tensor": ("7.5", "cut_layer"),
+    "pipeline": ("10.6", "run_stage"),
+    "trainer": ("12.4", "Trainer"),
+}
+HEAD = '"""{name}: exercise {number}, which it has passed. {digest}"""\n\n'
+
+
+def keep(piece: str, answer: Callable | None = None) -> None:
+    """Write an answer into ``my/``; without one, the stored answer.
+
+    An answer that did not pass its check yet is checked first. Raises `CheckFailed` if it does not
+    pass, and `ValueError` for an unknown piece, where a host has left the stored answer out, and
+    where the file holds what would be lost: edited code, or an answer in place of the stored one.
+    """
+    number, name = _known(piece)
+    file = _file(piece)
+    if file.is_file() and (answer is None or not is_proved(piece)):
+        why = "is kept already" if is_proved(piece) else "was changed since its check"
+        raise ValueError(f"{file.as_posix()} {why}; rename or delete it to keep another answer")
+    whose = "your answer" if answer is not None else "the stored answer"
+    if answer is None:
+        answer = _stored(piece)
+    elif exercises.passed.get(number) is not answer:
+        exercises.check(number, answer)
+    text = written(answer, name)
+    file.parent.mkdir(exist_ok=True)
+    head = HEAD.format(name=name, number=number, digest=_digest(text))
+    file.write_text(head + text, encoding="utf-8")
+    print(f"Kept: {file.as_posix()}, {whose} to exercise {number}, {_num_lines(text)} lines.")
+
+
+def piece(name: str) -> Any:
+    """Return a piece that was kept, or else the stored answer. Say which."""
+    number, called = _known(name)
+    file = _file(name)
+    if not file.is_file():
+        print(f"{name}: the stored answer to exercise {number}")
+        return _stored(name)
+    print(
+        f"{name}: {file.as_posix()}, {'proved' if is_proved(name) else 'changed since its check'}"
+    )
+    spec = importlib.util.spec_from_file_location(f"{FOLDER}.{name}", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)  # the ranks may stand in another folder
+    return getattr(module, called)
+
+
+def is_proved(piece: str) -> bool:
+    """True if the file is as it was when its answer had passed."""
+    head, _, text = _file(piece).read_text(encoding="utf-8").partition("\n")
+    return _digest(text.lstrip("\n")) in head
+
+
+def kept() -> dict[str, tuple[int, bool]]:
+    """Return the pieces that were kept: lines of code, and whether the file is proved."""
+    files = {name: _file(name) for name in PIECES if _file(name).is_file()}
+    return {
+        name: (_num_lines(file.read_text(encoding="utf-8")), is_proved(name))
+        for name, file in files.items()
+    }
+
+
+def _known(piece: str) -> tuple[str, str]:
+    if piece not in PIECES:
+        raise ValueError(f"there is no piece {piece!r}; there are {', '.join(PIECES)}")
+    return PIECES[piece]
+
+
+def _stored(piece: str) -> Any:
+    number, name = PIECES[piece]
+    answer = exercises.exercise(number).solution
+    if answer is None:
+        how = f'write your own there, then keep("{piece}", {name})'
+        raise ValueError(f"the answer to exercise {number} was left out of this copy; {how}")
+    return answer
+
+
+def _file(piece: str) -> Path:
+    return Path(FOLDER) / f"{piece}.py"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _num_lines(text: str) -> int:
+    """Count lines of code: neither empty lines, nor the line that `keep` writes above."""
+    return sum(bool(line.strip()) and not line.startswith('"""') for line in text.splitlines())
+
+
+# ---------------------------------------------------------------------- source
+def written(answer: Callable, name: str) -> str:
+    """Return a file that defines `answer` as `name`: imports, constants, helpers, the answer.
+
+    Raises `ValueError` for a global that a file cannot hold, such as a tensor of the notebook.
+    """
+    imports: set[str] = set()
+    parts: dict[str, str] = {}
+    _add(answer, name, imports, parts)
+    texts = ["\n".join(sorted(imports)), *parts.values()]
+    return "\n\n\n".join(text for text in texts if text) + "\n"
+
+
+def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -> None:
+    text, space = _source(thing)
+    for other in dict.fromkeys(_globals(compile(text, "<kept>", "exec"))):
+        if other in (name, thing.__name__, *parts) or other not in space or other[:2] == "__":
+            continue
+        value = space[other]
+        module = str(getattr(value, "__module__", ""))
+        if isinstance(value, ModuleType):
+            said = "" if value.__name__ == other else f" as {other}"
+            imports.add(f"import {value.__name__}{said}")
+        elif not hasattr(value, "__qualname__"):
+            parts[other] = f"{other} = {_constant(value, other, thing)}"
+        elif module == "__main__" or module.startswith("minipar_solutions_"):
+            _add(value, other, imports, parts)
+        else:
+            imports.add(f"from {module} import {value.__name__}")
+            if value.__name__ != other:
+                parts[other] = f"{other} = {value.__name__}"
+    parts[name] = re.sub(rf"\b{thing.__name__}\b", name, text)
+
+
+def _source(thing: Callable) -> tuple[str, dict[str, Any]]:
+    """Return the text of a function or class, and the globals that its names are looked up in."""
+    method = thing
+    if isinstance(thing, type):
+        method = next(m for m in vars(thing).values() if hasattr(m, "__code__"))
+    file = method.__code__.co_filename
+    lines = linecache.getlines(file)  # `inspect` finds no class of a notebook
+    nodes = [n for n in ast.parse("".join(lines)).body if getattr(n, "name", "") == thing.__name__]
+    if not nodes:
+        raise ValueError(f"{thing.__name__} is not defined at the top of a cell or a file")
+    return "".join(lines[nodes[-1].lineno - 1 : nodes[-1].end_lineno]).rstrip(), method.__globals__
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """Yield the names that are looked up outside of functions, whatever function they are in."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield step.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals(inner)
+
+
+def _constant(value: Any, name: str, thing: Callable) -> str:
+    if isinstance(value, int | float | str | bool | tuple | None):
+        return repr(value)
+    raise ValueError(
+        f"{thing.__name__} uses {name!r}, a {type(value).__name__} of the notebook, which no file "
+        f"can hold: make it an argument, or create it inside of {thing.__name__}"
+    )
