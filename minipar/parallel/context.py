@@ -48,7 +48,7 @@ from minipar.comm.collectives import Pending, all_gather, connect, exchange, red
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.model.llama import Core
-from minipar.parallel.base.sequences import CutSequences, attentions_of, chunks_of_equal_length
+from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length
 from minipar.parallel.base.strategy import device_of
 from minipar.parallel.blockwise import (
     KERNELS,
@@ -84,14 +84,7 @@ def apply(
     Cut inputs with `shard`; the model numbers the positions itself unless it is given some. Cut a
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
-
-    Raises `ValueError` for an unknown order, exchange or kernel, or a model without attention.
     """
-    given = ("order", order, ORDERS), ("exchange", exchange, EXCHANGES), ("kernel", kernel, KERNELS)
-    for name, value, good in given:
-        if value not in good and (name, value) != ("kernel", None):
-            raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(good)}")
-    attentions_of(model)
     connect(axis, device_of(model))
     return ContextParallel(model, axis, order, exchange, kernel)
 

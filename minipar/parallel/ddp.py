@@ -287,20 +287,11 @@ def apply(
     rank's are its own. After a backward that an exception cut short, and before a step is left out,
     call `finish_backward` and then ``zero_grad()`` on all ranks.
 
-    Raises `ValueError` for an unknown version, a bucket without capacity, a `reduce` that the
-    version has no use for, and a model without a trainable parameter or that `claim` refuses.
+    Raises `ValueError` for a `reduce` that the version has no use for, and for a model that `claim`
+    refuses.
     """
-    if version not in VERSIONS:
-        raise ValueError(f"version={version!r} is unknown; use one of {', '.join(VERSIONS)}")
-    if bucket_mb is not None and not bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
     if reduce is not None and version in ("naive", "tuned"):
-        raise ValueError(
-            f"version={version!r} reduces exactly; with reduce=, use version='overlapped' or "
-            f"'bucketed'"
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("the model has no trainable parameter: there are no gradients to share")
+        raise ValueError(f"version={version!r} reduces exactly; with reduce=, use 'overlapped'")
     claim(model, "ddp", axis)
     replicate(model, axis, is_data=True)
     options = () if version == "naive" else (bucket_mb, reduce)

@@ -60,7 +60,7 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -107,15 +107,10 @@ def apply(
             balance "batch"; by default the ranks of `axis` and `copies`.
         pieces: the ranks that share each sequence, for the other balances; by default, none.
 
-    Raises `ValueError` before the first collective: for a model without experts, or with experts
-    that another strategy has already; for numbers that do not divide; for an unknown `dispatch`;
-    for "padded" without a capacity, and a capacity for sequences in `pieces`.
+    Raises `ValueError` before the first collective: for experts that another strategy has already;
+    for numbers that do not divide; for "padded" without a capacity, and a capacity for sequences in
+    `pieces`.
     """
-    found = dict(mixtures(model))
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no experts to spread over {axis.name}")
-    if dispatch not in get_args(Dispatch):
-        raise ValueError(f"dispatch={dispatch!r} is unknown; use {', '.join(get_args(Dispatch))}")
     check_divides("nodes", nodes, axis.name, axis.size)
     for name, p in model.named_parameters():
         other = f"expert along {axes_of(p)[0].name}" if hasattr(p, "copies") else None
@@ -127,7 +122,7 @@ def apply(
             raise ValueError(
                 f"{name} is cut along {axis.name} already; apply expert before tensor parallelism"
             )
-    for moe in found.values():
+    for _, moe in mixtures(model):
         check_sizes(moe.config, axis.size, axis.name)
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
     replicate(model, axis)

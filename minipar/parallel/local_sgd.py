@@ -53,7 +53,6 @@ from torch.optim import Optimizer
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import split_like
 from minipar.parallel.base.strategy import (
@@ -62,7 +61,6 @@ from minipar.parallel.base.strategy import (
     claim,
     copied,
     mark_summed,
-    stepped_by,
 )
 
 
@@ -75,10 +73,8 @@ def apply(
     class of each method; `options` go to the class. If a loss scale makes one rank skip a step, all
     ranks must skip it: ``Precision("fp16", axes=(axis,))`` does so.
 
-    Raises `ValueError` for an unknown method and for options that do not fit.
+    Raises `ValueError` for options that do not fit.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     return METHODS[method](model, axis, optimizer, **options)
 
 
@@ -90,9 +86,10 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def send_gradients(
-    strategy: Strategy, parameters: list[nn.Parameter], op: Op
+    strategy: Strategy, parameters: list[nn.Parameter], average: bool
 ) -> Callable[[], None]:
     """Start to reduce the gradients of one step, as one vector; the result puts them in place."""
+    op: Op = "avg" if average else "sum"
     used_by_any = strategy.tell_used([p.grad is not None for p in parameters])
     flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
     pending = all_reduce(flat, strategy.axis, op, out=flat, async_op=True)  # P@dp -> R@dp
@@ -102,21 +99,9 @@ def send_gradients(
         for p, piece, is_used in zip(parameters, pieces, used_by_any(), strict=True):
             # Strides as the parameter's: fused optimizers do not look at strides.
             p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if is_used else None
+        mark_summed(() if average else parameters, strategy.axis)
 
     return receive
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that learn; raise `ValueError` if there are none."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    check(bool(parameters), "the model has no trainable parameter: there is nothing to agree on")
-    return parameters
-
-
-def check(is_good: bool, message: str) -> None:
-    """Raise `ValueError` with `message` unless `is_good`."""
-    if not is_good:
-        raise ValueError(message)
 
 
 # ---------------------------------------------------------------------- 1. averaging parameters
@@ -126,7 +111,7 @@ class LocalSGD(Strategy):
     Post-local SGD: the first `synchronous_steps` share all gradients, while the model changes fast.
 
     `average`: the loss is a mean over the tokens of this rank; if False, of all ranks, see
-    "Tokens". Raises `ValueError` for numbers that are too small and an optimizer of another model.
+    "Tokens".
     """
 
     def __init__(
@@ -139,26 +124,9 @@ class LocalSGD(Strategy):
         synchronous_steps: int = 0,
         average: bool = True,
     ) -> None:
-        check(every >= 1, f"every={every} must be 1 or more steps; 8 to 500 is usual")
-        check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
         super().__init__(model, axis)
         self.every, self.synchronous_steps, self.average = every, synchronous_steps, average
-        self.steps, self.parameters = 0, trainable(model)
-        check(
-            set(self.parameters) <= set(stepped_by(optimizer)),
-            "the optimizer does not hold all trainable parameters of the model; make it of "
-            "model.parameters()",
-        )
-        check(
-            all(router.config.bias_speed is None for _, router in routers(model)),
-            "each rank would move the biases of its routers by its own tokens, and no agreement "
-            "covers them; balance experts by a loss (bias_speed=None)",
-        )
-        check(
-            not any(hasattr(p, "master") for p in self.parameters),
-            "masters.keep() came before, and 16 bits of the weights would be averaged in the place "
-            "of their masters; call it after local_sgd.apply",
-        )
+        self.steps, self.parameters = 0, [p for p in model.parameters() if p.requires_grad]
         claim(model, "local_sgd", axis)
         replicate(model, axis)
         self.watch(self.parameters)
@@ -172,13 +140,12 @@ class LocalSGD(Strategy):
         for p in () if self.average else self.parameters:
             check_not_summed(p, self.axis)
         if self.steps < self.synchronous_steps:
-            op = "avg" if self.average else "sum"
-            send_gradients(self, self.parameters, op)()
+            send_gradients(self, self.parameters, self.average)()
         elif not self.average:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad *= self.axis.size
-        mark_summed(() if self.average else self.parameters, self.axis)
+            mark_summed(self.parameters, self.axis)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -259,7 +226,7 @@ class DiLoCo(LocalSGD):
     With several `fragments` the parts of the model take turns, at even distances. The link then
     carries little at a time, but most of the time. A fragment is a number of whole parameters.
 
-    Raises `ValueError` as `LocalSGD`, and for numbers out of range.
+    Raises `ValueError` for a delay that outlasts a turn, and for more turns than steps.
     """
 
     def __init__(
@@ -276,20 +243,8 @@ class DiLoCo(LocalSGD):
         mix: float = 0.5,
         average: bool = True,
     ) -> None:
-        count = len(trainable(model))
-        most = max(1, min(every, count))
-        check(lr > 0, f"lr={lr} must be above 0; 0.7 is usual, and 1 without momentum")
-        check(0 <= momentum < 1, f"momentum={momentum} is not in [0, 1); 0.9 is usual")
-        check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
-        check(
-            1 <= fragments <= most or every < 1,  # LocalSGD says what `every` must be
-            f"fragments={fragments} does not fit every={every} steps and {count} parameters; "
-            f"use 1 to {most}",
-        )
-        check(
-            0 <= delay <= every or every < 1,
-            f"delay={delay} does not fit every={every}; use 0 to {every} steps",
-        )
+        if not (1 <= fragments <= every and 0 <= delay <= every):
+            raise ValueError(f"fragments={fragments}, delay={delay}: use at most every={every}")
         super().__init__(model, axis, optimizer, every, average=average)
         if delay:  # nothing may queue behind a call that takes several steps
             self.axis = with_own_group(axis, "late")
@@ -347,19 +302,20 @@ class DelayedGradients(Strategy):
 
     The all-reduce has a whole forward and backward to hide behind. All ranks have the same model at
     all times. The first step finds no gradient and changes nothing. Use a lower learning rate, and
-    bf16 rather than fp16: a late gradient carries the loss scale of its own step. Raises
-    `ValueError` for a model that has nothing to train.
+    bf16 rather than fp16: a late gradient carries the loss scale of its own step.
     """
 
-    def __init__(self, model: nn.Module, axis: Axis, *, average: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, axis: Axis, _: Optimizer | None = None, *, average: bool = True
+    ) -> None:
         super().__init__(model, axis)
-        self.parameters = trainable(model)
-        self.op: Op = "avg" if average else "sum"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.average = average
         claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
         self.watch(self.parameters)
         self.axis = with_own_group(axis, "late")
-        self.under_way: Callable[[], None] | None = None
+        self.receive = self._have_none  # puts the gradients of the last step in place
         self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
@@ -367,21 +323,17 @@ class DelayedGradients(Strategy):
         super().finish_backward()
         for p in self.parameters:
             check_not_summed(p, self.axis)
-        before, self.under_way = self.under_way, send_gradients(self, self.parameters, self.op)
-        self._receive(before)
+        before, self.receive = self.receive, send_gradients(self, self.parameters, self.average)
+        before()
 
     def finish(self) -> None:
         """Wait for the last gradient and put it in place, for one more ``optimizer.step()``."""
-        before, self.under_way = self.under_way, None
-        self._receive(before)
+        self.receive()
+        self.receive = self._have_none
 
-    def _receive(self, receive: Callable[[], None] | None) -> None:
-        if receive is None:
-            for p in self.parameters:
-                p.grad = None
-            return
-        receive()
-        mark_summed(self.parameters if self.op == "sum" else (), self.axis)
+    def _have_none(self) -> None:
+        for p in self.parameters:
+            p.grad = None
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
@@ -390,8 +342,6 @@ METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
     "diloco": DiLoCo,
     "diloco delayed": partial(DiLoCo, delay=1),
     "diloco streaming": partial(DiLoCo, delay=1, fragments=4),
-    "delayed gradients": lambda model, axis, optimizer, **options: DelayedGradients(
-        model, axis, **options
-    ),
+    "delayed gradients": DelayedGradients,
 }
 """Makers of each method with its defaults, by the name that a user types."""

@@ -102,7 +102,7 @@ def apply(
         experts: cut each expert as well, instead of leaving all whole on every rank ("expert tensor
             parallelism").
 
-    Raises `ValueError` for a model that is no Llama and for sizes that the axis does not divide.
+    Raises `ValueError` for sizes that the axis does not divide, and for a model that is cut.
     """
     check(model, axis, sequence, overlap)
     if experts:
@@ -334,10 +334,8 @@ class TensorParallel(Strategy):
 
 
 # ---------------------------------------------------------------------- what cannot be cut
-def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
+def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
     """Raise `ValueError` unless `model` can be cut along `axis`."""
-    if not isinstance(getattr(model, "config", None), LlamaConfig):
-        raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
     for name, p in model.named_parameters():

@@ -123,7 +123,7 @@ def embedding(**options) -> nn.Module:
 
 AT_APPLY: list[tuple[Callable[[str], nn.Module], str]] = [
     (twice, "is trained by .* along dp already, .* apply one of ddp, zero, fsdp, local_sgd, once"),
-    (lambda _: embedding(sparse=True), "0 has sparse=True, .* make it with sparse=False"),
+    (lambda _: embedding(sparse=True), "0 has sparse=True, .* make it sparse=False"),
     (lambda _: embedding(max_norm=1.0), "0 has max_norm=1: .* make it with max_norm=None"),
 ]
 

@@ -350,12 +350,9 @@ ERRORS = [
     (lambda: make("zb_v", 2, 4, 3), "v=3: zb_v has v=2; use v=2, or one of interleaved_1f1b"),
     (lambda: make("interleaved_1f1b", 0, 1), "p=0; a pipeline has at least 1"),
     (lambda: make("interleaved_1f1b", 1, 1, 0), "v=0; a pipeline has at least 1"),
-    (lambda: simulate(make("gpipe", 2, 2), Costs((1.0, 2.0, 3.0))), "3 costs for 2 parts"),
-    (lambda: Costs((1.0, 2.0)).per_rank(make("gpipe", 2, 2)), "costs of stages already"),
     (lambda: validate(make("gpipe", 2, 8), max_live=3), "0F3 on rank 0 makes 4 live .* at most 3"),
     (lambda: validate(replace(make("gpipe", 2, 4), max_live=(2, 1))), "0F2 on rank 0 makes 3 live"),
     (lambda: validate(replace(make("gpipe", 2, 4), rank_of=(0, 2))), "there are lists for 2 ranks"),
-    (lambda: validate(with_action(Action(0, "X", 0))), "0X0 on rank 0: no such kind"),
     (lambda: validate(with_action(Action(0, "F", -1))), "0F-1 on rank 0: there are 2 microbatches"),
 ]
 

@@ -421,7 +421,6 @@ def test_a_pipeline_that_splits_backward_puts_off_all_matrices(mode):
         ),
         (dict(qk_norm="all"), dict(n=2), "does not cut a norm over all heads"),
         (dict(), dict(overlap=True), "set both"),
-        (models.Foreign(0), dict(), "cuts a Llama"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_what_can(model, options, says):

@@ -129,19 +129,12 @@ def test_any_elementwise_optimizer(cls):
 
 # ---------------------------------------------------------------------- what does not fit
 REFUSED = [
-    ("apply(fine, stage=3)", ValueError, "stage=3 is not one of ZeRO's here"),
-    ("apply(AdamW(own))", ValueError, "must be a ShardedOptimizer along dp=1, not AdamW"),
-    ("zero.apply(model, Mesh().tp, optimizer=fine)", ValueError, "along tp=1, not ShardedOpt"),
+    ("zero.apply(model, Mesh().tp, optimizer=fine)", ValueError, "sharded along dp, not tp"),
     ("apply(make(own[:2], AdamW))", ValueError, r"lacks \['layers.1.weight'.*\(10 in all\)"),
     ("apply(make([*own, *Layers(0).parameters()], AdamW))", ValueError, "It lacks none"),
-    ("make(own, AdamW, bucket_mb=0)", ValueError, "bucket_mb=0 must be"),
-    ("make(Layers(0).requires_grad_(False).parameters(), AdamW)", ValueError, "no trainable"),
-    ("make(own, AdamW, lr=-1.0)", ValueError, "Invalid learning rate"),
     ("make(own, torch.optim.LBFGS)", ValueError, "LBFGS may look at whole"),
     ("make(own, torch.optim.Muon)", ValueError, "Muon may look at whole"),
-    ("fine.zero_grad(set_to_none=False)", ValueError, "zero keeps no gradients"),
     ("fine.load_state_dict(make(own[:2], AdamW).state_dict())", ValueError, "here are .12."),
-    ("fine.step()", RuntimeError, "no gradients come here before zero.apply"),
 ]
 
 

@@ -64,14 +64,6 @@ class CutSequences(Strategy):
         """Send nothing: the data strategy sums the gradients over the joint axis of cp and dp."""
 
 
-def attentions_of(model: nn.Module) -> list[Attention]:
-    """Return the layers of `model` in which tokens meet; raise `ValueError` if there are none."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no Attention of minipar.model.llama to split")
-    return layers
-
-
 def chunks_of_equal_length(tensor: Tensor, count: int, dim: int, why: str) -> tuple[Tensor, ...]:
     """Cut `dim`, the tokens, into `count` chunks: [..., T, ...] -> [..., T/count, ...] each.
 

@@ -152,44 +152,36 @@ def check_divides(name: str, n: int, what: str, size: int) -> None:
 
 
 # ---------------------------------------------------------------------- parameters in a row
-class Layout:
-    """Parameters of `numels` numbers in a row, cut over `axis`; see the drawing above."""
-
-    def __init__(self, numels: Sequence[int], axis: Axis) -> None:
-        self.size = size = math.ceil(sum(numels) / axis.size)  # S
-        self.total = axis.size * size
-        self.splits = [*numels, self.total - sum(numels)]  # the last one is the padding
-        self.spans, self.cuts = [], []
-        place = -axis.rank * size  # where a parameter begins, as seen from the shard
-        for numel in numels:
-            start, end = (min(max(at, 0), size) for at in (place, place + numel))
-            self.spans.append(slice(start, end))
-            self.cuts.append(slice(start - place, end - place) if start < end else slice(0, 0))
-            place += numel
-
-
 class Row:
-    """Parameters in a row. This rank has `shard` [S]; the `pieces` are views of the shard.
+    """Parameters in a row, cut over `axis`; see the drawing above.
 
-    The optimizer steps pieces: parameters of the k numbers that lie on this rank, perhaps none. A
-    piece is [k], or [k, 1] for a matrix, so ``p.ndim`` is kept.
+    This rank has `shard` [S]; the `pieces` are views of the shard. The optimizer steps pieces:
+    parameters of the k numbers that lie on this rank, perhaps none. A piece is [k], or [k, 1] for a
+    matrix, so ``p.ndim`` is kept.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], layout: Layout, axis: Axis, shard: Tensor
-    ) -> None:
-        self.layout, self.axis, self.shard = layout, axis, shard
-        self.device = shard.device  # which computes and sends, wherever the shard goes
-        self.pieces: list[nn.Parameter] = []
-        for p, span in zip(parameters, layout.spans, strict=True):
-            data = shard[span].view(-1, *(1 for _ in p.shape[1:]))
-            piece = nn.Parameter(data, p.requires_grad)
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
+        numels = [p.numel() for p in parameters]
+        self.axis, self.size = axis, math.ceil(sum(numels) / axis.size)  # S
+        self.splits = [*numels, axis.size * self.size - sum(numels)]  # the last one is the padding
+        self.places: list[tuple[slice, slice]] = []  # span and cut of each parameter
+        place = -axis.rank * self.size  # where a parameter begins, as seen from the shard
+        for numel in numels:
+            start, end = (min(max(at, 0), self.size) for at in (place, place + numel))
+            cut = slice(start - place, end - place) if start < end else slice(0, 0)
+            self.places.append((slice(start, end), cut))
+            place += numel
+
+    def hold(self, parameters: Sequence[nn.Parameter], shard: Tensor) -> None:
+        """Keep `shard`, and make the pieces of `parameters`."""
+        self.shard, self.device = shard, shard.device  # which computes, wherever the shard goes
+        self.shapes, self.spans, self.cuts = {}, {}, {}  # of each piece; shapes are whole
+        for p, (span, cut) in zip(parameters, self.places, strict=True):
+            piece = nn.Parameter(shard[span].view(-1, *(1 for _ in p.shape[1:])), p.requires_grad)
             vars(piece).update(vars(p))
-            mark(piece, axis, of=p)
-            self.pieces.append(piece)
-        self.shapes = dict(zip(self.pieces, (p.shape for p in parameters), strict=True))  # whole
-        self.spans = dict(zip(self.pieces, layout.spans, strict=True))
-        self.cuts = dict(zip(self.pieces, layout.cuts, strict=True))
+            mark(piece, self.axis, of=p)
+            self.shapes[piece], self.spans[piece], self.cuts[piece] = p.shape, span, cut
+        self.pieces: list[nn.Parameter] = [*self.spans]
 
     def move(self, shard: Tensor) -> None:
         """Make the pieces views of `shard` [S], which may lie on another device."""
@@ -199,7 +191,7 @@ class Row:
 
     def split(self, row: Tensor) -> list[Tensor]:
         """Return views of a whole row [n S], one in the shape of each parameter."""
-        parts = row.split(self.layout.splits)
+        parts = row.split(self.splits)
         return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=False)]
 
     def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
@@ -222,7 +214,7 @@ class Row:
 
         For weights, gradients, moments: tensors in the shape of the piece.
         """
-        shard = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
+        shard = torch.zeros(self.size, dtype=dtype, device=self.device)
         for piece, part in own.items():
             shard[self.spans[piece]] = part.flatten()
         whole = dict(zip(self.pieces, self.split(all_gather(shard, self.axis)), strict=True))

@@ -8,9 +8,8 @@ A step reads::
     strategy.clip_grad_norm_(1.0)
     optimizer.step()
 
-Mistakes that are likely, and that nobody would notice, are refused. `claim` looks at the model when
-a strategy is applied. `_before_step` looks at each step of an optimizer. Both use public hooks of
-torch; no function of torch is replaced.
+Mistakes that are likely, and that nobody would notice, are refused: `claim` looks at the model when
+a strategy is applied, `_before_step` at each step of an optimizer.
 """
 
 import sys
@@ -198,26 +197,23 @@ class Strategy:
         Masters come in the place of weights that were rounded. Tied weights stay one tensor.
         Buffers are this rank's own. A collective: all ranks call it.
         """
-        state = self.model.state_dict(keep_vars=True)
-        masters = {p: master_of(p) for p in self.model.parameters() if hasattr(p, "master")}
-        whole = self._join(lambda piece: piece.data)
+        whole = self._gather(lambda piece: piece.data)
 
         def copy(t: Tensor) -> Tensor:
-            own = piece_of(t)
-            return whole[own] if own in whole else masters.get(t, t).detach().clone()
+            if (piece := piece_of(t)) in whole:
+                return whole[piece]
+            return (master_of(t) if hasattr(t, "master") else t).detach().clone()
 
-        return self.join(copied(state, copy))
+        return self.join(copied(self.model.state_dict(keep_vars=True), copy))
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
-        whole = self._join(lambda piece: piece.grad)
-        found: dict[str, Tensor | None] = {}
-        for name, p in self.model.named_parameters():
-            own = piece_of(p).grad
-            found[name] = whole.get(piece_of(p), None if own is None else own.detach().clone())
-        return self.join(found)
+        whole = self._gather(lambda piece: piece.grad)
+        pieces = {name: piece_of(p) for name, p in self.model.named_parameters()}
+        copy = lambda p: None if p.grad is None else p.grad.detach().clone()  # noqa: E731
+        return self.join({name: whole.get(p, copy(p)) for name, p in pieces.items()})
 
-    def _join(self, part: Callable[[nn.Parameter], Tensor | None]) -> dict[nn.Parameter, Tensor]:
+    def _gather(self, part: Callable[[nn.Parameter], Tensor | None]) -> dict[nn.Parameter, Tensor]:
         """Gather a whole tensor for each piece from the `part` of each rank, unless it is None."""
         whole: dict[nn.Parameter, Tensor] = {}
         for row in self.rows:
@@ -229,12 +225,10 @@ class Strategy:
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
         state, row_of = self.own(state), {p: row for row in self.rows for p in row.pieces}
-        own = self.model.state_dict(keep_vars=True)
+        here = self.model.state_dict(keep_vars=True)
+        cut = {name: p for name, p in here.items() if p in row_of and name in state}
         self.model.load_state_dict(
-            {
-                name: row_of[own[name]].part_of(own[name], t) if own.get(name) in row_of else t
-                for name, t in state.items()
-            }
+            {**state, **{name: row_of[p].part_of(p, state[name]) for name, p in cut.items()}}
         )
         for name, p in self.model.named_parameters():
             piece = piece_of(p)
@@ -260,8 +254,8 @@ class Strategy:
 
         Raises `ValueError` for the state of other parameters.
         """
-        members = self.members(optimizer)
-        optimizer.load_state_dict(cut_state(state, optimizer, members, self.rows))
+        own = cut_state(state, optimizer, self.members(optimizer), self.rows)
+        optimizer.load_state_dict(own)
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
@@ -277,25 +271,21 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
 
     Raises `ValueError` if another strategy does, and for sparse gradients and `max_norm`.
     """
+    for path, module in model.named_modules():
+        where = path or type(module).__name__
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(f"{where} has sparse=True, which no rank sums; make it sparse=False")
+        if getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"{where} has max_norm={module.max_norm:g}: each rank's forward would write into "
+                f"other rows; make it with max_norm=None, and scale weights after the step"
+            )
     for path, p in model.named_parameters():
         if other := getattr(p, "claimed_by", None):
             raise ValueError(
                 f"{name} along {axis.name}: {path} is trained by {other[0]} already, and its "
                 f"gradient would be summed twice; apply one of ddp, zero, fsdp, local_sgd, once"
             )
-    for path, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise ValueError(
-                f"{path or type(module).__name__} has sparse=True, and gradients that ranks share "
-                f"are dense; make it with sparse=False"
-            )
-        if getattr(module, "max_norm", None) is not None:
-            raise ValueError(
-                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: each rank's "
-                f"forward would write into other rows; make it with max_norm=None, and scale "
-                f"weights after the step"
-            )
-    for p in model.parameters():
         p.claimed_by = Local([f"{name} along {axis.name}"])
 
 
@@ -303,14 +293,13 @@ def refuse_state(model: nn.Module) -> None:
     """Make ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:  # which asks for the parameters themselves
+        if not keep_vars and any(axes_of(p) for p in module.parameters()):
             raise RuntimeError(
                 "state_dict() would hold this rank's shards: call full_state_dict() of the "
                 "strategy on all ranks for whole weights, load_full_state_dict() to load them"
             )
 
-    if any(axes_of(p) for p in model.parameters()):
-        model.register_state_dict_pre_hook(refuse)
+    model.register_state_dict_pre_hook(refuse)
 
 
 # ---------------------------------------------------------------------- when gradients arrive
