@@ -215,9 +215,8 @@ class Unit(Row):
                 words = f"{name} was used outside of its block's forward, where ranks have shards"
                 piece.register_hook(partial(refuse, words))  # gathered weights bring None
         cast = options if shard.is_floating_point() else Options(axis)  # integers stay as they are
-        self.full = shard.new_empty(
-            sum(self.splits), dtype=cast.compute_dtype or shard.dtype
-        )  # [n S]
+        dtype = cast.compute_dtype or shard.dtype
+        self.full = shard.new_empty(sum(self.splits), dtype=dtype)  # [n S]
         self.views, self.reduce_dtype = self.split(self.full), cast.reduce_dtype or self.full.dtype
         self.op: Op = "avg" if options.average else "sum"
         self.is_gathered = True  # memory has been allocated

@@ -264,13 +264,10 @@ class TensorParallel(Strategy):
         """
         params = dict(self.model.named_parameters())  # without the layers of other stages
         holders = [piece_of(params[name]) for name in names if name in params]
-        holders = [p for p in holders if p.grad is not None]
-        if not holders:
-            return
         for p in holders:
             check_not_summed(p, self.axis)  # one to which no gradient has been added
-        grads = [p.grad for p in holders]
         mark_summed(holders, self.axis)
+        grads = [p.grad for p in holders if p.grad is not None]
         if num_groups == 1:  # whole experts, say: no second copy of large gradients
             for grad in (grad for grad in grads if grad.nbytes >= LARGE):
                 collectives.all_reduce(grad, self.axis, out=grad)

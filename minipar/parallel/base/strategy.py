@@ -197,6 +197,7 @@ class Strategy:
         Masters come in the place of weights that were rounded. Tied weights stay one tensor.
         Buffers are this rank's own. A collective: all ranks call it.
         """
+        state = self.model.state_dict(keep_vars=True)  # waits for weights on their way
         whole = self._gather(lambda piece: piece.data)
 
         def copy(t: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ class Strategy:
                 return whole[piece]
             return (master_of(t) if hasattr(t, "master") else t).detach().clone()
 
-        return self.join(copied(self.model.state_dict(keep_vars=True), copy))
+        return self.join(copied(state, copy))
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
