@@ -311,10 +311,6 @@ class Composed(Strategy):
             whole = part.own(whole)
         return dict(whole)
 
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        expert.check_whole(state, self.shapes)
-        super().load_full_state_dict(state)
-
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer state as of one device, on the CPU, on all ranks; a collective.
 

@@ -72,7 +72,7 @@ from minipar.comm.values import send_to_host, to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, check_divides, full_shape, is_part, mark
+from minipar.parallel.base.shards import axes_of, check_divides, is_part, mark
 from minipar.parallel.base.strategy import Strategy, refuse_state, share_counts, sum_over
 
 Dispatch = Literal[
@@ -145,16 +145,6 @@ def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
             f"capacity_factor={config.capacity_factor} serves the first tokens of each sequence, "
             f"and {pieces} ranks hold pieces of one; use cp=1 without sequence_parallel"
         )
-
-
-def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise `ValueError` for a state with weights of other `shapes`, such as one rank's experts."""
-    for name, shape in shapes.items():
-        if (found := state.get(name)) is not None and tuple(found.shape) != tuple(shape):
-            raise ValueError(
-                f"{name} has shape {tuple(found.shape)} in this state, and {tuple(shape)} in the "
-                f"whole model: one rank's experts are no checkpoint; save full_state_dict()"
-            )
 
 
 # ---------------------------------------------------------------------- 1. all ranks see all tokens
@@ -394,6 +384,7 @@ class ExpertParallel(Strategy):
             moe.core = partial(CORES[dispatch], moe, axis, **options)
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
+                self.num_experts = len(p)
                 mark(p, axis)
                 p.copies = copies
                 p.data, p.grad = p.data[own].clone(), None
@@ -410,11 +401,13 @@ class ExpertParallel(Strategy):
         }
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: whole[self.names[name]].clone() if name in self.names else whole
-            for name, whole in tensors.items()
-        }
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        check_whole(state, {name: full_shape(p) for name, p in self.model.named_parameters()})
-        super().load_full_state_dict(state)
+        found = dict(tensors)
+        for name in self.names.keys() & found.keys():
+            if (count := len(found[name])) != self.num_experts:
+                raise ValueError(
+                    f"{name} has {count} experts in this state, and the model has "
+                    f"{self.num_experts}: one rank's experts are no checkpoint; save "
+                    f"full_state_dict()"
+                )
+            found[name] = found[name][self.names[name]].clone()
+        return found

@@ -439,20 +439,6 @@ def test_trap_14_a_bias_that_all_ranks_would_add_is_refused():
         tensor.check(model, on_paper("tp", 2))
 
 
-def _refused(size: int):
-    axis = Mesh(tp=size).tp
-    model = models.llama(axis.rank)
-    before = copy.deepcopy(model.state_dict())
-    with timeline.record() as recorded, pytest.raises(ValueError, match="does not divide"):
-        tensor.apply(model, axis)
-    assert not recorded.spans
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_refusals_come_on_every_rank_before_the_first_collective(ranks):
-    ranks(3).run(_refused, 3)
-
-
 def test_a_model_is_cut_once():
     model, axis = models.llama(0), on_paper("tp", 1)
     tensor.apply(model, axis)
