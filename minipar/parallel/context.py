@@ -157,14 +157,12 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
     per_rank, length = ORDERS[order], q.shape[2]
     if length % per_rank:
         raise ValueError(
-            f"{length} tokens per rank are no {per_rank} chunks of {order} order; cut whole "
-            f"sequences with context.shard"
+            f"{length} tokens per rank are no {per_rank} chunks of {order} order; use context.shard"
         )
     if mask is not None and mask.shape[2:] != (length, length * axis.size):
         raise ValueError(
-            f"a mask of shape {tuple(mask.shape)} does not fit {length} tokens on each of "
-            f"{axis.name}={axis.size}: it must be [B, 1, {length}, {length * axis.size}], as "
-            f"context.shard cuts it along dim 2"
+            f"a mask of shape {tuple(mask.shape)} is not for {length} tokens per rank: it must be "
+            f"[B, 1, {length}, {length * axis.size}], as context.shard_batch cuts it"
         )
     width = length // per_rank
     rows = [slice(i * width, (i + 1) * width) for i in range(per_rank * axis.size)]

@@ -406,8 +406,7 @@ class ExpertParallel(Strategy):
             if (count := len(found[name])) != self.num_experts:
                 raise ValueError(
                     f"{name} has {count} experts in this state, and the model has "
-                    f"{self.num_experts}: one rank's experts are no checkpoint; save "
-                    f"full_state_dict()"
+                    f"{self.num_experts}: one rank's are no checkpoint; save full_state_dict()"
                 )
             found[name] = found[name][self.names[name]].clone()
         return found

@@ -356,19 +356,11 @@ def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
     limits = {"num_heads": config.num_heads}
     if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
         limits["intermediate_size"] = config.intermediate_size
-    kv_heads = config.num_kv_heads
-
-    def fits(n: int) -> bool:
-        return not any(size % n for size in limits.values()) and not (kv_heads % n and n % kv_heads)
-
-    good = ", ".join(str(k) for k in range(1, config.num_heads + 1) if fits(k))
-    for limit, size in limits.items():
-        if size % n:
-            raise ValueError(f"{name}={n} does not divide {limit}={size}; use one of {good}")
-    if not fits(n):
+    for what, size in limits.items():
+        check_divides(name, n, what, size)
+    if config.num_kv_heads % n and n % config.num_kv_heads:
         raise ValueError(
-            f"{name}={n} neither divides num_kv_heads={kv_heads} nor is a multiple of it; "
-            f"use one of {good}"
+            f"{name}={n} neither divides num_kv_heads={config.num_kv_heads} nor is a multiple of it"
         )
 
 

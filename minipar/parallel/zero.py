@@ -200,8 +200,7 @@ class Stage1(Strategy):
         if self.optimizer.has_stepped or bucket not in self.missing:
             raise RuntimeError(
                 "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
-                "as that of the model does not reach it; finish_backward() after each backward "
-                "outside of no_sync(); and one backward in each no_sync()"
+                "as the model's misses it, and finish_backward() after a backward out of no_sync()"
             )
         if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
             bucket.add(p)

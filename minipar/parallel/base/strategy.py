@@ -157,9 +157,8 @@ class Strategy:
         """Raise `RuntimeError` if `what` comes between a backward and its `finish_backward`."""
         if not self.is_finished:
             raise RuntimeError(
-                f"{what} came before finish_backward(), so gradients are those of this rank, not "
-                f"of the batch. Call finish_backward() of {type(self).__name__} along "
-                f"{self.axis.name} once per step, after the last backward, on all ranks"
+                f"{what} came before finish_backward() of {type(self).__name__} along "
+                f"{self.axis.name}: call it on all ranks after the last backward of each step"
             )
 
     def check_step(self) -> None:
@@ -316,9 +315,8 @@ def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
     names = getattr(p.grad, "summed_over", ())
     if names if axis is None else axis.name in names:
         raise RuntimeError(
-            "a backward would add to a finished sum over the ranks, and that be summed once more: "
-            "call zero_grad() (with set_to_none=True) after each step, and use no_sync() around "
-            "all microbatches but the last"
+            "a backward would add to a finished sum over the ranks: call zero_grad() after each "
+            "step, and use no_sync() around all microbatches but the last"
         )
 
 
@@ -338,9 +336,8 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, ELEMENTWISE) and not getattr(optimizer, "elementwise", False):
         raise ValueError(
-            f"{kind.__name__} may look at whole matrices or groups, and here a rank has shards of "
-            f"them; use AdamW, SGD or another of {', '.join(e.__name__ for e in ELEMENTWISE[3:])}. "
-            f"If it does step each number alone, set elementwise = True on it"
+            f"{kind.__name__} may look at whole matrices of which a rank has shards; use "
+            f"AdamW or SGD, or set elementwise = True on it if it steps each number alone"
         )
 
 
@@ -364,8 +361,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     gradients = [p.grad for p in shards if p.grad is not None]
     if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
         raise RuntimeError(
-            "GradScaler.step() without strategy.unscale_(scaler, optimizer): it has looked for an "
-            "overflow in the shards of this rank alone, and ranks would skip different steps"
+            "GradScaler.step() without strategy.unscale_(scaler, optimizer): ranks look for an "
+            "overflow in their own shards, and would skip different steps"
         )
 
 
