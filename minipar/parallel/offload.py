@@ -42,18 +42,16 @@ def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostS
     gathered, in the order of the last step. Each gradient of a shard leaves for the host during
     backward. The device keeps blocks in use, and at most four shards that come.
 
-    Call it before the first step. Raises `ValueError` for a strategy of another kind than fsdp.
+    Call it before the first step.
     """
-    if not hasattr(strategy, "units"):
-        raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
-    return HostShards(strategy, copies)
+    return HostShards(strategy, copies or HostCopy(strategy.device))
 
 
 class HostShards:
     """Takes the place of `fetch`, `store` and `finalize_backward` of each unit."""
 
-    def __init__(self, strategy: Strategy, copies: HostCopy | None = None) -> None:
-        self.copies = copies or HostCopy(strategy.device)
+    def __init__(self, strategy: Strategy, copies: HostCopy) -> None:
+        self.copies = copies
         self.order: list[Any] = []  # of the fetches in the last step
         self.fetched: list[Any] = []  # in this one
         self.coming: dict[Any, tuple[list[int], Copy]] = {}  # weights, and their versions

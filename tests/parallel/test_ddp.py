@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.comm.collectives import all_gather_object, barrier, wire_bytes
+from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.observe import timeline
 from minipar.parallel import ddp
-from minipar.parallel.base.replicate import TOGETHER, broadcast_all
 from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import (
@@ -281,33 +280,6 @@ class Mixture(nn.Module):
 
 def _tensors_of(model):
     return {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-
-
-@on_ranks(2)
-def test_small_tensors_travel_together():
-    """Mutants: one call for each; all in one, however large; dtypes mixed; rank 0 hands out.
-
-    Mutant: what is transposed arrives as it lies in memory.
-    """
-    axis = Mesh(dp=2).dp
-
-    def make(rank: int) -> list[Tensor]:
-        torch.manual_seed(rank)
-        quarter = TOGETHER // 4 // 4  # in float32
-        small = [torch.randn(quarter), torch.randn(2, quarter).T, torch.randn(quarter, 1)]
-        large, last = torch.randn(4 * quarter + 1), torch.randn(3, 5)
-        others = [torch.randn(5) < 0, torch.zeros(0)]
-        return [*small, torch.randn(3, 2).bfloat16(), large, torch.randn(()), last, *others]
-
-    mine, expected = make(axis.rank), make(1)
-    with timeline.record() as recorded:
-        broadcast_all(mine, axis, src=1)
-    for i, (tensor, value) in enumerate(zip(mine, expected, strict=True)):
-        assert torch.equal(tensor, value) and tensor.stride() == value.stride(), i
-    # float32: three, one, two and an empty one; then bfloat16 and bool.
-    assert len(recorded.select(kind="comm").spans) == 3 + 2
-    sent = sum(span.num_bytes for span in recorded.select(kind="comm"))
-    assert sent == wire_bytes("broadcast", sum(t.nbytes for t in expected), 2)
 
 
 @on_ranks(2)

@@ -1,19 +1,15 @@
-"""Give all ranks the tensors of one rank, such as the first weights; small tensors together."""
+"""Give all ranks the tensors of one rank, such as the first weights."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import zip_longest
 
-import torch
 from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object, broadcast
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.shards import copies_axis, in_groups, is_spread_over, split_like
+from minipar.parallel.base.shards import copies_axis, is_spread_over
 from minipar.parallel.base.strategy import share_counts
-
-TOGETHER = 2**20
-"""Bytes up to which tensors travel together: in a call of fewer, latency is most of the time."""
 
 
 def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
@@ -45,15 +41,8 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
 def broadcast_all(tensors: Iterable[Tensor], axis: Axis, src: int = 0) -> None:
     """Give `tensors` the values that they have on rank `src` of `axis`, in place; a collective.
 
-    Shapes and dtypes must be the same on all ranks. In torch: `broadcast_coalesced`.
+    Shapes and dtypes must be the same on all ranks.
     """
-    own = [t.data for t in tensors]
-    kind = lambda t: (t.dtype, t.device)  # noqa: E731
-    for group in in_groups(own, lambda _: TOGETHER, kind, lambda t: t.nbytes):
-        if len(group) == 1:
-            broadcast(group[0], axis, src, out=group[0])
-            continue
-        flat = broadcast(torch.cat([t.reshape(-1) for t in group]), axis, src)
-        if axis.rank != src:
-            for t, values in zip(group, split_like(flat, group), strict=True):
-                t.copy_(values)
+    own = [t.data for t in tensors if t.numel()]
+    for pending in [broadcast(t, axis, src, out=t, async_op=True) for t in own]:
+        pending.wait()

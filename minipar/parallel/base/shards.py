@@ -117,30 +117,23 @@ def gradient_bytes(p: Tensor) -> int:
     return p.numel() * p.grad_dtype.itemsize
 
 
-def kind_of(p: Tensor) -> tuple:
-    """Return what gradients must have in common to share a flat buffer."""
-    return p.grad_dtype, p.device, copies_axis(p, None)
-
-
 def in_groups(
-    tensors: Iterable[Tensor],
-    capacity: Callable[[int], float],
-    kind: Callable[[Tensor], tuple] = kind_of,
-    num_bytes: Callable[[Tensor], int] = gradient_bytes,
-) -> list[list[Tensor]]:
-    """Pack `tensors`, in their order, by kind, group i up to ``capacity(i)`` bytes.
+    parameters: Iterable[nn.Parameter], capacity: Callable[[int], float]
+) -> list[list[nn.Parameter]]:
+    """Pack `parameters`, in their order, by kind, group i up to ``capacity(i)`` bytes of gradients.
 
-    A tensor that is larger has a group to itself.
+    A parameter that is larger has a group to itself.
     """
-    groups: list[list[Tensor]] = []
-    latest: dict[tuple, tuple[list[Tensor], float]] = {}  # of each kind, and the room in it
-    for t in tensors:
-        group, room = latest.get(kind(t), ([], 0.0))
-        if not group or num_bytes(t) > room:
+    groups: list[list[nn.Parameter]] = []
+    latest: dict[tuple, tuple[list, float]] = {}  # of each kind, and the room in it
+    for p in parameters:
+        kind = p.grad_dtype, p.device, copies_axis(p, None)
+        group, room = latest.get(kind, ([], 0.0))
+        if not group or gradient_bytes(p) > room:
             group, room = [], capacity(len(groups))
             groups.append(group)
-        group.append(t)
-        latest[kind(t)] = group, room - num_bytes(t)
+        group.append(p)
+        latest[kind] = group, room - gradient_bytes(p)
     return groups
 
 
