@@ -30,14 +30,6 @@ class Block(NamedTuple):
     causal: bool
 
 
-class Softmax(NamedTuple):
-    """The softmax over *all* keys, which the backward of each block needs."""
-
-    out: Tensor  # [B, H, t, K]
-    lse: Tensor  # [B, H, t, 1]
-    d_out: Tensor
-
-
 # ---------------------------------------------------------------------- one block
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
@@ -62,10 +54,11 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softmax: Softmax
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, *softmax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v from one block.
 
+    `softmax` is over *all* keys: out [B, H, t, K], lse [B, H, t, 1], the gradient of out.
     With p = exp(s - lse) and dot = sum(dout * out) over K, [B, H, t, 1]:
     dv = pT dout,  ds = p (dout vT - dot) / sqrt(K),  dq = ds k,  dk = dsT q.
     """
@@ -115,7 +108,7 @@ def fused_attend(
 
 
 def fused_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softmax: Softmax
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, *softmax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `attend_backward` by torch's FlashAttention for the CPU."""
     out, lse, d_out = softmax
@@ -133,7 +126,7 @@ def flash_attend(
 
 
 def flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, softmax: Softmax
+    q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, *softmax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `attend_backward` by torch's FlashAttention for GPUs."""
     out, lse, d_out = softmax
@@ -226,7 +219,7 @@ class OnlineGradients:
 
     def __init__(self, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> None:
         self.kernel, self.q = kernel, kernel.inputs(q)
-        self.softmax = Softmax(out.to(self.q.dtype), lse, kernel.inputs(d_out).contiguous())
+        self.softmax = out.to(self.q.dtype), lse, kernel.inputs(d_out).contiguous()
         self.d_q = torch.zeros_like(out)
 
     def add(self, kv: Tensor, blocks: list[Block]) -> Tensor:
@@ -235,9 +228,9 @@ class OnlineGradients:
         d_k, d_v = d_kv = torch.zeros_like(kv, dtype=self.d_q.dtype)
         with casts.off(k.device.type):
             for mine, theirs, *who in self.kernel.arrange(blocks):
-                own = Softmax(*(x[:, :, mine] for x in self.softmax))
+                own = (x[:, :, mine] for x in self.softmax)
                 keys = k[:, :, theirs], v[:, :, theirs]
-                found = self.kernel.backward(self.q[:, :, mine], *keys, *who, own)
+                found = self.kernel.backward(self.q[:, :, mine], *keys, *who, *own)
                 self.d_q[:, :, mine] += found[0]
                 d_k[:, :, theirs] += found[1]
                 d_v[:, :, theirs] += found[2]

@@ -302,26 +302,14 @@ class Composed(Strategy):
 
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Join the weights (or gradients, or moments) of ranks of ep, tp and pp; a collective."""
         for part in filter(None, (self.parts.expert, self.parts.tensor, self.parts.pipeline)):
             own = part.join(own)
         return dict(own)
 
     def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Invert `join`: return the part of this rank of ep, tp and pp."""
         for part in filter(None, (self.parts.pipeline, self.parts.expert, self.parts.tensor)):
             whole = part.own(whole)
         return dict(whole)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        return self.join(self.parts.data.full_state_dict())
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        return self.join(self.parts.data.full_gradients())
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        expert.check_whole(state, self.shapes)
-        self.parts.data.load_full_state_dict(self.own(state))
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer state as of one device, on the CPU, on all ranks; a collective.

@@ -48,7 +48,7 @@ from minipar.comm.collectives import Pending, all_gather, connect, exchange, red
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.model.llama import Core
-from minipar.parallel.base.sequences import CutSequences, attentions_of, chunks_of_equal_length
+from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length
 from minipar.parallel.base.strategy import device_of
 from minipar.parallel.blockwise import (
     KERNELS,
@@ -84,14 +84,7 @@ def apply(
     Cut inputs with `shard`; the model numbers the positions itself unless it is given some. Cut a
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
-
-    Raises `ValueError` for an unknown order, exchange or kernel, or a model without attention.
     """
-    given = ("order", order, ORDERS), ("exchange", exchange, EXCHANGES), ("kernel", kernel, KERNELS)
-    for name, value, good in given:
-        if value not in good and (name, value) != ("kernel", None):
-            raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(good)}")
-    attentions_of(model)
     connect(axis, device_of(model))
     return ContextParallel(model, axis, order, exchange, kernel)
 
@@ -164,14 +157,12 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
     per_rank, length = ORDERS[order], q.shape[2]
     if length % per_rank:
         raise ValueError(
-            f"{length} tokens per rank are no {per_rank} chunks of {order} order; cut whole "
-            f"sequences with context.shard"
+            f"{length} tokens per rank are no {per_rank} chunks of {order} order; use context.shard"
         )
     if mask is not None and mask.shape[2:] != (length, length * axis.size):
         raise ValueError(
-            f"a mask of shape {tuple(mask.shape)} does not fit {length} tokens on each of "
-            f"{axis.name}={axis.size}: it must be [B, 1, {length}, {length * axis.size}], as "
-            f"context.shard cuts it along dim 2"
+            f"a mask of shape {tuple(mask.shape)} is not for {length} tokens per rank: it must be "
+            f"[B, 1, {length}, {length * axis.size}], as context.shard_batch cuts it"
         )
     width = length // per_rank
     rows = [slice(i * width, (i + 1) * width) for i in range(per_rank * axis.size)]
@@ -201,7 +192,7 @@ def pass_on(tensor: Tensor, axis: Axis) -> Pending:
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to all keys; in every step, those of another rank."""
+    """Attention of this rank's queries to all keys; each step brings the keys of another rank."""
 
     @staticmethod
     def forward(

@@ -20,9 +20,8 @@ Proved by tests/parallel/test_ddp.py; taught in notebooks/03_data_parallel.ipynb
 Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
-import math
 from collections.abc import Callable
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -141,7 +140,8 @@ class Bucketed(Naive):
         # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
         order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
         is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
-        self._use(fill_buckets([] if is_alone else order, self.capacity, reduce))
+        groups = fill_buckets([] if is_alone else order, self.capacity)
+        self._use([Bucket(own, reduce) for own in groups])
 
     def _use(self, buckets: list[Bucket]) -> None:
         self.buckets, self.launched = buckets, 0  # the first `launched` of them are on their way
@@ -191,11 +191,12 @@ class Overlapped(Bucketed):
 
 # ---------------------------------------------------------------------- 4. in buckets that fit
 class Tuned(Overlapped):
-    """The cut into buckets that lets the step end first, on this model and this axis.
+    """The capacity of buckets with which the step ends first, on this model and this axis.
 
     The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more
-    than two ranks depend in their last bit on where a bucket ends, so two runs may differ there.
+    costs. Of some capacities, all ranks then take the best by `bucket_sizes.Costs`, and keep it.
+    Sums of more than two ranks depend in their last bit on where a bucket ends, so two runs may
+    differ there.
     """
 
     said = "not tuned yet: the second backward tells when gradients arrive"
@@ -226,14 +227,18 @@ class Tuned(Overlapped):
         own = torch.tensor(own, dtype=torch.float64, device=self.device)
         slowest = look(all_reduce(own, self.axis, "max"), on_meta=None)
         # A gradient that comes before its turn waits for the gradients before it.
-        ready, sizes = list(accumulate(slowest, max)), [gradient_bytes(p) for p in order]
+        ready = dict(zip(order, accumulate(slowest, max), strict=True))
         costs = bucket_sizes.measure(self.axis, self.buckets[0].flat, int(self.capacity))
-        cut = bucket_sizes.best_cut(ready, sizes, costs)
-        by_rule = [len(bucket.parameters) for bucket in self.buckets]
-        self.said = bucket_sizes.compare(ready, sizes, costs, chosen=cut, rule=by_rule)
-        left = iter(order)
-        parts = [list(islice(left, many)) for many in cut]  # each is a bucket, if of one dtype
-        self._use([Bucket(own) for part in parts for own in in_groups(part, lambda _: math.inf)])
+
+        def facts(cut: list[list[nn.Parameter]]) -> tuple[list[float], list[int]]:
+            return [ready[own[-1]] for own in cut], [sum(map(gradient_bytes, own)) for own in cut]
+
+        cuts = [fill_buckets(order, self.capacity * 2.0**k) for k in range(-4, 4)]
+        chosen = min(cuts, key=lambda cut: costs.end(*facts(cut)))
+        lines = {"chosen": chosen, "rule": [bucket.parameters for bucket in self.buckets]}
+        said = [f"{name}: {costs.describe(*facts(cut))}" for name, cut in lines.items()]
+        self.said = "\n".join([*said, str(costs)])
+        self._use([Bucket(own) for own in chosen])
 
 
 VERSIONS: dict[str, type[Naive]] = {
@@ -244,9 +249,7 @@ VERSIONS: dict[str, type[Naive]] = {
 }
 
 
-def fill_buckets(
-    parameters: list[nn.Parameter], capacity: float, reduce: Reduce | None = None
-) -> list[Bucket]:
+def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[list[nn.Parameter]]:
     """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
 
     The first is a quarter of that and the second a half, so that the link has something to do early
@@ -260,7 +263,7 @@ def fill_buckets(
         while gradient_bytes(groups[-1][-1]) <= left:
             left -= gradient_bytes(groups[-1][-1])
             last.insert(0, groups[-1].pop())
-    return [Bucket(group, reduce) for group in [*groups, last] if group]
+    return [group for group in [*groups, last] if group]
 
 
 # ---------------------------------------------------------------------- put on a model
@@ -287,20 +290,11 @@ def apply(
     rank's are its own. After a backward that an exception cut short, and before a step is left out,
     call `finish_backward` and then ``zero_grad()`` on all ranks.
 
-    Raises `ValueError` for an unknown version, a bucket without capacity, a `reduce` that the
-    version has no use for, and a model without a trainable parameter or that `claim` refuses.
+    Raises `ValueError` for a `reduce` that the version has no use for, and for a model that `claim`
+    refuses.
     """
-    if version not in VERSIONS:
-        raise ValueError(f"version={version!r} is unknown; use one of {', '.join(VERSIONS)}")
-    if bucket_mb is not None and not bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
     if reduce is not None and version in ("naive", "tuned"):
-        raise ValueError(
-            f"version={version!r} reduces exactly; with reduce=, use version='overlapped' or "
-            f"'bucketed'"
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("the model has no trainable parameter: there are no gradients to share")
+        raise ValueError(f"version={version!r} reduces exactly; with reduce=, use 'overlapped'")
     claim(model, "ddp", axis)
     replicate(model, axis, is_data=True)
     options = () if version == "naive" else (bucket_mb, reduce)

@@ -60,7 +60,7 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ from minipar.comm.values import send_to_host, to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, check_divides, full_shape, is_part, mark
+from minipar.parallel.base.shards import axes_of, check_divides, is_part, mark
 from minipar.parallel.base.strategy import Strategy, refuse_state, share_counts, sum_over
 
 Dispatch = Literal[
@@ -107,15 +107,10 @@ def apply(
             balance "batch"; by default the ranks of `axis` and `copies`.
         pieces: the ranks that share each sequence, for the other balances; by default, none.
 
-    Raises `ValueError` before the first collective: for a model without experts, or with experts
-    that another strategy has already; for numbers that do not divide; for an unknown `dispatch`;
-    for "padded" without a capacity, and a capacity for sequences in `pieces`.
+    Raises `ValueError` before the first collective: for experts that another strategy has already;
+    for numbers that do not divide; for "padded" without a capacity, and a capacity for sequences in
+    `pieces`.
     """
-    found = dict(mixtures(model))
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no experts to spread over {axis.name}")
-    if dispatch not in get_args(Dispatch):
-        raise ValueError(f"dispatch={dispatch!r} is unknown; use {', '.join(get_args(Dispatch))}")
     check_divides("nodes", nodes, axis.name, axis.size)
     for name, p in model.named_parameters():
         other = f"expert along {axes_of(p)[0].name}" if hasattr(p, "copies") else None
@@ -127,7 +122,7 @@ def apply(
             raise ValueError(
                 f"{name} is cut along {axis.name} already; apply expert before tensor parallelism"
             )
-    for moe in found.values():
+    for _, moe in mixtures(model):
         check_sizes(moe.config, axis.size, axis.name)
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
     replicate(model, axis)
@@ -150,16 +145,6 @@ def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
             f"capacity_factor={config.capacity_factor} serves the first tokens of each sequence, "
             f"and {pieces} ranks hold pieces of one; use cp=1 without sequence_parallel"
         )
-
-
-def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise `ValueError` for a state with weights of other `shapes`, such as one rank's experts."""
-    for name, shape in shapes.items():
-        if (found := state.get(name)) is not None and tuple(found.shape) != tuple(shape):
-            raise ValueError(
-                f"{name} has shape {tuple(found.shape)} in this state, and {tuple(shape)} in the "
-                f"whole model: one rank's experts are no checkpoint; save full_state_dict()"
-            )
 
 
 # ---------------------------------------------------------------------- 1. all ranks see all tokens
@@ -399,6 +384,7 @@ class ExpertParallel(Strategy):
             moe.core = partial(CORES[dispatch], moe, axis, **options)
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
+                self.num_experts = len(p)
                 mark(p, axis)
                 p.copies = copies
                 p.data, p.grad = p.data[own].clone(), None
@@ -407,7 +393,6 @@ class ExpertParallel(Strategy):
     # ------------------------------------------------------------------ whole again
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Put the experts of all ranks together, by the names of parameters. A collective."""
         return {
             name: collectives.all_gather(tensor, self.axis)
             if name in self.names and tensor is not None
@@ -416,20 +401,12 @@ class ExpertParallel(Strategy):
         }
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take this rank's experts out of what `join` returned, on any number of ranks."""
-        return {
-            name: whole[self.names[name]].clone() if name in self.names else whole
-            for name, whole in tensors.items()
-        }
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        return self.join(super().full_state_dict())
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Return all gradients, named and shaped as in the serial model. A collective."""
-        return self.join({name: p.grad for name, p in self.model.named_parameters()})
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        check_whole(state, {name: full_shape(p) for name, p in self.model.named_parameters()})
-        super().load_full_state_dict(self.own(state))
+        found = dict(tensors)
+        for name in self.names.keys() & found.keys():
+            if (count := len(found[name])) != self.num_experts:
+                raise ValueError(
+                    f"{name} has {count} experts in this state, and the model has "
+                    f"{self.num_experts}: one rank's are no checkpoint; save full_state_dict()"
+                )
+            found[name] = found[name][self.names[name]].clone()
+        return found

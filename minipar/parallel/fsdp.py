@@ -49,7 +49,7 @@ from minipar.comm.mesh import Axis
 from minipar.observe import memory
 from minipar.observe.recorder import in_backward
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Layout, Row, copies_axis
+from minipar.parallel.base.shards import Row, copies_axis
 from minipar.parallel.base.strategy import Strategy, claim, refuse_state, share_counts
 
 Gradients = Sequence[Tensor | None]
@@ -202,22 +202,21 @@ class Unit(Row):
 
     def __init__(self, block: nn.Module, members: Names, options: "Options") -> None:
         axis = copies_axis(next(iter(members)), options.axis)
-        layout = Layout([p.numel() for p in members], axis)
-        shard = first_shard(members, layout, options)
-        super().__init__(list(members), layout, axis, shard)
+        super().__init__(list(members), axis)
         self.block, self.options = block, options
+        self.hold(list(members), shard := self.first_shard(members))
         place = {p: i for i, p in enumerate(members)}
         owners = [m._parameters for m in block.modules()]
         self.slots = [
             (own, name, place[p]) for own in owners for name, p in own.items() if p in place
         ]
         for piece, name in zip(self.pieces, members.values(), strict=True):
-            piece.is_flat = True
             if piece.requires_grad:
                 words = f"{name} was used outside of its block's forward, where ranks have shards"
                 piece.register_hook(partial(refuse, words))  # gathered weights bring None
         cast = options if shard.is_floating_point() else Options(axis)  # integers stay as they are
-        self.full = shard.new_empty(layout.total, dtype=cast.compute_dtype or shard.dtype)  # [n S]
+        dtype = cast.compute_dtype or shard.dtype
+        self.full = shard.new_empty(sum(self.splits), dtype=dtype)  # [n S]
         self.views, self.reduce_dtype = self.split(self.full), cast.reduce_dtype or self.full.dtype
         self.op: Op = "avg" if options.average else "sum"
         self.is_gathered = True  # memory has been allocated
@@ -227,6 +226,15 @@ class Unit(Row):
         self.used: set[nn.Parameter] = set()  # by this rank in this step
         self.is_last = True  # of the step's microbatches, the one of the latest gradients
         self.reshard()
+
+    def first_shard(self, members: Names) -> Tensor:
+        """Return this rank's shard [S] of the first weights: those that are here, or `init`."""
+        parts, init = [], self.options.init  # (name, shape) -> the first value
+        for (p, name), (_, cut) in zip(members.items(), self.places, strict=True):
+            if cut.start < cut.stop or not parts:  # the first tells the device
+                whole = p.detach() if init is None else init(name, tuple(p.shape)).to(p.dtype)
+                parts.append(whole.flatten()[cut].clone())
+        return torch.cat([*parts, parts[0].new_zeros(self.size - sum(map(len, parts)))])
 
     def unshard(self) -> None:
         """Start to gather the weights, unless that was done."""
@@ -270,7 +278,7 @@ class Unit(Row):
         """Start to reduce-scatter the gradients of all weights, or None for some."""
         self.wait_for_reduce()  # if the block runs twice
         self.used |= {p for p, g in zip(self.pieces, gradients, strict=True) if g is not None}
-        padded = zip([*gradients, None], self.layout.splits, strict=True)
+        padded = zip([*gradients, None], self.splits, strict=True)
         parts = [self.full.new_zeros(n) if g is None else g.reshape(-1) for g, n in padded if n]
         flat = self.full.new_empty(0, dtype=self.reduce_dtype)
         flat = parts[0].to(flat) if len(parts) == 1 else torch.cat(parts, out=flat)
@@ -414,17 +422,6 @@ def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> l
             model.get_submodule(path)._buffers[own] = first
     make = Unit if options.replicate_axis is None else Hybrid
     return [make(block, members, options) for (block, *_), members in kinds.items()]
-
-
-def first_shard(members: Names, layout: Layout, options: Options) -> Tensor:
-    """Return this rank's shard [S] of the first weights: of those that are here, or of `init`."""
-    parts, init = [], options.init  # (name, shape) -> the first value
-    for (p, name), cut in zip(members.items(), layout.cuts, strict=True):
-        if cut.start < cut.stop or not parts:  # the first tells the device
-            whole = p.detach() if init is None else init(name, tuple(p.shape)).to(p.dtype)
-            parts.append(whole.flatten()[cut].clone())
-    padding = parts[0].new_zeros(layout.size - sum(map(len, parts)))
-    return torch.cat([*parts, padding])
 
 
 # ---------------------------------------------------------------------- refused

@@ -22,7 +22,7 @@ Comms.  Bytes that a rank sends per token, if it has K tokens in a step, n ranks
           DiLoCo               2 (n-1)/n P / (H K)
             delayed            the same, behind d forwards and backwards
             streaming          the same, of which P/F at once: an even flow and no flood
-          delayed gradients    2 (n-1)/n (P + 4 N) / K   behind a whole forward and backward
+          delayed gradients    2 (n-1)/n (P + N) / K     behind a whole forward and backward
 
 Memory. DiLoCo: w and m, 2 P. While an outer gradient travels P more, or P/F.
 Costs you. Another result than one device. The loss per token is higher, the more so with a large H,
@@ -43,7 +43,6 @@ Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts af
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,16 +53,14 @@ from torch.optim import Optimizer
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.comm.values import look, to_device
-from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
+from minipar.parallel.base.shards import split_like
 from minipar.parallel.base.strategy import (
     Strategy,
     check_not_summed,
     claim,
     copied,
     mark_summed,
-    stepped_by,
 )
 
 
@@ -76,10 +73,8 @@ def apply(
     class of each method; `options` go to the class. If a loss scale makes one rank skip a step, all
     ranks must skip it: ``Precision("fp16", axes=(axis,))`` does so.
 
-    Raises `ValueError` for an unknown method and for options that do not fit.
+    Raises `ValueError` for options that do not fit.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     return METHODS[method](model, axis, optimizer, **options)
 
 
@@ -90,52 +85,23 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` in the shapes of `like`: [N] -> [...], ..."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
+def send_gradients(
+    strategy: Strategy, parameters: list[nn.Parameter], average: bool
+) -> Callable[[], None]:
+    """Start to reduce the gradients of one step, as one vector; the result puts them in place."""
+    op: Op = "avg" if average else "sum"
+    used_by_any = strategy.tell_used([p.grad is not None for p in parameters])
+    flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    pending = all_reduce(flat, strategy.axis, op, out=flat, async_op=True)  # P@dp -> R@dp
 
-
-@dataclass
-class Gradients:
-    """The gradients of one step while they travel."""
-
-    parameters: list[nn.Parameter]
-    used: list[bool]  # by this rank
-    pending: Pending  # the gradients one after the other, then the number of users of each
-
-    @staticmethod
-    def send(parameters: list[nn.Parameter], axis: Axis, op: Op) -> "Gradients":
-        """Start the all-reduce of one vector."""
-        used = [p.grad is not None for p in parameters]
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        users = to_device(torch.tensor(used, dtype=torch.float32), own[0].device)
-        flat = flatten([*own, users])
-        pending = all_reduce(flat, axis, op, out=flat, async_op=True)  # P@dp -> R@dp
-        return Gradients(parameters, used, pending)
-
-    def receive(self) -> None:
-        """Put the gradients of all ranks in place; None where no rank used a parameter."""
-        gradients, users = self.pending.wait().tensor_split([-len(self.used)])
-        pieces = unflatten(gradients, self.parameters)
-        for p, piece, used, count in zip(self.parameters, pieces, self.used, users, strict=True):
-            # The host reads the count only where this rank had no gradient.
-            exists = used or bool(look(count, on_meta=0))
+    def receive() -> None:
+        pieces = split_like(pending.wait(), parameters)
+        for p, piece, is_used in zip(parameters, pieces, used_by_any(), strict=True):
             # Strides as the parameter's: fused optimizers do not look at strides.
-            p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if exists else None
+            p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if is_used else None
+        mark_summed(() if average else parameters, strategy.axis)
 
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that learn; raise `ValueError` if there are none."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    check(bool(parameters), "the model has no trainable parameter: there is nothing to agree on")
-    return parameters
-
-
-def check(is_good: bool, message: str) -> None:
-    """Raise `ValueError` with `message` unless `is_good`."""
-    if not is_good:
-        raise ValueError(message)
+    return receive
 
 
 # ---------------------------------------------------------------------- 1. averaging parameters
@@ -145,7 +111,7 @@ class LocalSGD(Strategy):
     Post-local SGD: the first `synchronous_steps` share all gradients, while the model changes fast.
 
     `average`: the loss is a mean over the tokens of this rank; if False, of all ranks, see
-    "Tokens". Raises `ValueError` for numbers that are too small and an optimizer of another model.
+    "Tokens".
     """
 
     def __init__(
@@ -158,26 +124,9 @@ class LocalSGD(Strategy):
         synchronous_steps: int = 0,
         average: bool = True,
     ) -> None:
-        check(every >= 1, f"every={every} must be 1 or more steps; 8 to 500 is usual")
-        check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
         super().__init__(model, axis)
         self.every, self.synchronous_steps, self.average = every, synchronous_steps, average
-        self.steps, self.parameters = 0, trainable(model)
-        check(
-            set(self.parameters) <= set(stepped_by(optimizer)),
-            "the optimizer does not hold all trainable parameters of the model; make it of "
-            "model.parameters()",
-        )
-        check(
-            all(router.config.bias_speed is None for _, router in routers(model)),
-            "each rank would move the biases of its routers by its own tokens, and no agreement "
-            "covers them; balance experts by a loss (bias_speed=None)",
-        )
-        check(
-            not any(hasattr(p, "master") for p in self.parameters),
-            "masters.keep() came before, and 16 bits of the weights would be averaged in the place "
-            "of their masters; call it after local_sgd.apply",
-        )
+        self.steps, self.parameters = 0, [p for p in model.parameters() if p.requires_grad]
         claim(model, "local_sgd", axis)
         replicate(model, axis)
         self.watch(self.parameters)
@@ -191,13 +140,12 @@ class LocalSGD(Strategy):
         for p in () if self.average else self.parameters:
             check_not_summed(p, self.axis)
         if self.steps < self.synchronous_steps:
-            op = "avg" if self.average else "sum"
-            Gradients.send(self.parameters, self.axis, op).receive()
+            send_gradients(self, self.parameters, self.average)()
         elif not self.average:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad *= self.axis.size
-        mark_summed(() if self.average else self.parameters, self.axis)
+            mark_summed(self.parameters, self.axis)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -214,7 +162,7 @@ class LocalSGD(Strategy):
         """Return the agreed value of each parameter: the average at this moment; a collective."""
         flat = flatten(self.parameters)  # V@dp -> R@dp
         average = all_reduce(flat, self.axis, "avg", out=flat)
-        return dict(zip(self.parameters, unflatten(average, self.parameters), strict=True))
+        return dict(zip(self.parameters, split_like(average, self.parameters), strict=True))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -262,7 +210,7 @@ class Fragment:
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter and its part of `outer`."""
-        return zip(self.parameters, unflatten(self.outer, self.parameters), strict=True)
+        return zip(self.parameters, split_like(self.outer, self.parameters), strict=True)
 
 
 class DiLoCo(LocalSGD):
@@ -278,7 +226,7 @@ class DiLoCo(LocalSGD):
     With several `fragments` the parts of the model take turns, at even distances. The link then
     carries little at a time, but most of the time. A fragment is a number of whole parameters.
 
-    Raises `ValueError` as `LocalSGD`, and for numbers out of range.
+    Raises `ValueError` for a delay that outlasts a turn, and for more turns than steps.
     """
 
     def __init__(
@@ -295,20 +243,8 @@ class DiLoCo(LocalSGD):
         mix: float = 0.5,
         average: bool = True,
     ) -> None:
-        count = len(trainable(model))
-        most = max(1, min(every, count))
-        check(lr > 0, f"lr={lr} must be above 0; 0.7 is usual, and 1 without momentum")
-        check(0 <= momentum < 1, f"momentum={momentum} is not in [0, 1); 0.9 is usual")
-        check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
-        check(
-            1 <= fragments <= most or every < 1,  # LocalSGD says what `every` must be
-            f"fragments={fragments} does not fit every={every} steps and {count} parameters; "
-            f"use 1 to {most}",
-        )
-        check(
-            0 <= delay <= every or every < 1,
-            f"delay={delay} does not fit every={every}; use 0 to {every} steps",
-        )
+        if not (1 <= fragments <= every and 0 <= delay <= every):
+            raise ValueError(f"fragments={fragments}, delay={delay}: use at most every={every}")
         super().__init__(model, axis, optimizer, every, average=average)
         if delay:  # nothing may queue behind a call that takes several steps
             self.axis = with_own_group(axis, "late")
@@ -366,19 +302,20 @@ class DelayedGradients(Strategy):
 
     The all-reduce has a whole forward and backward to hide behind. All ranks have the same model at
     all times. The first step finds no gradient and changes nothing. Use a lower learning rate, and
-    bf16 rather than fp16: a late gradient carries the loss scale of its own step. Raises
-    `ValueError` for a model that has nothing to train.
+    bf16 rather than fp16: a late gradient carries the loss scale of its own step.
     """
 
-    def __init__(self, model: nn.Module, axis: Axis, *, average: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, axis: Axis, _: Optimizer | None = None, *, average: bool = True
+    ) -> None:
         super().__init__(model, axis)
-        self.parameters = trainable(model)
-        self.op: Op = "avg" if average else "sum"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.average = average
         claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
         self.watch(self.parameters)
         self.axis = with_own_group(axis, "late")
-        self.under_way: Gradients | None = None
+        self.receive = self._have_none  # puts the gradients of the last step in place
         self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
@@ -386,22 +323,17 @@ class DelayedGradients(Strategy):
         super().finish_backward()
         for p in self.parameters:
             check_not_summed(p, self.axis)
-        before = self.under_way
-        self.under_way = Gradients.send(self.parameters, self.axis, self.op)
-        self._receive(before)
+        before, self.receive = self.receive, send_gradients(self, self.parameters, self.average)
+        before()
 
     def finish(self) -> None:
         """Wait for the last gradient and put it in place, for one more ``optimizer.step()``."""
-        before, self.under_way = self.under_way, None
-        self._receive(before)
+        self.receive()
+        self.receive = self._have_none
 
-    def _receive(self, gradients: Gradients | None) -> None:
-        if gradients is None:
-            for p in self.parameters:
-                p.grad = None
-            return
-        gradients.receive()
-        mark_summed(self.parameters if self.op == "sum" else (), self.axis)
+    def _have_none(self) -> None:
+        for p in self.parameters:
+            p.grad = None
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
@@ -410,8 +342,6 @@ METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
     "diloco": DiLoCo,
     "diloco delayed": partial(DiLoCo, delay=1),
     "diloco streaming": partial(DiLoCo, delay=1, fragments=4),
-    "delayed gradients": lambda model, axis, optimizer, **options: DelayedGradients(
-        model, axis, **options
-    ),
+    "delayed gradients": DelayedGradients,
 }
 """Makers of each method with its defaults, by the name that a user types."""

@@ -1,24 +1,19 @@
-"""CPU offload: the optimizer's state and the weights that the optimizer steps live on the host.
+"""CPU offload: shards of fsdp live on the host, with their gradients and the optimizer's state.
 
 Idea.   Adam keeps 8 bytes per parameter, and touches them once a step. The host has room for these
         bytes, and is fast enough. So the device keeps what forward and backward need. Gradients
         leave for the host, the optimizer steps there, and new weights come back.
 Math.   That of the optimizer, which does not know where its parameters live.
-Shapes. Those of the parameters; under zero and fsdp, of the shards.
-Comms.  Nothing between ranks. Over PCIe, per step and rank that holds P bytes of parameters: P of
-        gradients down and P of weights up. With `shards_on_host` weights go up once per gather.
-Memory. Device: P bytes of weights and P of gradients (`step_on_host`); only blocks in use
-        (`shards_on_host`). Host: with fp32 Adam 4 P of weights, gradients and moments.
-Costs you. 2 P bytes over PCIe, and a step of the optimizer at the speed of the host: under torchrun
+Shapes. Those of the shards.
+Comms.  Nothing between ranks. Over PCIe, per step and rank whose shards have P bytes: P of
+        gradients down, and P of weights up for each time that fsdp gathers them.
+Memory. Device: only blocks in use. Host: with fp32 Adam 4 P of weights, gradients and moments.
+Costs you. The bytes over PCIe, and a step of the optimizer at the speed of the host: under torchrun
         that is one thread, unless OMP_NUM_THREADS says more.
 Source. Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), sections 4 and 5.1, without its one-step
         delayed update; Rajbhandari et al. 2021, "ZeRO-Infinity" (arXiv 2104.07857).
 In torch: `fully_shard(..., offload_policy=CPUOffloadPolicy())`.
 Proved by tests/parallel/test_offload.py and tests/law/test_law.py.
-
-Two versions: `step_on_host` moves everything when the optimizer steps, and fits any strategy.
-`shards_on_host` spreads the copies over forward and backward of fsdp, and leaves no weights on the
-device.
 """
 
 import weakref
@@ -27,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -39,60 +34,6 @@ from minipar.observe import memory
 from minipar.parallel.base.strategy import Strategy, stepped_by
 
 
-# ---------------------------------------------------------------------- 1. around the step
-def step_on_host(optimizer: Optimizer, copies: HostCopy | None = None) -> None:
-    """From now on, `optimizer` keeps its state on the host, and computes there.
-
-    Before each step, gradients are copied to the host; after it, weights are copied back. Nothing
-    is hidden. Only the optimizer is needed, so its parameters may be shards of any strategy.
-    """
-    copies = copies or HostCopy(stepped_by(optimizer)[0].device)
-    on_host: dict[nn.Parameter, Tensor] = {}  # weights
-    versions: dict[nn.Parameter, int] = {}  # of the weights when host and device were equal
-    on_device: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # weights and gradients in a step
-    region = ExitStack()
-
-    def before(*_: Any) -> None:
-        stepped = [p for p in stepped_by(optimizer) if p.grad is not None]
-        written = [p for p in stepped if versions.get(p) != p._version]  # such as loaded weights
-        on_host.update(zip(written, copies.to_host(p.data for p in written).wait(), strict=True))
-        gradients = copies.to_host(p.grad for p in stepped).wait()
-        memory.tag("parameters", *on_host.values(), on_host=True)
-        memory.tag("gradients", *gradients, on_host=True)
-        for p, gradient in zip(stepped, gradients, strict=True):
-            on_device[p] = p.data, p.grad
-            move(p, on_host[p], gradient)
-        state_to_host(optimizer, copies)
-        region.enter_context(memory.on_host())
-
-    def after(*_: Any) -> None:
-        state_to_host(optimizer, copies)
-        region.close()
-        copies.to_device([(on_host[p], weight) for p, (weight, _) in on_device.items()]).wait()
-        for p, (weight, gradient) in on_device.items():
-            move(p, weight, gradient)
-            versions[p] = p._version
-        on_device.clear()
-
-    def move(p: nn.Parameter, weight: Tensor, gradient: Tensor) -> None:
-        p.grad, p.data = None, weight
-        p.grad = gradient
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-
-
-def state_to_host(optimizer: Optimizer, copies: HostCopy) -> None:
-    """Copy the state that is on the device, made or loaded before; tag the state on the host."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:
-                if not memory.is_on_host():
-                    [state[key]] = copies.to_host([value]).wait()
-                memory.tag("optimizer", state[key], on_host=True)
-
-
-# ---------------------------------------------------------------------- 2. shards of fsdp
 def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostShards":
     """Move the shards of an fsdp strategy to the host: weights, gradients, optimizer state.
 
@@ -101,18 +42,16 @@ def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostS
     gathered, in the order of the last step. Each gradient of a shard leaves for the host during
     backward. The device keeps blocks in use, and at most four shards that come.
 
-    Call it before the first step. Raises `ValueError` for a strategy of another kind than fsdp.
+    Call it before the first step.
     """
-    if not hasattr(strategy, "units"):
-        raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
-    return HostShards(strategy, copies)
+    return HostShards(strategy, copies or HostCopy(strategy.device))
 
 
 class HostShards:
     """Takes the place of `fetch`, `store` and `finalize_backward` of each unit."""
 
-    def __init__(self, strategy: Strategy, copies: HostCopy | None = None) -> None:
-        self.copies = copies or HostCopy(strategy.device)
+    def __init__(self, strategy: Strategy, copies: HostCopy) -> None:
+        self.copies = copies
         self.order: list[Any] = []  # of the fetches in the last step
         self.fetched: list[Any] = []  # in this one
         self.coming: dict[Any, tuple[list[int], Copy]] = {}  # weights, and their versions
@@ -176,13 +115,22 @@ class HostShards:
 
     # the step, on the host
     def before_step(self, optimizer: Optimizer) -> None:
-        state_to_host(optimizer, self.copies)
+        self.bring_state(optimizer)
         self.region.enter_context(memory.on_host())
 
     def after_step(self, optimizer: Optimizer) -> None:
-        state_to_host(optimizer, self.copies)
+        self.bring_state(optimizer)
         self.region.close()
         self.order, self.fetched, self.coming = self.fetched, [], {}
+
+    def bring_state(self, optimizer: Optimizer) -> None:
+        """Copy state that is on the device, made or loaded before; tag the state on the host."""
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:
+                    if not memory.is_on_host():
+                        [state[key]] = self.copies.to_host([value]).wait()
+                    memory.tag("optimizer", state[key], on_host=True)
 
 
 def _call(own: "weakref.ref[HostShards]", method: str, optimizer: Optimizer, *_: Any) -> None:

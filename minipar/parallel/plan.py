@@ -197,10 +197,8 @@ class Plan:
         if self.tp_overlap and not self.sequence_parallel:
             yield "tp_overlap interleaves the collectives of sequence_parallel; set both"
         if self.context == "ulysses" and config.num_heads // self.tp % self.cp:
-            yield (
-                f"ulysses exchanges whole heads: cp={self.cp} does not divide the "
-                f"num_heads={config.num_heads} / tp={self.tp} of a rank"
-            )
+            heads = f"num_heads={config.num_heads} / tp={self.tp}"
+            yield f"ulysses exchanges heads: cp={self.cp} does not divide the {heads} of a rank"
 
     def _problems_of_experts(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of ep."""

@@ -50,7 +50,14 @@ from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.moe import MoE, MoEConfig, Routing
 from minipar.parallel import overlap as rings
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, check_divides, is_spread_over, mark, piece_of
+from minipar.parallel.base.shards import (
+    axes_of,
+    check_divides,
+    is_spread_over,
+    mark,
+    piece_of,
+    split_like,
+)
 from minipar.parallel.base.strategy import (
     Strategy,
     check_not_summed,
@@ -95,7 +102,7 @@ def apply(
         experts: cut each expert as well, instead of leaving all whole on every rank ("expert tensor
             parallelism").
 
-    Raises `ValueError` for a model that is no Llama and for sizes that the axis does not divide.
+    Raises `ValueError` for sizes that the axis does not divide, and for a model that is cut.
     """
     check(model, axis, sequence, overlap)
     if experts:
@@ -257,13 +264,10 @@ class TensorParallel(Strategy):
         """
         params = dict(self.model.named_parameters())  # without the layers of other stages
         holders = [piece_of(params[name]) for name in names if name in params]
-        holders = [p for p in holders if p.grad is not None]
-        if not holders:
-            return
         for p in holders:
             check_not_summed(p, self.axis)  # one to which no gradient has been added
-        grads = [p.grad for p in holders]
         mark_summed(holders, self.axis)
+        grads = [p.grad for p in holders if p.grad is not None]
         if num_groups == 1:  # whole experts, say: no second copy of large gradients
             for grad in (grad for grad in grads if grad.nbytes >= LARGE):
                 collectives.all_reduce(grad, self.axis, out=grad)
@@ -275,8 +279,8 @@ class TensorParallel(Strategy):
         rows = flat.new_zeros(num_groups, len(flat))
         rows[group] = flat
         total = collectives.all_reduce(rows, self.axis, out=rows)[group]
-        for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(values.view_as(grad))
+        for grad, values in zip(grads, split_like(total, grads), strict=True):
+            grad.copy_(values)
 
     # ------------------------------------------------------------------ any number of tokens
     def _pad(self, _: nn.Module, args: tuple) -> tuple:
@@ -308,7 +312,6 @@ class TensorParallel(Strategy):
 
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Put the pieces of all ranks together, by the names of parameters. A collective."""
         joined: dict[int, Tensor | None] = {id(None): None}
         for name, tensor in tensors.items():
             if id(tensor) in joined:
@@ -321,31 +324,15 @@ class TensorParallel(Strategy):
         return {name: joined[id(tensor)] for name, tensor in tensors.items()}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take this rank's pieces out of what `join` returned, on any number of ranks."""
         return {
             name: self.pieces[name].own(whole, self.axis.rank) if name in self.pieces else whole
             for name, whole in tensors.items()
         }
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        return self.join(self.model.state_dict(keep_vars=True))
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Return copies of all gradients, named and shaped as in the serial model. A collective."""
-        return self.join({name: p.grad for name, p in self.model.named_parameters()})
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self.own(state)
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            tensor.copy_(own[name])
-
 
 # ---------------------------------------------------------------------- what cannot be cut
-def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
+def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
     """Raise `ValueError` unless `model` can be cut along `axis`."""
-    if not isinstance(getattr(model, "config", None), LlamaConfig):
-        raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
     for name, p in model.named_parameters():
@@ -369,19 +356,11 @@ def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
     limits = {"num_heads": config.num_heads}
     if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
         limits["intermediate_size"] = config.intermediate_size
-    kv_heads = config.num_kv_heads
-
-    def fits(n: int) -> bool:
-        return not any(size % n for size in limits.values()) and not (kv_heads % n and n % kv_heads)
-
-    good = ", ".join(str(k) for k in range(1, config.num_heads + 1) if fits(k))
-    for limit, size in limits.items():
-        if size % n:
-            raise ValueError(f"{name}={n} does not divide {limit}={size}; use one of {good}")
-    if not fits(n):
+    for what, size in limits.items():
+        check_divides(name, n, what, size)
+    if config.num_kv_heads % n and n % config.num_kv_heads:
         raise ValueError(
-            f"{name}={n} neither divides num_kv_heads={kv_heads} nor is a multiple of it; "
-            f"use one of {good}"
+            f"{name}={n} neither divides num_kv_heads={config.num_kv_heads} nor is a multiple of it"
         )
 
 

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from minipar.comm.autograd import all_to_all
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Core
-from minipar.parallel.base.sequences import CutSequences, attentions_of, chunks_of_equal_length
+from minipar.model.llama import Attention, Core
+from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length
 from minipar.parallel.base.shards import check_divides
 
 
@@ -46,9 +46,9 @@ def apply(model: nn.Module, axis: Axis) -> "Ulysses":
     heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")`` sums
     them.
 
-    Raises `ValueError` for a model without attention, or heads that n ranks cannot share evenly.
+    Raises `ValueError` for heads that n ranks cannot share evenly.
     """
-    for layer in attentions_of(model):
+    for layer in (module for module in model.modules() if isinstance(module, Attention)):
         check_heads(layer.q_proj.weight.shape[0] // layer.head_dim, axis)
     return Ulysses(model, axis)
 
@@ -59,7 +59,7 @@ def check_heads(num_heads: int, axis: Axis) -> None:
 
 
 def check_mask(mask: Tensor | None, seq_len: int) -> None:
-    """Raise `ValueError` unless `mask` is that of a whole sequence of `seq_len` tokens."""
+    """Raise `ValueError` unless `mask` covers a whole sequence of `seq_len` tokens."""
     if mask is not None and mask.shape[2:] != (seq_len, seq_len):
         raise ValueError(
             f"a mask of shape {tuple(mask.shape)} is not that of {seq_len} tokens: ulysses needs "

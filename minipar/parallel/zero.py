@@ -51,7 +51,7 @@ from minipar.observe import memory
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Layout, Row, copies_axis, in_groups
+from minipar.parallel.base.shards import Row, copies_axis, in_groups
 from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
 
 
@@ -65,10 +65,10 @@ class Bucket(Row):
 
     def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
         axis = copies_axis(parameters[0], data_axis)
+        super().__init__(parameters, axis)
         self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
-        layout = Layout([p.numel() for p in parameters], axis)
-        weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
-        super().__init__(parameters, layout, axis, weights.view(axis.size, -1)[axis.rank])
+        weights = parameters[0].new_zeros(sum(self.splits))  # [N], zeros at its end
+        self.hold(parameters, weights.view(axis.size, -1)[axis.rank])
         self.parameters = parameters
         for p, piece in zip(parameters, self.pieces, strict=True):
             p.piece = piece
@@ -200,8 +200,7 @@ class Stage1(Strategy):
         if self.optimizer.has_stepped or bucket not in self.missing:
             raise RuntimeError(
                 "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
-                "as that of the model does not reach it; finish_backward() after each backward "
-                "outside of no_sync(); and one backward in each no_sync()"
+                "as the model's misses it, and finish_backward() after a backward out of no_sync()"
             )
         if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
             bucket.add(p)
@@ -281,8 +280,8 @@ class ShardedOptimizer(Optimizer):
             at most 25 MB.
         options: of `optimizer_class`, which steps the pieces of this rank.
 
-    To schedulers it is an optimizer like any other. Raises `ValueError` when nothing is trainable,
-    for a bucket without capacity, and for an optimizer that looks at whole matrices.
+    To schedulers it is an optimizer like any other. Raises `ValueError` for an optimizer that looks
+    at whole matrices.
     """
 
     elementwise = True  # as `optimizer_class` is
@@ -296,8 +295,6 @@ class ShardedOptimizer(Optimizer):
         bucket_mb: float | None = None,
         **options: Any,
     ) -> None:
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
         check_elementwise(optimizer_class)
         groups = Optimizer(params, {}).param_groups  # torch knows all that `params` may be
         for group in groups:
@@ -305,8 +302,6 @@ class ShardedOptimizer(Optimizer):
         self.axis, self.names = axis, {}
         self.wholes = [group["params"] for group in groups]  # as the user gave them
         trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
-        if not any(trainable):
-            raise ValueError("there is no trainable parameter to optimize")
         num_bytes = sum(p.nbytes for own in trainable for p in own)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         groups_of = [in_groups(own, lambda _: capacity) for own in trainable]
@@ -328,8 +323,6 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's slices, and start to hand them out, those of the first layer first."""
-        if not self.names:
-            raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         self.synchronize()
         for p in self.bucket_of:
             if hasattr(p, "master"):
@@ -345,9 +338,7 @@ class ShardedOptimizer(Optimizer):
             bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, of parameters and of pieces."""
-        if not set_to_none:
-            raise ValueError("set_to_none=False: zero keeps no gradients, not as zeros either")
+        """Drop all gradients, of parameters and of pieces; none stay as zeros."""
         for bucket in self.buckets:
             bucket.drop()
         self.has_stepped = False
@@ -393,21 +384,16 @@ def apply(
     `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an
     optimizer of other parameters or along another axis, and for models that `claim` refuses.
     """
-    if stage not in STAGES:
-        raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
-    if getattr(optimizer, "axis", None) != axis:
-        raise ValueError(
-            f"optimizer= must be a ShardedOptimizer along {axis.name}={axis.size}, "
-            f"not {type(optimizer).__name__} along {getattr(optimizer, 'axis', None)}"
-        )
+    if optimizer.axis != axis:
+        raise ValueError(f"optimizer= is sharded along {optimizer.axis.name}, not {axis.name}")
     trainable = {p: name for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     if trainable.keys() != optimizer.bucket_of.keys():
         missing = [name for p, name in trainable.items() if p not in optimizer.bucket_of]
         raise ValueError(
             f"the optimizer must hold all trainable parameters of the model, and no others. It "
-            f"lacks {missing[:3] or 'none'} ({len(missing)} in all); hand them over, or freeze "
-            f"them with requires_grad_(False)"
+            f"lacks {missing[:3] or 'none'} ({len(missing)} in all); hand them over, or freeze them"
         )
+    make = STAGES[stage]
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     if working_dtype is not None:
@@ -417,7 +403,7 @@ def apply(
         for p in filter(torch.is_floating_point, model.parameters()):
             if p not in trainable:  # frozen, or without numbers
                 p.data = p.data.to(working_dtype)
-    return STAGES[stage](model, axis, optimizer, average)
+    return make(model, axis, optimizer, average)
 
 
 def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:

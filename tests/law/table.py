@@ -233,15 +233,9 @@ def attach_compressed(model: nn.Module, mesh: Mesh, codec: str, **options: Any) 
     return attach_ddp(model, mesh, reduce=Compressed(LOSSLESS[codec]()), **options)
 
 
-def attach_on_host(model: nn.Module, mesh: Mesh, how: str) -> list:
-    """Optimizer state, or all shards, lie on the host."""
-    copies = HostCopy()
-    if how == "fsdp":
-        strategies = attach_fsdp(model, mesh)
-        offload.shards_on_host(strategies[0], copies)
-        return strategies
-    strategies = attach_zero(model, mesh, 1)
-    offload.step_on_host(model.zero.optimizer.inner, copies)
+def attach_on_host(model: nn.Module, mesh: Mesh) -> list:
+    strategies = attach_fsdp(model, mesh)
+    offload.shards_on_host(strategies[0], HostCopy())
     return strategies
 
 
@@ -316,11 +310,9 @@ def data_rows() -> Iterator[Row]:
     attach = partial(attach_compressed, codec="verbatim", version="bucketed")
     yield Row("compression, bucketed", ANY["llama"], {"dp": 3}, attach)
 
-    for how, sizes in {"fsdp": (1, 2, 3), "zero": (2,)}.items():
-        for size in sizes:
-            for name in ["accumulating", "foreign"]:
-                attach = partial(attach_on_host, how=how)
-                yield Row(f"{how} on the host, {size}, {name}", ANY[name], {"dp": size}, attach)
+    for size in (1, 2, 3):
+        for name in ["accumulating", "foreign"]:
+            yield Row(f"fsdp on the host, {size}, {name}", ANY[name], {"dp": size}, attach_on_host)
 
 
 # ---------------------------------------------------------------------- inside of a layer

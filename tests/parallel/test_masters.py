@@ -18,7 +18,6 @@ from minipar.sim.memory import FP32_ADAM, MASTER_ADAM, model_state
 from minipar.sim.trace import Actor, pretend
 from minipar.sim.tracer import Tracer
 from minipar.train.optim import make_optimizer
-from minipar.train.precision import Precision
 from minipar.train.step import train_step
 from tests.on_ranks import on_ranks
 
@@ -33,20 +32,6 @@ def batch(step: int):
     first = torch.randint(64, (4, 1), generator=torch.Generator().manual_seed(step))
     tokens = (first + 7 * (1 + first % 3) * torch.arange(33)) % 64
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def learn(working: torch.dtype | None, *, lr: float, steps: int, name: str = "float32"):
-    """Train a small Llama, with masters in float32 if there are others that work."""
-    model = Llama(SHAPE, seed=0)
-    optimizer = make_optimizer(model, lr=lr, weight_decay=0.1)
-    if working is not None:
-        masters.keep(model, optimizer, working)
-    losses = []
-    for step in range(steps):
-        batches, how = [batch(2 * step), batch(2 * step + 1)], Precision(name)
-        result = train_step(model, [], optimizer, batches, Mesh().dp, max_norm=1.0, precision=how)
-        losses.append(result.loss.item())
-    return model, losses
 
 
 def test_small_updates_are_kept():
@@ -117,18 +102,6 @@ def test_nor_what_is_written_under_zero():
     optimizer.synchronize()
     for name, p in model.named_parameters():
         assert torch.equal(p, expected[name].bfloat16()), name
-
-
-@pytest.mark.slow
-def test_a_llama_learns_as_in_float32():
-    """At a low rate, at which bf16 alone stalls (tests/train/test_precision.py)."""
-    model, losses = learn(torch.bfloat16, lr=5e-5, steps=30)
-    _, wide = learn(None, lr=5e-5, steps=30)
-    first = Llama(SHAPE, seed=0)
-    for name, p in model.named_parameters():
-        assert (p.master != first.get_parameter(name)).float().mean() > 0.95, name
-    assert losses != wide and losses[-1] == pytest.approx(wide[-1], rel=0.002)
-    assert losses[0] - losses[-1] == pytest.approx(wide[0] - wide[-1], rel=0.1)
 
 
 def test_gradients_of_microbatches_add_up_in_float32():
@@ -210,15 +183,12 @@ def _refused(case: str) -> None:
         masters.keep(model, optimizer, torch.bfloat16)
     elif case == "closure":
         optimizer.step(lambda: 0.0)
-    else:
-        local_sgd.apply(model, Mesh().dp, optimizer)
 
 
 REFUSED = [
     ("not stepped", ValueError, "bias learns, but not by this"),
     ("twice", ValueError, "weight has a master already"),
     ("closure", RuntimeError, "on master weights"),
-    ("before local updates", ValueError, "call it after local_sgd.apply"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from minipar.comm.mesh import Mesh
 from minipar.lab.memory import MemoryLedger
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.observe import timeline
-from minipar.parallel import ddp, fsdp, offload
+from minipar.parallel import fsdp, offload
 from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.trains
@@ -42,46 +41,6 @@ def sent_by(recorded: timeline.Timeline) -> dict[str, int]:
     }
 
 
-# ---------------------------------------------------------------------- around the step
-@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, fused=True), torch.optim.Adafactor])
-def test_any_optimizer_computes_the_same_to_the_bit(make):
-    """Weights are written in between. Mutants: weights that do not come back; state that is lost;
-    a host that overwrites weights which were written, as by loading, after the step before."""
-    model, plain = llama(2), llama(2)
-    plain.load_state_dict(model.state_dict())
-    optimizers = [make(m.parameters(), lr=0.01) for m in (model, plain)]
-    offload.step_on_host(optimizers[0], HostCopy())
-    for _ in range(3):
-        assert step(model, optimizers[0]) == step(plain, optimizers[1])
-        with torch.no_grad():
-            for m in (model, plain):
-                m.model.embed_tokens.weight.mul_(0.9)
-    for ours, theirs in ((model, plain), optimizers):
-        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_around_the_step_gradients_stay_on_the_device():
-    """2 P bytes over PCIe a step. Mutant: everything is copied, frozen weights included."""
-    model = llama()
-    model.model.norm.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    offload.step_on_host(optimizer, HostCopy())
-    whole = sum(p.nbytes for p in model.parameters())
-    num_bytes = whole - model.model.norm.weight.nbytes
-    step(model, optimizer)
-    with MemoryLedger(model) as ledger, timeline.record() as recorded:
-        step(model, optimizer)
-    assert sent_by(recorded) == {"to_host": num_bytes, "to_device": num_bytes}
-    history = ledger.history()
-    assert history.peak_of("parameters") == whole
-    assert history.peak_of("gradients") == pytest.approx(num_bytes, rel=0.06)  # and one arriving
-    assert history.peak_of("optimizer") == 0
-    assert history.peak_of("parameters", host=True) == num_bytes
-    assert history.peak_of("optimizer", host=True) == pytest.approx(2 * num_bytes, rel=0.01)
-
-
-# ---------------------------------------------------------------------- shards of fsdp
 @pytest.mark.slow
 @on_ranks(2)
 def test_with_shards_on_the_host_the_device_holds_only_blocks_in_use():
@@ -187,8 +146,3 @@ def test_shards_may_be_collected_in_the_middle_of_a_step():
         assert gone() is None
     finally:
         handle.remove()
-
-
-def test_a_strategy_without_shards_is_refused():
-    with pytest.raises(ValueError, match="does not gather shards; use fsdp.apply"):
-        offload.shards_on_host(ddp.apply(llama(1), Mesh().dp))

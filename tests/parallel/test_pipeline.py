@@ -155,12 +155,6 @@ def _apply(schedule, size: int = 2, model=None, **how):
     return runtime.apply(model or models.llama(0), on_paper("pp", size), schedule, **how)
 
 
-def _changed():
-    model = models.llama(0)
-    model.forward = model.forward
-    return model
-
-
 ONE = make("1f1b", 2, 3)
 ERRORS = [
     (lambda: _apply(drop(make("zb_h1", 2, 3), "1W2")), "1W2 is missing"),  # T25
@@ -168,10 +162,8 @@ ERRORS = [
     (lambda: _apply(drop(lower(ONE), "1RF0")), "1RF0 is missing"),
     (lambda: _apply(make("1f1b", 4, 4)), "1f1b is for 4 ranks, but pp=2; make it with p=2"),
     (lambda: _apply(make("zb_v", 2, 4)), "4 stages do not fit 3 layers.*at most 3"),
-    (lambda: _apply(ONE, cut=(2, 2)), "no cut of 3 layers into 2 stages.*it is"),
+    (lambda: _apply(ONE, cut=(2, 2)), "no cut of 3 layers into 2 stages"),
     (lambda: _apply(make("1f1b", 3, 3), 3, cut=(3, 0, 0)), "all above 0 between the first"),
-    (lambda: _apply(ONE, model=models.Foreign(0)), "a pipeline cuts a Llama by its names"),
-    (lambda: _apply(ONE, model=_changed()), "a pipeline cuts a Llama by its names"),
     (
         lambda: _apply(make("1f1b", 1, 4), 1).run(models.llama(0), [], microbatches(3)),
         "3 microbatches, but the schedule 1f1b is for 4",

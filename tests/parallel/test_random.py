@@ -58,35 +58,6 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------- streams
-def streams(number: int, size: int, rank: int) -> tuple[Tensor, ...]:
-    """What `rank` draws before, in and after two forks."""
-    axis, drawn = on_paper("tp", size, rank), []
-    seed(number)
-    for _ in range(2):
-        drawn.append(torch.rand(50))
-        with fork_rng(axis):
-            drawn.append(torch.rand(50))
-    return (*drawn, torch.rand(50))
-
-
-def test_inside_a_fork_all_differ_and_outside_none_does():
-    """However many ranks there are. Mutants: the stream inside goes on outside; a fork on one rank
-    draws nothing, so that what follows depends on n."""
-    one = streams(0, 1, 0)
-    drawn = [streams(0, 4, rank) for rank in range(4)]
-    for own in drawn:
-        assert all(torch.equal(own[i], one[i]) for i in (0, 2, 4))
-    insides = torch.cat([torch.cat(own) for own in drawn])
-    assert len(insides.unique()) == (3 + 4 * 2) * 50
-    again = streams(1, 4, 0)  # rank 1 of seed 0 is not rank 0 of seed 1
-    assert not any(torch.equal(again[1], own[1]) for own in drawn)
-    seed(0)
-    torch.rand(50)
-    with pytest.raises(KeyError), fork_rng(on_paper("tp", 2, 1)):
-        raise KeyError
-    assert torch.equal(torch.rand(50), one[2])  # errors do not leak
-
-
 def test_ranks_apart_on_two_axes_draw_apart():
     """Mutant: ranks told apart by the sum of their places, where (0, 1) and (1, 0) draw alike."""
 

@@ -8,18 +8,19 @@ from torch import Tensor, nn
 
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp, fsdp, zero
-from minipar.parallel.base.shards import Layout, Row, axes_of, full_shape, is_copy, mark
+from minipar.parallel.base.shards import Row, axes_of, full_shape, is_copy, mark
 from minipar.parallel.base.strategy import Strategy
 from minipar.train.step import computing_on
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
 
 
-def test_the_layout_of_the_drawing():
-    layout = Layout([4, 5, 2], on_paper("dp", 2, 1))
-    assert (layout.size, layout.total, layout.splits) == (6, 12, [4, 5, 2, 1])
-    assert layout.spans == [slice(0, 0), slice(0, 3), slice(3, 5)]
-    assert layout.cuts == [slice(0, 0), slice(2, 5), slice(0, 2)]
+def test_the_row_of_the_drawing():
+    row = Row([nn.Parameter(torch.zeros(k)) for k in (4, 5, 2)], on_paper("dp", 2, 1))
+    assert (row.size, row.splits) == (6, [4, 5, 2, 1])
+    spans, cuts = zip(*row.places, strict=True)
+    assert spans == (slice(0, 0), slice(0, 3), slice(3, 5))
+    assert cuts == (slice(0, 0), slice(2, 5), slice(0, 2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -28,11 +29,10 @@ def test_pieces_of_all_ranks_are_the_parameters(size):
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), (2, 2), ())]
     found: list[list[Tensor]] = [[] for _ in parameters]
     for rank in range(size):
-        layout = Layout([p.numel() for p in parameters], on_paper("dp", size, rank))
-        assert 0 <= layout.total - sum(p.numel() for p in parameters) < size  # padding
+        row = Row(parameters, on_paper("dp", size, rank))
+        assert row.splits[-1] < size  # padding
         flat = torch.cat([p.detach().flatten() for p in parameters] + [torch.zeros(size)])
-        shard = flat[: layout.total].view(size, -1)[rank] if size > 1 else flat[: layout.total]
-        row = Row(parameters, layout, on_paper("dp", size, rank), shard)
+        row.hold(parameters, flat[: size * row.size].view(size, -1)[rank])
         for p, piece, own in zip(parameters, row.pieces, found, strict=True):
             assert piece.ndim == max(p.ndim, 1) and full_shape(piece) == p.shape
             assert torch.equal(piece, row.part_of(piece, p))

@@ -18,9 +18,7 @@ from minipar.emulate import link
 from minipar.lab.memory import LiveBytes
 from minipar.observe import timeline
 from minipar.parallel import zero
-from minipar.parallel.plan import Plan
 from minipar.parallel.zero import ShardedOptimizer
-from minipar.sim.trace import pretend
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import ALL, USED, Layers, data, loss_of
 
@@ -129,19 +127,12 @@ def test_any_elementwise_optimizer(cls):
 
 # ---------------------------------------------------------------------- what does not fit
 REFUSED = [
-    ("apply(fine, stage=3)", ValueError, "stage=3 is not one of ZeRO's here"),
-    ("apply(AdamW(own))", ValueError, "must be a ShardedOptimizer along dp=1, not AdamW"),
-    ("zero.apply(model, Mesh().tp, optimizer=fine)", ValueError, "along tp=1, not ShardedOpt"),
+    ("zero.apply(model, Mesh().tp, optimizer=fine)", ValueError, "sharded along dp, not tp"),
     ("apply(make(own[:2], AdamW))", ValueError, r"lacks \['layers.1.weight'.*\(10 in all\)"),
     ("apply(make([*own, *Layers(0).parameters()], AdamW))", ValueError, "It lacks none"),
-    ("make(own, AdamW, bucket_mb=0)", ValueError, "bucket_mb=0 must be"),
-    ("make(Layers(0).requires_grad_(False).parameters(), AdamW)", ValueError, "no trainable"),
-    ("make(own, AdamW, lr=-1.0)", ValueError, "Invalid learning rate"),
     ("make(own, torch.optim.LBFGS)", ValueError, "LBFGS may look at whole"),
     ("make(own, torch.optim.Muon)", ValueError, "Muon may look at whole"),
-    ("fine.zero_grad(set_to_none=False)", ValueError, "zero keeps no gradients"),
     ("fine.load_state_dict(make(own[:2], AdamW).state_dict())", ValueError, "here are .12."),
-    ("fine.step()", RuntimeError, "no gradients come here before zero.apply"),
 ]
 
 
@@ -389,25 +380,6 @@ def test_a_penalty_on_gradients_follows_a_graph_of_them():
 
 
 # ---------------------------------------------------------------------- traffic and memory
-@STAGES
-def test_traffic_on_512_ranks_without_values(stage):
-    """Mutant: code that looks at a value."""
-    size, numbers = 512, 6 * 42
-    with pretend(Plan(dp=size), rank=3) as mesh:
-        model = Layers(seed=0).to("meta")
-        strategy, optimizer = attach(model, mesh.dp, stage, bucket_mb=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            with timeline.record() as recorded:
-                model(data(0).to("meta"), (0, 1, 2)).sum().backward()
-                strategy.finish_backward()
-                optimizer.step()
-                optimizer.synchronize()
-    padded = -(-numbers // size) * size  # one bucket
-    flags = 2 * (size - 1) * 12 // size
-    assert recorded.bytes_by_axis()["dp"] == 2 * (size - 1) * padded * 8 // size + flags
-
-
 def _memory(stage: int, size: int) -> tuple[int, int]:
     """Return (highest, after backward): bytes of model state on this rank, in a quiet step."""
     mesh, seen = Mesh(dp=size), []

@@ -304,20 +304,19 @@ def test_few_numbers_leave_for_a_gpu_unwaited(monkeypatch):
             for name, p in list(moe.experts.named_parameters()):
                 setattr(moe.experts, name, nn.Parameter(torch.empty_like(p, dtype=torch.bfloat16)))
             rows = torch.empty(12, 64, dtype=torch.bfloat16)
-            weights = [nn.Parameter(torch.empty(8)) for _ in range(2)]
-        monkeypatch.setattr(local_sgd, "all_reduce", lambda flat, *_, **__: Pending(None, flat))
+        monkeypatch.setattr(strategy, "all_reduce", lambda told, *_, **__: Pending(None, told))
+        data = SimpleNamespace(device=rows.device, axis=None)
         for name, send in {
             "experts": lambda: plan.compute(moe, rows),
-            "gradients": lambda: local_sgd.Gradients.send(weights, None, "sum"),
-            "flags": lambda: strategy.flags([True, 3], rows.device),
+            "used": lambda: Strategy.tell_used(data, [True, False]),
         }.items():
             with Copies() as copies:
                 send()
             sent[name] = copies.seen
         with Copies() as copies:
             torch.tensor([1, 2]).to(rows.device)
-    assert sent == {"experts": [False, False], "gradients": [False], "flags": [False]}
-    assert len(pinned) == 4 and copies.seen == [True]
+    assert sent == {"experts": [False, False], "used": [False]}
+    assert len(pinned) == 3 and copies.seen == [True]
 
 
 # ---------------------------------------------------------------------- what no run comes by

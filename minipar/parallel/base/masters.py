@@ -1,8 +1,8 @@
 """Master weights: a parameter computes in 16 bits, and learns in 32.
 
-Idea.   A step adds to a weight a few thousandths of it, which would round to nothing in bf16. So
-        there are two tensors. The *working weight* is the parameter of the model. The optimizer
-        steps its *master*. After each step the working weight is the master, rounded.
+Idea.   A step changes a weight by a few thousandths, which bf16 would round away. So there are two
+        tensors. The *working weight* is the parameter of the model. The optimizer steps its
+        *master*. After each step the working weight is the master, rounded.
 Math.   m <- m - update(g, state);  w = bf16(m).  g = sum over microbatches and ranks of dL/dw, each
         in bf16 as backward computes it, the sum in float32.
 Memory. Bytes per parameter: 2 working weight + 4 gradient + 4 master + 8 AdamW, 18 in all. Autocast
@@ -75,10 +75,10 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
 @torch.no_grad()
 def master_of(p: nn.Parameter) -> Tensor:
-    """Return the master of `p`, or this rank's slice of it, with the weights written into `p`.
+    """Return the master of `p`, or this rank's slice, after taking over writes into `p`.
 
-    A write shows in ``p._version``; only writes through ``p.data`` do not. The master changes where
-    the working weight is not the master, rounded. All other numbers keep their digits.
+    A write shows in ``p._version``, unless it goes through ``p.data``. The master changes where the
+    working weight is not the master, rounded. All other numbers keep their digits.
     """
     if p._version != p.rounded:
         p.rounded = p._version

@@ -103,9 +103,8 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
         noted = getattr(param, "reduced", None)
         if noted is not None and param.grad is not None and noted != param.grad._version:
             raise RuntimeError(
-                "gradients have changed since finish_backward(). Of these torch's clip_grad_norm_ "
-                "sees the shards of this rank alone: use strategy.clip_grad_norm_. After a change "
-                "that looks at each number alone, call strategy.note_reduced()"
+                "shards of gradients have changed since finish_backward(): to clip, use "
+                "strategy.clip_grad_norm_; to change each number alone, call note_reduced() then"
             )
 
 

@@ -97,7 +97,7 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy on the CPU of a tensor, which goes on changing here; all else as it is."""
+    """Return a copy of a tensor on the CPU, as the tensor goes on changing; else `value`."""
     return to_host(value).clone() if isinstance(value, Tensor) else value
 
 

@@ -1,10 +1,9 @@
-"""Give all ranks the tensors of one rank, such as the first weights; small tensors together."""
+"""Give all ranks the tensors of one rank, such as the first weights."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import zip_longest
 
-import torch
 from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object, broadcast
@@ -12,16 +11,13 @@ from minipar.comm.mesh import Axis
 from minipar.parallel.base.shards import copies_axis, is_spread_over
 from minipar.parallel.base.strategy import share_counts
 
-TOGETHER = 2**20
-"""Bytes up to which tensors travel together: in a call of fewer, latency is most of the time."""
-
 
 def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     """Give all ranks of `axis` the parameters and buffers of its rank 0, in place.
 
-    On an axis that `is_data`, each expert goes to the ranks with copies of it alone, and routers
-    count the tokens of all ranks. Raises `ValueError` on all ranks where models differ in names,
-    shapes or dtypes.
+    If the axis `is_data`, an expert goes only to the ranks that have copies of this expert, and
+    routers count the tokens of all ranks. Raises `ValueError` on all ranks where models differ in
+    names, shapes or dtypes.
     """
     if is_data:
         share_counts(model, axis)
@@ -45,27 +41,8 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
 def broadcast_all(tensors: Iterable[Tensor], axis: Axis, src: int = 0) -> None:
     """Give `tensors` the values that they have on rank `src` of `axis`, in place; a collective.
 
-    Shapes and dtypes must be the same on all ranks. In torch: `broadcast_coalesced`.
+    Shapes and dtypes must be the same on all ranks.
     """
-    for own in _batches(t.data for t in tensors):
-        if len(own) == 1:
-            broadcast(own[0], axis, src, out=own[0])
-            continue
-        flat = broadcast(torch.cat([t.reshape(-1) for t in own]), axis, src)
-        if axis.rank != src:
-            for t, values in zip(own, flat.split([t.numel() for t in own]), strict=True):
-                t.copy_(values.view(t.shape))
-
-
-def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one dtype and device that may travel together."""
-    alike: dict[tuple, list[Tensor]] = defaultdict(list)
-    num_bytes: dict[tuple, int] = defaultdict(int)
-    for tensor in tensors:
-        kind = tensor.dtype, tensor.device
-        if alike[kind] and num_bytes[kind] + tensor.nbytes > TOGETHER:
-            yield alike.pop(kind)
-            num_bytes.pop(kind)
-        alike[kind].append(tensor)
-        num_bytes[kind] += tensor.nbytes
-    yield from alike.values()
+    own = [t.data for t in tensors if t.numel()]
+    for pending in [broadcast(t, axis, src, out=t, async_op=True) for t in own]:
+        pending.wait()

@@ -4,72 +4,45 @@ All of a Llama but attention treats tokens one by one. Two parts have to know th
 them on other ranks: attention, and RoPE, which turns by the position in the whole sequence (T19).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Attention, Core, LlamaModel
+from minipar.model.llama import Attention, LlamaModel
 from minipar.parallel.base.strategy import Strategy
 
 
 class CutSequences(Strategy):
     """A Llama that takes the tokens of this rank, [B, T/n], and numbers them itself.
 
-    A subclass says which tokens a rank has (`own_tokens`) and how they attend to all (`attend`).
+    A subclass has two methods. ``own_tokens(whole)`` cuts this rank's tokens out of the last dim.
+    ``attend(core, q, k, v, mask)`` lets own queries [B, H, T/n, K] see all keys, k and v
+    [B, G, T/n, K]; `core` computed attention before, on one device.
     """
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         super().__init__(model, axis)
+        # Lambdas, not methods: a deep copy of the model must not copy the process groups.
+        number = lambda *call: self._number(*call)  # noqa: E731
         for module in model.modules() if axis.size > 1 else ():
             if isinstance(module, LlamaModel):
-                module.register_forward_pre_hook(self._position_hook(), with_kwargs=True)
+                module.register_forward_pre_hook(number, with_kwargs=True)
             if isinstance(module, Attention):
-                module.core = self._split(module.core)
+                module.core = lambda *args, core=module.core: self.attend(core, *args)
 
-    def own_tokens(self, whole: Tensor) -> Tensor:
-        """Cut this rank's tokens out of the last dim of `whole`: [..., T] -> [..., T/n]."""
-        raise NotImplementedError
-
-    def attend(
-        self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-    ) -> Tensor:
-        """Attend with own queries to all keys: q [B, H, T/n, K], k and v [B, G, T/n, K].
-
-        `core` computed attention before, on one device.
-        """
-        raise NotImplementedError
-
-    # Both return functions: a copy of the model must not copy the process groups.
-    def _split(self, core: Core) -> Core:
-        return lambda *args: self.attend(core, *args)
-
-    def _position_hook(self) -> Callable:
+    def _number(self, module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
         """Number this rank's tokens by their places in the sequence, unless the caller has."""
-
-        def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
-            names = "x", "positions", "mask", "valid"
-            call = dict(zip(names, args, strict=False)) | kwargs
-            if call.get("positions") is not None:
-                return None
-            seq_len = call["x"].shape[1] * self.axis.size
-            module.config.check_length(seq_len)
-            call["positions"] = self.own_tokens(torch.arange(seq_len, device=call["x"].device))
-            return tuple(map(call.get, names)), {}
-
-        return number
+        names = "x", "positions", "mask", "valid"
+        call = dict(zip(names, args, strict=False)) | kwargs
+        if call.get("positions") is not None:
+            return None
+        seq_len = call["x"].shape[1] * self.axis.size
+        module.config.check_length(seq_len)
+        call["positions"] = self.own_tokens(torch.arange(seq_len, device=call["x"].device))
+        return tuple(map(call.get, names)), {}
 
     def finish_backward(self) -> None:
         """Send nothing: the data strategy sums the gradients over the joint axis of cp and dp."""
-
-
-def attentions_of(model: nn.Module) -> list[Attention]:
-    """Return the layers of `model` in which tokens meet; raise `ValueError` if there are none."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no Attention of minipar.model.llama to split")
-    return layers
 
 
 def chunks_of_equal_length(tensor: Tensor, count: int, dim: int, why: str) -> tuple[Tensor, ...]:

@@ -65,8 +65,8 @@ def copies_axis(p: Tensor, axis: Axis | None) -> Axis | None:
     """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
 
     Raises `ValueError` unless each rank of `axis` has a copy of this expert, or another expert. An
-    expert's first shard axis is that of expert parallelism; `spread_outside` of its ranks share a
-    batch as ranks of tensor parallelism do.
+    expert's first shard axis is the axis of expert parallelism. `spread_outside` of its ranks share
+    a batch, as ranks of tensor parallelism do.
     """
     copies = getattr(p, "copies", axis)
     if axis is not None and hasattr(p, "copies"):
@@ -106,32 +106,34 @@ def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
     return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
 
 
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the vector `flat`, one in the shape of each of `tensors`."""
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
 def gradient_bytes(p: Tensor) -> int:
     """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
     return p.numel() * p.grad_dtype.itemsize
 
 
-def kind_of(p: Tensor) -> tuple:
-    """Return what gradients must have in common to share a flat buffer."""
-    return p.grad_dtype, p.device, copies_axis(p, None)
-
-
 def in_groups(
     parameters: Iterable[nn.Parameter], capacity: Callable[[int], float]
 ) -> list[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, by kind, group i up to ``capacity(i)`` bytes.
+    """Pack `parameters`, in their order, by kind, group i up to ``capacity(i)`` bytes of gradients.
 
     A parameter that is larger has a group to itself.
     """
     groups: list[list[nn.Parameter]] = []
-    latest: dict[tuple, tuple[list[nn.Parameter], float]] = {}  # of each kind, and the room in it
+    latest: dict[tuple, tuple[list, float]] = {}  # of each kind, and the room in it
     for p in parameters:
-        group, room = latest.get(kind_of(p), ([], 0.0))
+        kind = p.grad_dtype, p.device, copies_axis(p, None)
+        group, room = latest.get(kind, ([], 0.0))
         if not group or gradient_bytes(p) > room:
             group, room = [], capacity(len(groups))
             groups.append(group)
         group.append(p)
-        latest[kind_of(p)] = group, room - gradient_bytes(p)
+        latest[kind] = group, room - gradient_bytes(p)
     return groups
 
 
@@ -143,44 +145,36 @@ def check_divides(name: str, n: int, what: str, size: int) -> None:
 
 
 # ---------------------------------------------------------------------- parameters in a row
-class Layout:
-    """Parameters of `numels` numbers in a row, cut over `axis`; see the drawing above."""
-
-    def __init__(self, numels: Sequence[int], axis: Axis) -> None:
-        self.size = size = math.ceil(sum(numels) / axis.size)  # S
-        self.total = axis.size * size
-        self.splits = [*numels, self.total - sum(numels)]  # the last one is the padding
-        self.spans, self.cuts = [], []
-        place = -axis.rank * size  # where a parameter begins, as seen from the shard
-        for numel in numels:
-            start, end = (min(max(at, 0), size) for at in (place, place + numel))
-            self.spans.append(slice(start, end))
-            self.cuts.append(slice(start - place, end - place) if start < end else slice(0, 0))
-            place += numel
-
-
 class Row:
-    """Parameters in a row, of which this rank has `shard` [S], and `pieces` that are views of it.
+    """Parameters in a row, cut over `axis`; see the drawing above.
 
-    The optimizer steps pieces: parameters of the k numbers that lie on this rank, perhaps none. A
-    piece is [k], or [k, 1] for a matrix, so that ``p.ndim`` is that of the whole.
+    This rank has `shard` [S]; the `pieces` are views of the shard. The optimizer steps pieces:
+    parameters of the k numbers that lie on this rank, perhaps none. A piece is [k], or [k, 1] for a
+    matrix, so ``p.ndim`` is kept.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], layout: Layout, axis: Axis, shard: Tensor
-    ) -> None:
-        self.layout, self.axis, self.shard = layout, axis, shard
-        self.device = shard.device  # which computes and sends, wherever the shard goes
-        self.pieces: list[nn.Parameter] = []
-        for p, span in zip(parameters, layout.spans, strict=True):
-            data = shard[span].view(-1, *(1 for _ in p.shape[1:]))
-            piece = nn.Parameter(data, p.requires_grad)
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
+        numels = [p.numel() for p in parameters]
+        self.axis, self.size = axis, math.ceil(sum(numels) / axis.size)  # S
+        self.splits = [*numels, axis.size * self.size - sum(numels)]  # the last one is the padding
+        self.places: list[tuple[slice, slice]] = []  # span and cut of each parameter
+        place = -axis.rank * self.size  # where a parameter begins, as seen from the shard
+        for numel in numels:
+            start, end = (min(max(at, 0), self.size) for at in (place, place + numel))
+            cut = slice(start - place, end - place) if start < end else slice(0, 0)
+            self.places.append((slice(start, end), cut))
+            place += numel
+
+    def hold(self, parameters: Sequence[nn.Parameter], shard: Tensor) -> None:
+        """Keep `shard`, and make the pieces of `parameters`."""
+        self.shard, self.device = shard, shard.device  # which computes, wherever the shard goes
+        self.shapes, self.spans, self.cuts = {}, {}, {}  # of each piece; shapes are whole
+        for p, (span, cut) in zip(parameters, self.places, strict=True):
+            piece = nn.Parameter(shard[span].view(-1, *(1 for _ in p.shape[1:])), p.requires_grad)
             vars(piece).update(vars(p))
-            mark(piece, axis, of=p)
-            self.pieces.append(piece)
-        self.shapes = dict(zip(self.pieces, (p.shape for p in parameters), strict=True))  # whole
-        self.spans = dict(zip(self.pieces, layout.spans, strict=True))
-        self.cuts = dict(zip(self.pieces, layout.cuts, strict=True))
+            mark(piece, self.axis, of=p)
+            self.shapes[piece], self.spans[piece], self.cuts[piece] = p.shape, span, cut
+        self.pieces: list[nn.Parameter] = [*self.spans]
 
     def move(self, shard: Tensor) -> None:
         """Make the pieces views of `shard` [S], which may lie on another device."""
@@ -190,7 +184,7 @@ class Row:
 
     def split(self, row: Tensor) -> list[Tensor]:
         """Return views of a whole row [n S], one in the shape of each parameter."""
-        parts = row.split(self.layout.splits)
+        parts = row.split(self.splits)
         return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=False)]
 
     def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
@@ -213,7 +207,7 @@ class Row:
 
         For weights, gradients, moments: tensors in the shape of the piece.
         """
-        shard = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
+        shard = torch.zeros(self.size, dtype=dtype, device=self.device)
         for piece, part in own.items():
             shard[self.spans[piece]] = part.flatten()
         whole = dict(zip(self.pieces, self.split(all_gather(shard, self.axis)), strict=True))
@@ -278,7 +272,7 @@ def boxes_of(
         return [((), ())][start:stop]
     units, found = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))], []
     while start < stop:
-        # The first dim of which a whole unit begins here. A box has some of them, side by side.
+        # The first dim with a whole unit from here on. A box is several such units, side by side.
         whole = (d for d, unit in enumerate(units) if not start % unit and start + unit <= stop)
         dim = next(whole)
         offset = tuple(start // unit % size for unit, size in zip(units, shape, strict=True))

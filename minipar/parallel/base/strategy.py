@@ -8,9 +8,8 @@ A step reads::
     strategy.clip_grad_norm_(1.0)
     optimizer.step()
 
-Mistakes that are likely, and that nobody would notice, are refused. `claim` looks at the model when
-a strategy is applied. `_before_step` looks at each step of an optimizer. Both use public hooks of
-torch; no function of torch is replaced.
+Mistakes that are likely, and that nobody would notice, are refused: `claim` looks at the model when
+a strategy is applied, `_before_step` at each step of an optimizer.
 """
 
 import sys
@@ -66,13 +65,13 @@ class Strategy:
             self.synchronises = before
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
-        """Return the parameters, or the shards of them, whose ``grad`` is that of the batch."""
+        """Return the parameters or shards that hold the gradient of the batch in ``grad``."""
         return self.model.parameters()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The norm is that of the whole model, as torch has it on one device. A collective. Raises
+        The norm is over the whole model, as torch computes it on one device. A collective. Raises
         `RuntimeError` before `finish_backward`, `ValueError` unless `max_norm` is positive.
         """
         self.check_finished("clip_grad_norm_()")
@@ -137,12 +136,13 @@ class Strategy:
         self.is_finished = False
 
     def tell_used(self, used: list[bool], replicas: Axis | None = None) -> Callable[[], list[bool]]:
-        """Start to tell all ranks, in a byte for each parameter, which of them this rank used.
+        """Start to share, in one byte per parameter, which parameters this rank used.
 
-        The result waits, and returns which of them any rank used. It looks at the bytes only if
-        this rank has unused ones, as a look waits for the GPU. On "meta" all ranks are alike.
+        The returned function waits, and says which parameters any rank used. It reads the bytes
+        only if this rank left one unused, because reading waits for the GPU. On "meta" all ranks
+        are alike.
         """
-        told = flags(used, self.device)
+        told = to_device(torch.tensor(used, dtype=torch.uint8), self.device)
         if replicas is not None:
             all_reduce(told, replicas, "max", out=told)
         pending = all_reduce(told, self.axis, "max", out=told, async_op=True)
@@ -157,9 +157,8 @@ class Strategy:
         """Raise `RuntimeError` if `what` comes between a backward and its `finish_backward`."""
         if not self.is_finished:
             raise RuntimeError(
-                f"{what} came before finish_backward(), so gradients are those of this rank, not "
-                f"of the batch. Call finish_backward() of {type(self).__name__} along "
-                f"{self.axis.name} once per step, after the last backward, on all ranks"
+                f"{what} came before finish_backward() of {type(self).__name__} along "
+                f"{self.axis.name}: call it on all ranks after the last backward of each step"
             )
 
     def check_step(self) -> None:
@@ -179,32 +178,42 @@ class Strategy:
             p.stepped_elsewhere = remedy
 
     # ------------------------------------------------------------------ whole tensors, out and in
+    def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Put the slices of all ranks together, by the names of parameters; a collective.
+
+        For weights, gradients, moments. A strategy that slices parameters, or spreads them, says
+        here how to join them; the rows of zero and fsdp are whole already.
+        """
+        return dict(tensors)
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take this rank's slices out of what `join` returned, on any number of ranks."""
+        return dict(tensors)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
         Masters come in the place of weights that were rounded. Tied weights stay one tensor.
         Buffers are this rank's own. A collective: all ranks call it.
         """
-        state = self.model.state_dict(keep_vars=True)
-        masters = {p: master_of(p) for p in self.model.parameters() if hasattr(p, "master")}
-        whole = self._join(lambda piece: piece.data)
+        state = self.model.state_dict(keep_vars=True)  # waits for weights on their way
+        whole = self._gather(lambda piece: piece.data)
 
         def copy(t: Tensor) -> Tensor:
-            own = piece_of(t)
-            return whole[own] if own in whole else masters.get(t, t).detach().clone()
+            if (piece := piece_of(t)) in whole:
+                return whole[piece]
+            return (master_of(t) if hasattr(t, "master") else t).detach().clone()
 
-        return copied(state, copy)
+        return self.join(copied(state, copy))
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
-        whole = self._join(lambda piece: piece.grad)
-        found: dict[str, Tensor | None] = {}
-        for name, p in self.model.named_parameters():
-            own = piece_of(p).grad
-            found[name] = whole.get(piece_of(p), None if own is None else own.detach().clone())
-        return found
+        whole = self._gather(lambda piece: piece.grad)
+        pieces = {name: piece_of(p) for name, p in self.model.named_parameters()}
+        copy = lambda p: None if p.grad is None else p.grad.detach().clone()  # noqa: E731
+        return self.join({name: whole.get(p, copy(p)) for name, p in pieces.items()})
 
-    def _join(self, part: Callable[[nn.Parameter], Tensor | None]) -> dict[nn.Parameter, Tensor]:
+    def _gather(self, part: Callable[[nn.Parameter], Tensor | None]) -> dict[nn.Parameter, Tensor]:
         """Gather a whole tensor for each piece from the `part` of each rank, unless it is None."""
         whole: dict[nn.Parameter, Tensor] = {}
         for row in self.rows:
@@ -215,13 +224,11 @@ class Strategy:
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
-        row_of = {piece: row for row in self.rows for piece in row.pieces}
-        own = self.model.state_dict(keep_vars=True)
+        state, row_of = self.own(state), {p: row for row in self.rows for p in row.pieces}
+        here = self.model.state_dict(keep_vars=True)
+        cut = {name: p for name, p in here.items() if p in row_of and name in state}
         self.model.load_state_dict(
-            {
-                name: row_of[own[name]].part_of(own[name], t) if own.get(name) in row_of else t
-                for name, t in state.items()
-            }
+            {**state, **{name: row_of[p].part_of(p, state[name]) for name, p in cut.items()}}
         )
         for name, p in self.model.named_parameters():
             piece = piece_of(p)
@@ -247,8 +254,8 @@ class Strategy:
 
         Raises `ValueError` for the state of other parameters.
         """
-        members = self.members(optimizer)
-        optimizer.load_state_dict(cut_state(state, optimizer, members, self.rows))
+        own = cut_state(state, optimizer, self.members(optimizer), self.rows)
+        optimizer.load_state_dict(own)
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
@@ -264,25 +271,21 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
 
     Raises `ValueError` if another strategy does, and for sparse gradients and `max_norm`.
     """
+    for path, module in model.named_modules():
+        where = path or type(module).__name__
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(f"{where} has sparse=True, which no rank sums; make it sparse=False")
+        if getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"{where} has max_norm={module.max_norm:g}: each rank's forward would write into "
+                f"other rows; make it with max_norm=None, and scale weights after the step"
+            )
     for path, p in model.named_parameters():
         if other := getattr(p, "claimed_by", None):
             raise ValueError(
                 f"{name} along {axis.name}: {path} is trained by {other[0]} already, and its "
                 f"gradient would be summed twice; apply one of ddp, zero, fsdp, local_sgd, once"
             )
-    for path, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise ValueError(
-                f"{path or type(module).__name__} has sparse=True, and gradients that ranks share "
-                f"are dense; make it with sparse=False"
-            )
-        if getattr(module, "max_norm", None) is not None:
-            raise ValueError(
-                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: each rank's "
-                f"forward would write into other rows; make it with max_norm=None, and scale "
-                f"weights after the step"
-            )
-    for p in model.parameters():
         p.claimed_by = Local([f"{name} along {axis.name}"])
 
 
@@ -290,14 +293,13 @@ def refuse_state(model: nn.Module) -> None:
     """Make ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:  # which asks for the parameters themselves
+        if not keep_vars and any(axes_of(p) for p in module.parameters()):
             raise RuntimeError(
                 "state_dict() would hold this rank's shards: call full_state_dict() of the "
                 "strategy on all ranks for whole weights, load_full_state_dict() to load them"
             )
 
-    if any(axes_of(p) for p in model.parameters()):
-        model.register_state_dict_pre_hook(refuse)
+    model.register_state_dict_pre_hook(refuse)
 
 
 # ---------------------------------------------------------------------- when gradients arrive
@@ -313,9 +315,8 @@ def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
     names = getattr(p.grad, "summed_over", ())
     if names if axis is None else axis.name in names:
         raise RuntimeError(
-            "a backward would add to a finished sum over the ranks, and that be summed once more: "
-            "call zero_grad() (with set_to_none=True) after each step, and use no_sync() around "
-            "all microbatches but the last"
+            "a backward would add to a finished sum over the ranks: call zero_grad() after each "
+            "step, and use no_sync() around all microbatches but the last"
         )
 
 
@@ -335,9 +336,8 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, ELEMENTWISE) and not getattr(optimizer, "elementwise", False):
         raise ValueError(
-            f"{kind.__name__} may look at whole matrices or groups, and here a rank has shards of "
-            f"them; use AdamW, SGD or another of {', '.join(e.__name__ for e in ELEMENTWISE[3:])}. "
-            f"If it does step each number alone, set elementwise = True on it"
+            f"{kind.__name__} may look at whole matrices of which a rank has shards; use "
+            f"AdamW or SGD, or set elementwise = True on it if it steps each number alone"
         )
 
 
@@ -361,8 +361,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     gradients = [p.grad for p in shards if p.grad is not None]
     if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
         raise RuntimeError(
-            "GradScaler.step() without strategy.unscale_(scaler, optimizer): it has looked for an "
-            "overflow in the shards of this rank alone, and ranks would skip different steps"
+            "GradScaler.step() without strategy.unscale_(scaler, optimizer): ranks look for an "
+            "overflow in their own shards, and would skip different steps"
         )
 
 
@@ -387,11 +387,6 @@ def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[s
     """Return `state` with a copy of each tensor; a tensor with two names is copied once."""
     copies = {t: copy(t) for t in state.values()}
     return {name: copies[t] for name, t in state.items()}
-
-
-def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
-    """Return `values` as bytes on `device`, without waiting for work that it still has to do."""
-    return to_device(torch.tensor(values, dtype=torch.uint8), device)
 
 
 def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:

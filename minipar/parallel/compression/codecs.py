@@ -7,7 +7,6 @@ A codec turns a vector into bytes, which ranks gather, since a link cannot add c
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather, all_reduce, all_to_all
 from minipar.comm.mesh import Axis
+from minipar.parallel.base.shards import split_like
 
 
 class Compressor:
@@ -86,10 +86,6 @@ class Half(Codec):
     dtype: torch.dtype = torch.bfloat16
     feedback = False
 
-    def __post_init__(self) -> None:
-        is_half = self.dtype in (torch.float16, torch.bfloat16)
-        check(is_half, "dtype", self.dtype, "torch.float16 or torch.bfloat16")
-
     def compress(self, rows: Tensor) -> Tensor:
         return _pack(rows.to(self.dtype))
 
@@ -107,9 +103,6 @@ class _Scaled(Codec):
 
     block: int | None = 256
     code, largest = torch.int8, 127.0
-
-    def __post_init__(self) -> None:
-        check(self.block is None or self.block >= 1, "block", self.block, "64 to 1024, or None")
 
     def scale_of(self, blocks: Tensor) -> Tensor:
         """Return a scale for each block: [C, N/b, b] -> [C, N/b, 1]."""
@@ -147,7 +140,6 @@ class Int8(_Scaled):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.feedback = not self.stochastic
 
     def encode(self, ratios: Tensor) -> Tensor:
@@ -171,8 +163,6 @@ class Fp8(_Scaled):
     kind: str = "e4m3"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.kind in FP8, "kind", self.kind, " or ".join(FP8))
         self.code = FP8[self.kind]
         self.largest = torch.finfo(self.code).max
 
@@ -206,9 +196,6 @@ class TopK(Codec):
     fraction: float = 0.01
     sparse = True
 
-    def __post_init__(self) -> None:
-        check(0 < self.fraction <= 1, "fraction", self.fraction, "above 0 and at most 1")
-
     def compress(self, rows: Tensor) -> Tensor:
         k = math.ceil(self.fraction * rows.shape[1])
         places = rows.abs().topk(k, dim=1, sorted=False).indices
@@ -228,9 +215,6 @@ class RandomK(Compressor):
 
     fraction: float = 0.01
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check(0 < self.fraction <= 1, "fraction", self.fraction, "above 0 and at most 1")
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         self.generator = self.generator or make_generator(vector.device, self.seed)
@@ -257,7 +241,6 @@ class PowerSGD(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check(self.rank >= 1, "rank", self.rank, "1 to 32")
         self.starts: dict[nn.Parameter, Tensor] = {}  # Q of the last step
 
     def compresses(self, shape: Sequence[int]) -> bool:
@@ -307,17 +290,10 @@ def _add_all(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     if not tensors:
         return []
     flat = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis)
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return split_like(flat, tensors)
 
 
 # ---------------------------------------------------------------------- helpers
-def check(is_good: bool, name: str, value: Any, rule: str) -> None:
-    """Raise `ValueError` with the rule for a value that breaks it."""
-    if not is_good:
-        raise ValueError(f"{name}={value} does not work here; use {rule}")
-
-
 def make_generator(device: torch.device, seed: int) -> torch.Generator | None:
     """Return a generator apart from torch's global one; None on "meta", which has none."""
     return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)

@@ -21,7 +21,6 @@ from minipar.parallel.compression.codecs import (
     RandomK,
     Sign,
     TopK,
-    check,
 )
 
 
@@ -47,7 +46,6 @@ class Compressed:
     def __init__(
         self, compressor: Compressor, *, error_feedback: bool | None = None, warmup_steps: int = 0
     ) -> None:
-        check(warmup_steps >= 0, "warmup_steps", warmup_steps, "0 or more")
         self.compressor, self.warmup_steps = compressor, warmup_steps
         self.feedback = compressor.feedback if error_feedback is None else error_feedback
         self._residues: dict[nn.Parameter, Tensor] = {}  # flat

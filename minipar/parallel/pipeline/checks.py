@@ -12,7 +12,7 @@ messages is checked under the first meaning, and a schedule with messages under 
 
 from collections.abc import Iterable, Iterator
 
-from minipar.parallel.pipeline.actions import COMPUTE, MESSAGES, Action, Schedule
+from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
@@ -84,9 +84,7 @@ def _check_actions(schedule: Schedule) -> None:
     seen = set()
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            kinds, where = (*COMPUTE, *MESSAGES), f"{action} on rank {rank}"
-            if action.kind not in kinds:
-                raise ValueError(f"{where}: no such kind; use one of {', '.join(kinds)}")
+            where = f"{action} on rank {rank}"
             if not 0 <= action.microbatch < m:
                 raise ValueError(f"{where}: there are {m} microbatches")
             if action.stage not in (path := schedule.path(action.microbatch)):

@@ -43,7 +43,7 @@ from minipar.comm.collectives import (
     exchange,
 )
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Llama, LlamaConfig, beside, loss_of
+from minipar.model.llama import Llama, beside, loss_of
 from minipar.observe import timeline
 from minipar.parallel.base.replicate import broadcast_all, replicate
 from minipar.parallel.base.shards import mark
@@ -89,14 +89,8 @@ def apply(
             while the all-to-alls of the other travel, see `pairs`.
 
     Raises `ValueError` on every rank: for a schedule that cannot be run (`checks.validate` names
-    the action), for other ranks, or without pairs; for a cut that does not fit; for a model that is
-    no plain Llama.
+    the action), for other ranks, or without pairs; for a cut that does not fit.
     """
-    if not isinstance(getattr(model, "config", None), LlamaConfig) or "forward" in vars(model):
-        raise ValueError(
-            f"a pipeline cuts a Llama by its names, with the forward of its class, not this "
-            f"{type(model).__name__}"
-        )
     validate(schedule)
     if paired:
         check_pairs(schedule)
@@ -120,6 +114,8 @@ Microbatch = tuple[Tensor, ...]
 """Tokens and targets [B, T], then what `Llama.forward` takes besides, such as positions."""
 Method = Callable[[Action, Tensor | None], Tensor | None]
 """Does an action: takes the tensor that was received, returns the tensor to be sent."""
+FROZEN = None, None
+"""The input and the node of a forward through frozen weights alone: no backward comes."""
 
 
 @dataclass(eq=False)
@@ -142,16 +138,8 @@ class Step:
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
         self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
-
-    @property
-    def methods(self) -> dict[str, Method]:
-        """The method for each kind of action."""
-        return {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.backward_input,
-            "W": self.backward_weight,
-        }
+        self.methods: dict[str, Method] = {"F": self.forward, "B": self.backward}
+        self.methods |= {"I": self.backward_input, "W": self.backward_weight}
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
@@ -170,29 +158,27 @@ class Step:
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """B: gradient of the output (None: the loss) -> gradient of the input (None: tokens)."""
-        x, root = self._forward_of(action)
-        if root is not None:
-            with self._synchronise_last(action):
+        x, root = self.live.pop((action.stage, action.microbatch), FROZEN)
+        with self._synchronise_last(action):
+            if root is not None:
                 torch.autograd.backward(root, gradient)
-        self._release()
         return None if x is None else x.grad
 
     def backward_input(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """I: as `backward`, but gradients of weights wait for `backward_weight`."""
-        x, root = self._forward_of(action)
+        x, root = self.live.pop((action.stage, action.microbatch), FROZEN)
         jobs = self.owed[action.stage, action.microbatch] = []
-        grad = None
-        if root is not None:
-            stage = self.pipeline.stages[action.stage]
-            weights = [weight for weight in stage.parameters() if weight.requires_grad]
-            inputs = weights if x is None else [x, *weights]
-            with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
-                found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
-            grad, *rest = (None, *found) if x is None else found
-            for weight, g in zip(weights, rest, strict=True):
-                if g is not None:  # of norms and other layers that cannot put anything off
-                    jobs.append((weight, lambda g=g: g))
-        self._release()
+        if root is None:
+            return None
+        stage = self.pipeline.stages[action.stage]
+        weights = [weight for weight in stage.parameters() if weight.requires_grad]
+        inputs = weights if x is None else [x, *weights]
+        with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
+            found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
+        grad, *rest = (None, *found) if x is None else found
+        for weight, g in zip(weights, rest, strict=True):
+            if g is not None:  # of norms and other layers that cannot put anything off
+                jobs.append((weight, lambda g=g: g))
         return grad
 
     def backward_weight(self, action: Action, _: None) -> None:
@@ -200,22 +186,18 @@ class Step:
         with self._synchronise_last(action):
             split_backward.do(self.owed.pop((action.stage, action.microbatch)))
 
-    def _forward_of(self, action: Action) -> tuple[Tensor | None, object]:
-        """Return what F kept in `live`; nothing where all weights so far are frozen."""
-        return self.live.pop((action.stage, action.microbatch), (None, None))
-
     @contextmanager
     def _synchronise_last(self, action: Action) -> Iterator[None]:
-        """In the body, strategies synchronise gradients only if it is the stage's last backward."""
+        """Make strategies synchronise gradients in the body only in the stage's last backward.
+
+        After the body they free gathered weights: another stage has its turn.
+        """
         last = self.pipeline.last_gradient[action.stage]
         with ExitStack() as stack:
             if action.microbatch != last.microbatch:
                 for strategy in self.strategies:
                     stack.enter_context(strategy.no_sync())
             yield
-
-    def _release(self) -> None:
-        """Free gathered weights: another stage has its turn."""
         for strategy in self.strategies:
             strategy.release()
 
@@ -225,7 +207,7 @@ class Pipeline(Strategy):
 
     Apply tensor parallelism before it and data parallelism after it. In a list of strategies it
     comes last, because it collects the whole model. If another strategy keeps shards of weights,
-    call ``pipeline.full_state_dict(other.full_state_dict())``.
+    call ``pipeline.join(other.full_state_dict())``.
     """
 
     def __init__(
@@ -289,31 +271,19 @@ class Pipeline(Strategy):
         stages still compute. Returns the sum of the losses, float64, equal on all ranks of the
         axis; it is complete after `finish_backward`.
 
-        Raises `ValueError` for another number of microbatches than the schedule is for, and for
-        fsdp where it would go wrong.
+        Raises `ValueError` for another number of microbatches than the schedule is for.
         """
-        self._check(len(microbatches))
+        if len(microbatches) != self.schedule.num_microbatches:
+            raise ValueError(
+                f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
+                f"{self.schedule.num_microbatches}; make another, or cut the batch so"
+            )
         step = Step(self, microbatches, strategies, weigh, autocast)
         with self._twins_apart():
             self._play(self.schedule, microbatches, step.methods)
         assert not step.owed, f"the schedule left the W of {list(step.owed)} undone"
         self._adding = all_reduce(step.total, self.axis, out=step.total, async_op=True)
         return step.total
-
-    def _check(self, num_microbatches: int) -> None:
-        if num_microbatches != self.schedule.num_microbatches:
-            raise ValueError(
-                f"{num_microbatches} microbatches, but the schedule {self.schedule.name} is for "
-                f"{self.schedule.num_microbatches}; make another, or cut the batch so"
-            )
-        if not any(getattr(p, "is_flat", False) for p in self.model.parameters()):
-            return
-        if self.splits or any(len(weight.ranks) > 1 for weight in self.weights):
-            raise ValueError(
-                f"fsdp gathers weights for a whole backward, and reduces their gradients at its "
-                f"end: use a schedule of F and B, not {self.schedule.name}, and untie embeddings, "
-                f"which two ranks of {self.axis.name} have; or use zero or ddp"
-            )
 
     def _play(
         self,
@@ -343,7 +313,7 @@ class Pipeline(Strategy):
 
     @contextmanager
     def _twins_apart(self) -> Iterator[None]:
-        """In the body, replace parameters that other ranks have as well by stand-ins.
+        """Replace, in the body, parameters that other ranks have as well by stand-ins.
 
         The gradient of a stand-in is a part of a sum. Data parallelism, whose hooks are on the
         parameter, must not send it. At the end the parameter gets the sum, as by one backward.
@@ -400,10 +370,9 @@ class Pipeline(Strategy):
     # ------------------------------------------------------------------ the whole model
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Collect the tensors of all ranks by names of parameters; a collective.
+        """Collect the tensors of all stages; None where the first rank of a weight has none.
 
-        For weights, gradients, or an entry of the optimizer's state. None where the first rank of a
-        weight has none. A tied weight has all of its names.
+        A tied weight has all of its names.
         """
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
         known = all_gather_object(facts, self.axis)
@@ -427,19 +396,7 @@ class Pipeline(Strategy):
         return {name: found[name] for name in self.names}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take the tensors of this rank's stages out of what `join` returned."""
         return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}
-
-    def full_state_dict(self, own: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the weights of the serial model, on all ranks.
-
-        `own`: whole weights of this rank's layers, from a strategy that keeps shards of them.
-        """
-        return self.join(self.model.state_dict(keep_vars=True) if own is None else own)
-
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over the weights of this rank's stages."""
-        self.model.load_state_dict(self.own(state))
 
 
 def _compute(method: Method, action: Action, given: Tensor | None) -> Tensor | None:

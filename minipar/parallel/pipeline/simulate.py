@@ -40,15 +40,12 @@ class Costs:
     def per_rank(self, schedule: Schedule) -> "Costs":
         """Scale costs of 1/p of the model to a stage of `schedule`, which is 1/S of the model.
 
-        So schedules of different v are compared on the same model. Raises ValueError for costs by
-        part, which belong to one cut.
+        So schedules of different v are compared on the same model. Costs by part of the model are
+        costs of stages already.
         """
-        costs = (self.forward, self.input_gradient, self.weight_gradient)
-        if not all(isinstance(cost, int | float) for cost in costs):
-            raise ValueError("costs by part of the model are costs of stages already")
         share = schedule.num_ranks / schedule.num_stages
-        forward, inputs, weights = (cost * share for cost in costs)
-        return replace(self, forward=forward, input_gradient=inputs, weight_gradient=weights)
+        kinds = "forward", "input_gradient", "weight_gradient"
+        return replace(self, **{kind: getattr(self, kind) * share for kind in kinds})
 
     def seconds(self, kind: str, part: int) -> float:
         """Return the seconds of F, B, I or W of a part of the model."""
@@ -62,15 +59,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Time all computing and all messages. By default, F, I and W take 1 s, messages nothing.
 
     A span has the name of its action, and `stage` and `microbatch` in its meta; a message is a span
-    of its sender. Raises ValueError for a schedule that deadlocks, and unless costs by part have
-    one cost per part.
+    of its sender. Raises ValueError for a schedule that deadlocks.
     """
-    costs = costs or Costs()
-    for cost in (costs.forward, costs.input_gradient, costs.weight_gradient):
-        if not isinstance(cost, int | float) and len(cost) != schedule.num_stages:
-            raise ValueError(f"{len(cost)} costs for {schedule.num_stages} parts of the model")
     spans = []
-    for action, rank, start, end in events(schedule, costs):
+    for action, rank, start, end in events(schedule, costs or Costs()):
         meta = {"stage": action.stage, "microbatch": action.microbatch}
         kind = SPAN_KIND.get(action.kind, "comm")
         axis = "" if action.computes else "pp"

@@ -35,7 +35,7 @@ class PutOff:
 
     @contextmanager
     def to(self, jobs: list[Job]) -> Iterator[None]:
-        """In the body, put weight gradients of a backward off into the list `jobs`."""
+        """Put weight gradients of a backward off into the list `jobs`, in the body."""
         self._jobs = jobs
         try:
             yield

@@ -64,9 +64,8 @@ def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int,
     """Return a user's cut; raise `ValueError` if it is none. Part 0 and the last may be empty."""
     if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
         raise ValueError(
-            f"cut={tuple(cut)} is no cut of {num_layers} layers into {num_parts} stages: it needs "
-            f"{num_parts} counts that add up to {num_layers}, all above 0 between the first and "
-            f"the last; by equal costs it is {balance([0.0, *[1.0] * num_layers, 0.0], num_parts)}"
+            f"cut={tuple(cut)} is no cut of {num_layers} layers into {num_parts} stages: counts "
+            f"add up to {num_layers}, all above 0 between the first and the last"
         )
     return tuple(cut)
 
