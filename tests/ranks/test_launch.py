@@ -16,7 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -483,16 +483,6 @@ def test_what_cannot_be_sent_is_named(pool):
     with pytest.raises(TypeError, match="cannot be sent .* did you mean `rank`?"):
         pool.run(lambda: pool)
     assert_works(pool)
-
-
-def test_a_cached_function_travels(pool):
-    """Mutant: it goes by a name that a rank does not know, also where it calls itself by that."""
-
-    @cache
-    def fibonacci(n: int) -> int:
-        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
-
-    assert pool.run(fibonacci, 30) == [832040] * 4
 
 
 def test_a_function_that_says_torch_and_config_travels(pool):
