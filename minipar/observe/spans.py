@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -90,8 +91,13 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """Return the points of `a` that are not in `b`; both are disjoint and in order."""
-    edges = [-math.inf, *chain(*b), math.inf]
-    return intersect(a, list(zip(edges[::2], edges[1::2], strict=True)))
+    result = []
+    for start, end in a:
+        first = max(0, bisect_right(b, (start, math.inf)) - 1)  # `b` may be a thousand times longer
+        holes = b[first : bisect_left(b, (end,))]
+        edges = [-math.inf, *chain(*holes), math.inf]
+        result += intersect([(start, end)], list(zip(edges[::2], edges[1::2], strict=True)))
+    return result
 
 
 def measure(disjoint: list[Interval]) -> float:
