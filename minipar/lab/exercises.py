@@ -385,7 +385,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     try:
         args = (watched := _Watched(answer), axis, *given)
         try:
-            with strict.watching(alone=True):
+            with strict.watching():
                 result = run(*args) if source is None else call_from(source, run, *args)
         except strict.Race:
             raise
