@@ -145,7 +145,7 @@ def all_gather(
     joined = tensor.new_empty(shape) if out is None else out
     if axis.size == 1:
         joined.copy_(tensor)
-    call = partial(gloo.all_gather, joined, tensor, axis)
+    call = partial(dist.all_gather_single, joined, tensor, axis.group)
     sent = wire_bytes("all_gather", tensor.nbytes * axis.size, axis.size)
     finish = partial(_move_front_to, dim=dim, size=axis.size)
     return launch("all_gather", axis, sent, call, joined, async_op, finish)
