@@ -6,7 +6,7 @@ stays as it was unless `out=` names it. With ``async_op=True`` a verb returns a 
 
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
-(`wire_bytes`), its start and its end. The recorder is a tap on calls: see `calls.py`.
+(`wire_bytes`), its start and its end.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
 along the axis, not global ranks.
@@ -28,12 +28,7 @@ from minipar.comm.calls import Call, Pending, launch
 from minipar.comm.mesh import Axis
 
 Op = Literal["sum", "avg", "max", "min"]
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+_OPS = ("sum", "avg", "max", "min")
 
 
 def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
@@ -45,18 +40,12 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
     gather, broadcast, reduce), all ranks are charged alike, as in nccl-tests.
     Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3.
     """
+    spread = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")
     rounds = {
         "all_reduce": 2 * (size - 1),
-        "all_gather": size - 1,
-        "reduce_scatter": size - 1,
-        "all_to_all": size - 1,
-        "scatter": size - 1,
-        "gather": size - 1,
-        "broadcast": size,
-        "reduce": size,
-        "send": size,
-        "recv": 0,  # the sender pays: a message is counted once
-        "barrier": 0,
+        **dict.fromkeys(spread, size - 1),
+        **dict.fromkeys(("broadcast", "reduce", "send"), size),
+        **dict.fromkeys(("recv", "barrier"), 0),  # the sender pays: a message is counted once
     }
     return 0 if size == 1 else num_bytes * rounds[verb] // size
 
@@ -321,7 +310,7 @@ def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
         raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{verb}: op='avg' of {tensor.dtype} is no whole number; use 'sum'")
-    return _OPS[op]
+    return getattr(dist.ReduceOp, op.upper())
 
 
 def _check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
