@@ -307,11 +307,8 @@ def watch(
 
     All ranks enter `watch` together. One of them calls `tell` with the report, from another thread,
     once per wait; nothing is stopped. It also writes the states of all ranks into `dump`, for
-    `minipar hang`. With 0 seconds, or on one rank, `watch` does nothing. Raises `ValueError` below
-    0 seconds.
+    `minipar hang`. With 0 seconds, or on one rank, `watch` does nothing.
     """
-    if seconds < 0:
-        raise ValueError(f"watch({seconds:g}): the seconds must be above 0, or 0 for no watchdog")
     if seconds == 0 or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return

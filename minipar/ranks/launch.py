@@ -172,16 +172,8 @@ class Ranks:
         return self.run_each(fn, [args] * self.size, **kwargs)
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out.
-
-        Raises `ValueError` unless there is an entry for each rank, and else what `run` raises.
-        """
+        """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
         self._check_open()
-        if len(args_of) != self.size:
-            raise ValueError(
-                f"run_each: {len(args_of)} entries for {self.size} ranks; give each rank a tuple "
-                f"of arguments, or None to leave it out"
-            )
         distinct = {id(args): args for args in args_of if args is not None}
         packed = {key: pack_call(fn, args, kwargs) for key, args in distinct.items()}
         calls = [None if args is None else ("call", packed[id(args)]) for args in args_of]
