@@ -6,7 +6,7 @@ stays as it was unless `out=` names it. With ``async_op=True`` a verb returns a 
 
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
-(`wire_bytes`), its start and its end. The recorder is a tap on calls: see `calls.py`.
+(`wire_bytes`), its start and its end.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
 along the axis, not global ranks.
@@ -28,12 +28,7 @@ from minipar.comm.calls import Call, Pending, launch
 from minipar.comm.mesh import Axis
 
 Op = Literal["sum", "avg", "max", "min"]
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+_OPS = ("sum", "avg", "max", "min")
 
 
 def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
@@ -45,18 +40,12 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
     gather, broadcast, reduce), all ranks are charged alike, as in nccl-tests.
     Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3.
     """
+    spread = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")
     rounds = {
         "all_reduce": 2 * (size - 1),
-        "all_gather": size - 1,
-        "reduce_scatter": size - 1,
-        "all_to_all": size - 1,
-        "scatter": size - 1,
-        "gather": size - 1,
-        "broadcast": size,
-        "reduce": size,
-        "send": size,
-        "recv": 0,  # the sender pays: a message is counted once
-        "barrier": 0,
+        **dict.fromkeys(spread, size - 1),
+        **dict.fromkeys(("broadcast", "reduce", "send"), size),
+        **dict.fromkeys(("recv", "barrier"), 0),  # the sender pays: a message is counted once
     }
     return 0 if size == 1 else num_bytes * rounds[verb] // size
 
@@ -82,7 +71,6 @@ def reduce(
 ) -> Tensor | Pending:
     """Combine over all ranks; rank `dst` gets the result, the others a tensor without meaning."""
     reduce_op = check_op("reduce", op, tensor)
-    _check_peer("reduce", "dst", dst, axis)
     result = _copy("reduce", tensor)
     call = partial(dist.reduce, result, None, reduce_op, axis.group, group_dst=dst)
     sent = wire_bytes("reduce", tensor.nbytes, axis.size)
@@ -139,13 +127,12 @@ def all_gather(
     if out is not None and dim != 0:
         raise ValueError(f"all_gather: out= needs dim=0, not dim={dim}")
     tensor = torch.atleast_1d(tensor.detach()).contiguous()  # n numbers become [n]
-    _check_dim("all_gather", tensor, dim)
     shape = (axis.size * tensor.shape[0], *tensor.shape[1:])
     _check_out("all_gather", out, tensor, shape)
     joined = tensor.new_empty(shape) if out is None else out
     if axis.size == 1:
         joined.copy_(tensor)
-    call = partial(gloo.all_gather, joined, tensor, axis)
+    call = partial(dist.all_gather_single, joined, tensor, axis.group)
     sent = wire_bytes("all_gather", tensor.nbytes * axis.size, axis.size)
     finish = partial(_move_front_to, dim=dim, size=axis.size)
     return launch("all_gather", axis, sent, call, joined, async_op, finish)
@@ -167,16 +154,14 @@ def all_to_all(
     With both counts, along dim 0, slices may be uneven: ``send_counts[r]`` rows go to rank r, and
     ``recv_counts[r]`` come from rank r.
 
-    Raises `ValueError` when n does not divide the split dim, or counts do not add up.
+    Raises `ValueError` when n does not divide the split dim.
     """
     if send_counts is None and recv_counts is None:
         check_divides("all_to_all", tensor, split_dim, axis)
-        _check_dim("all_to_all", tensor, concat_dim)
         pieces, rows = _split(tensor, split_dim, axis.size), ()
         arrived, finish = torch.empty_like(pieces), partial(_join, dim=concat_dim)
         sent = wire_bytes("all_to_all", tensor.nbytes, axis.size)
     else:
-        _check_counts(tensor, axis, send_counts, recv_counts)
         pieces, rows = tensor.detach().contiguous(), (list(recv_counts), list(send_counts))
         arrived, finish = pieces.new_empty(sum(recv_counts), *pieces.shape[1:]), None
         row_bytes = pieces.element_size() * math.prod(pieces.shape[1:])
@@ -191,7 +176,6 @@ def broadcast(
     tensor: Tensor, axis: Axis, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
 ) -> Tensor | Pending:
     """Give all ranks the tensor of rank `src`. The others pass tensors of equal shape and dtype."""
-    _check_peer("broadcast", "src", src, axis)
     result, finish = _copy("broadcast", tensor, out), partial(_deliver, out=out)
     call = partial(dist.broadcast, result, None, axis.group, group_src=src)
     sent = wire_bytes("broadcast", tensor.nbytes, axis.size)
@@ -205,7 +189,6 @@ def scatter(
 
     Every rank passes a tensor of the whole shape; only the one of `src` is read.
     """
-    _check_peer("scatter", "src", src, axis)
     check_divides("scatter", tensor, 0, axis)
     pieces = _split(tensor, 0, axis.size)
     result = pieces[0].clone()
@@ -222,7 +205,6 @@ def gather(
 
     The other ranks get None.
     """
-    _check_peer("gather", "dst", dst, axis)
     tensor = torch.atleast_1d(tensor.detach()).contiguous()
     places = [torch.empty_like(tensor) for _ in range(axis.size)] if axis.rank == dst else None
     if axis.size == 1:
@@ -256,7 +238,7 @@ def send(
     tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False, name: str = "send"
 ) -> Tensor | Pending:
     """Send `tensor` to rank `peer` of the axis, which must call `recv`. The ledger says `name`."""
-    _check_peer("send", "peer", peer, axis)
+    _check_peer("send", peer, axis)
     tensor = gloo.staged(tensor.detach().contiguous(), axis)
     call = lambda _: dist.isend(tensor, group=axis.group, group_dst=peer)  # noqa: E731
     return launch(name, axis, tensor.nbytes, call, tensor, async_op, peers=[peer])
@@ -264,7 +246,7 @@ def send(
 
 def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
     """Fill `buffer` (contiguous, of the sender's shape and dtype) with the tensor of `peer`."""
-    _check_messages("recv", [(buffer, peer)], axis)
+    _check_peer("recv", peer, axis)
     staged = gloo.staged(buffer, axis)
 
     def call(_: bool) -> Any:
@@ -285,7 +267,8 @@ def exchange(
     All messages are in flight together, so no order of calls can deadlock. Rings are built so.
     """
     sends = [(tensor.detach().contiguous(), peer) for tensor, peer in sends]
-    _check_messages("exchange", [*recvs, *sends], axis)
+    for _, peer in (*recvs, *sends):
+        _check_peer("exchange", peer, axis)
     buffers = [buffer for buffer, _ in recvs]
     if axis.size == 1:  # a ring of one
         for (tensor, _), buffer in zip(sends, buffers, strict=True):
@@ -321,20 +304,19 @@ def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
         raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{verb}: op='avg' of {tensor.dtype} is no whole number; use 'sum'")
-    return _OPS[op]
+    return getattr(dist.ReduceOp, op.upper())
 
 
-def _check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
-    """Raise `ValueError` unless `peer` is a rank of `axis`."""
+def _check_peer(verb: str, peer: int, axis: Axis) -> None:
+    """Raise `ValueError` unless `peer` is a rank of `axis`: torch would end the process."""
     if not 0 <= peer < axis.size:
         raise ValueError(
-            f"{verb}: {name}={peer} is no rank of {axis.name}={axis.size}; use 0 to {axis.size - 1}"
+            f"{verb}: peer={peer} is no rank of {axis.name}={axis.size}; use 0 to {axis.size - 1}"
         )
 
 
 def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
     """Raise `ValueError` unless the axis divides `dim`."""
-    _check_dim(verb, tensor, dim)
     length = tensor.shape[dim]
     if length % axis.size:
         below = length - length % axis.size
@@ -344,41 +326,12 @@ def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
         )
 
 
-def _check_counts(
-    tensor: Tensor, axis: Axis, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
-) -> None:
-    """Raise `ValueError` unless the counts fit the ranks and the rows of `tensor`."""
-    n, r, rows = axis.size, axis.rank, tensor.shape[0]
-    good = send_counts is not None and recv_counts is not None
-    good = good and len(send_counts) == len(recv_counts) == n and sum(send_counts) == rows
-    if not good or send_counts[r] != recv_counts[r]:
-        raise ValueError(
-            f"all_to_all over {axis.name}={n} needs {n} counts both to send and to receive, for "
-            f"all {rows} rows: send_counts={send_counts} add up to {sum(send_counts or ())} rows, "
-            f"recv_counts={recv_counts}; and rank {r} must send itself what it expects from itself"
-        )
-
-
-def _check_dim(verb: str, tensor: Tensor, dim: int) -> None:
-    if not -tensor.ndim <= dim < tensor.ndim:
-        raise ValueError(f"{verb}: a tensor of shape {tuple(tensor.shape)} has no dim {dim}")
-
-
 def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
-    if out is None:
-        return
-    if out.shape != torch.Size(shape) or out.dtype != like.dtype:
+    if out is not None and (out.shape != torch.Size(shape) or out.dtype != like.dtype):
         raise ValueError(
             f"{verb}: out= must be of shape {tuple(shape)} and {like.dtype}, "
             f"not {tuple(out.shape)} and {out.dtype}"
         )
-
-
-def _check_messages(verb: str, messages: Sequence[tuple[Tensor, int]], axis: Axis) -> None:
-    for tensor, peer in messages:
-        _check_peer(verb, "peer", peer, axis)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{verb}: a buffer to receive in must be contiguous")
 
 
 # ---------------------------------------------------------------------- slices in memory
@@ -412,7 +365,7 @@ def _split(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 def _join(pieces: Tensor, dim: int) -> Tensor:
     """Undo `_split`: [n, ..., D, ...] -> [..., n D, ...]."""
-    dim = dim % (pieces.ndim - 1)
+    dim = range(pieces.ndim - 1)[dim]
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 

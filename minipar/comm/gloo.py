@@ -1,6 +1,5 @@
-"""Gloo's gaps: the right order of messages, and large collectives made of messages."""
+"""Gloo's gaps: the right order of messages, and large all-to-alls made of messages."""
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,26 +10,10 @@ from torch import Tensor
 
 from minipar.comm.mesh import Axis
 
-_SLICES, _PIECES = 1, 2
-"""Tags of messages that make up a collective. The caller's own messages have tag 0."""
+_SLICES = 1
+"""Tag of messages that make up a collective. The caller's own messages have tag 0."""
 LARGE = 1 << 18
 """Bytes from which messages of ours gain more time than Python costs."""
-
-
-def all_gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
-    """Start an all-gather of `piece` into `joined`.
-
-    Gloo's own holds the whole a second time, so on a CPU a large one is made of messages, each to
-    its place. Not on several hosts: every rank would send its piece to all other hosts, and in
-    gloo's ring only the last rank of a host does.
-    """
-    if piece.nbytes < LARGE or _is_on_several_hosts() or not _is_gloo(piece, axis):
-        return dist.all_gather_single(joined, piece, axis.group, is_async)
-    places = joined.split(len(piece))
-    places[axis.rank].copy_(piece)
-    peers = [(axis.rank + k) % axis.size for k in range(1, axis.size)]
-    sends, recvs = [(piece, peer) for peer in peers], [(places[peer], peer) for peer in peers[::-1]]
-    return post(sends, recvs, axis, _PIECES)
 
 
 def all_to_all(
@@ -41,7 +24,8 @@ def all_to_all(
     Gloo's own posts sends before receives, so on a CPU a large one is made of messages. Not with
     uneven `rows`: a rank does not know whether the others have large ones.
     """
-    if rows or sent.nbytes < LARGE or not _is_gloo(sent, axis):
+    is_gloo = sent.device.type == "cpu" and "gloo" in dist.get_backend(axis.group)
+    if rows or sent.nbytes < LARGE or not is_gloo:
         recv_rows, send_rows = rows or (None, None)
         return dist.all_to_all_single(arrived, sent, recv_rows, send_rows, axis.group, is_async)
     n, rank = axis.size, axis.rank
@@ -50,14 +34,6 @@ def all_to_all(
     sends = [(out[(rank + k) % n], (rank + k) % n) for k in range(1, n)]
     recvs = [(into[(rank - k) % n], (rank - k) % n) for k in range(1, n)]
     return post(sends, recvs, axis, _SLICES)
-
-
-def _is_gloo(tensor: Tensor, axis: Axis) -> bool:
-    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(axis.group)
-
-
-def _is_on_several_hosts() -> bool:
-    return int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1  # torchrun tells all ranks alike
 
 
 def post(

@@ -3,13 +3,12 @@
 Idea.   The memory of the host is larger and cheaper than that of a GPU, and PCIe lies between. A
         copy engine carries one tensor at a time in each direction while the GPU computes.
 Cost.   latency + num_bytes / bandwidth seconds a copy (alpha-beta); both directions work at once.
-CUDA.   A stream per direction, and pinned memory, without which a copy is not asynchronous.
+CUDA.   A stream per direction, and pinned memory, without which a copy is not asynchronous. The
+        profiler makes the span of a copy, of kind "copy".
 CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done. So the
-        processor is free to compute, and overlap is real. Host and device are two accounts of the
-        same memory: `on_host` says which one a tensor belongs to.
-
-On a CPU each copy is a span of kind "comm" along the axis "host" in a recorded timeline. On CUDA
-the profiler makes the span, of kind "copy".
+        processor is free to compute, and overlap is real. A copy is a span along the axis "host".
+        Host and device are two accounts of the same memory: `on_host` says which one a tensor
+        belongs to.
 In torch: `Tensor.to(device, non_blocking=True)` on a stream.
 Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
 """
@@ -79,8 +78,6 @@ class HostCopy:
     """
 
     def __init__(self, device: torch.device | str = "cpu", pcie: Any = None) -> None:
-        if isinstance(pcie, str):
-            raise ValueError(f"pcie={pcie!r} is a name; use emulate.link.parse({pcie!r})")
         self.device, self.pcie = torch.device(device), pcie
         if self.device.type == "cuda":
             streams = [torch.cuda.Stream(self.device) for _ in range(2)]

@@ -11,7 +11,6 @@ Ranks that differ only in their ``tp`` coordinate form one *tp group*: {0, 1} an
 A strategy gets the `Axis` that it works on and needs nothing else: no global manager, no
 environment variable.
 
-The first half of this file is arithmetic on integers. The second half makes process groups.
 In torch: `torch.distributed.device_mesh.DeviceMesh`.
 """
 
@@ -116,11 +115,6 @@ class Axis:
     purpose: str = field(default="", compare=False, repr=False)
 
 
-def is_nccl() -> bool:
-    """True if NCCL carries the tensors of this job's GPUs."""
-    return "cuda:nccl" in str(dist.get_backend_config())
-
-
 class Mesh:
     """Ranks on a grid: ``Mesh(dp=2, tp=2).tp`` is the `Axis` of this rank along ``tp``.
 
@@ -177,7 +171,7 @@ class Mesh:
         if None in several:  # torch wants a group for axes of one rank as well
             each = [make_group("one rank", [rank]) for rank in range(self.size)]
             several = [group or each[self.rank] for group in several]
-        kind = "cuda" if is_nccl() else "cpu"
+        kind = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) else "cpu"
         grid = torch.arange(self.size).view(*self.sizes.values())
         return DeviceMesh.from_group(several, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))
 

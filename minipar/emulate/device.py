@@ -1,42 +1,32 @@
 """An emulated device: work takes as long as on a declared GPU, and most of that time is slept.
 
+    from minipar.sim.emulate import device
+    with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
+
 Idea.   On a laptop all ranks share a few cores, and timelines show how busy the cores are.
-        Here each rank has a clock instead. Tensors are computed as ever, at once; every operation
-        moves the clock on by the seconds that the declared device needs for it, and the rank sleeps
+        Here each rank has a clock instead. Tensors are computed as ever, at once. Every operation
+        moves the clock on by the seconds that the declared device needs for it. The rank sleeps
         until its clock wherever another could notice: where a collective or a message begins, and
-        where a call or a recording ends. So the process runs ahead of its device, as the host of a
-        GPU does. 16 ranks on two cores draw what 16 GPUs would.
+        where a call or a recording ends. 16 ranks on two cores draw what 16 GPUs would.
 Law.    Seconds of an operation follow from its shapes (`operations.py`) and the device's data sheet
-        (`sim/hardware.py`); an optimizer is one pass over its bytes, a norm is one operation, views
-        are free. Deadlines are points of the clock, not naps, so that waking up late adds nothing.
+        (`sim/hardware.py`). Deadlines are points of the clock, so that waking up late adds nothing.
 Slow.   All of it, links too, happens `slowdown` times slower than declared, because a laptop must
-        have done the real work by then. Recorded times are divided by it: a Timeline shows seconds
-        of the declared device.
-Format. The laptop computes in float32, as its processor can; a GPU would train in bf16. So a tensor
-        of float32 here stands for a bf16 tensor there: a matmul runs at the rate of bf16, and all
-        bytes count half, on the link too. The optimizer's step keeps its 28 bytes per parameter,
-        which float32 masters, moments and bf16 weights need as well. `format="fp32"` plays float32.
-        Tensors of other types always count as they are. Where a model mixes precisions itself
-        (`Plan(precision="bf16")`, autocast), declare "fp32": its float32 tensors mean float32.
+        have done the real work by then. A Timeline shows seconds of the declared device.
+Format. The laptop computes in float32; a GPU would train in bf16. So a tensor of float32 here
+        stands for a bf16 tensor there: a matmul runs at the rate of bf16, and all bytes count half,
+        on the link too. The optimizer's step keeps its 28 bytes per parameter, which float32
+        masters, moments and bf16 weights need as well. "h100:fp32/50" plays float32: use it where a
+        model mixes precisions itself. Tensors of other types always count as they are.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
-        FLOPs, and messages, copies and states have k^2 times their bytes: exactly as in a model k
-        times as wide on sequences k times as long. So a tiny Llama stands for a large one, with the
-        large one's ratio of computing to sending. (What has one side only, such as norms' weights,
-        counts k times too much: that is next to nothing. Buckets hold as many bytes as ever, so
-        give `bucket_mb` in small, 25 / k^2 for 25 MB.)
-Late.   The real work must be small beside the slept time. A rank may come late to a deadline: its
-        clock does not wait, and it makes up for that asleep. `record` warns when a rank was late by
-        `LATE` of the time: then this machine has not shown what the device does, only reckoned it.
+        FLOPs, and messages, copies and states k^2 times their bytes, as in a model k times as wide
+        on sequences k times as long. (A norm's weights count k times too much: next to nothing.
+        Give `bucket_mb` in small, 25 / k^2 for 25 MB.)
+Late.   A rank may come late to a deadline. Its clock does not wait, and the rank makes up for that
+        asleep. `record` warns when a rank was late by `LATE` of the time: slow the device down.
 
 Limits: collectives on the emulated link alone; copies between device and host take real time; what
-other threads of a rank compute takes none; what runs beside changes nothing. In torch: nothing like
-it. Proved by tests/sim/test_emulate.py.
-
-Use::
-
-    from minipar.sim.emulate import device  # "h100:fp32/50" plays float32
-    with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
+other threads of a rank compute takes none.
 """
 
 import gc
@@ -207,7 +197,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
         for hook in self.hooks:
             hook.remove()
 
-    # -------- a tap
     def begin(self, call: calls.Call) -> None:
         call.num_bytes = counted(call.num_bytes, call.dtype)
 
@@ -225,21 +214,16 @@ class _Clock(TorchDispatchMode, calls.Tap):
         return self.at if self.is_main else self.thread.at
 
     def reach(self, end: float) -> None:
-        if self.is_main:
-            self.at = max(self.at, end)
-        else:
-            self.thread.at = max(self.thread.at, end)
+        clock_of = self if self.is_main else self.thread
+        clock_of.at = max(clock_of.at, end)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        if self.is_paused:
-            yield
-            return
-        self.is_paused = True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self.is_paused = False
+            self.is_paused = before
 
     @contextmanager
     def beside(self, start: float) -> Iterator[None]:

@@ -14,22 +14,15 @@ an operation starts when the last rank has called it and the link is free. It ta
 ``steps * latency + wire_bytes / bandwidth`` seconds (`seconds`). Links work in both directions at
 once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream.
 Messages have a lane per peer and direction: the next one may leave while the last one travels.
-Groups do not slow each other down, except on a `Topology` whose ranks share network cards.
 
-This file is the model: links, topologies, what an operation costs, and which link is in use. The
-backend itself is in `link_group.py`.
-
-Limits: one machine (the ranks share a clock and a table of calls), CPU tensors; a receive from any
-rank (``dist.recv`` without ``src``) goes over gloo and takes no time. In torch: the other backends,
-``gloo`` and ``nccl``. Taught in: notebooks 00 and 02.
+This file is the model. The backend itself is in `link_group.py`.
+Limits: one machine, CPU tensors. In torch: the backends ``gloo`` and ``nccl``.
 """
 
 import difflib
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from typing import Any
 
 import torch.distributed as dist
@@ -48,13 +41,6 @@ class Link:
     bandwidth: float
     source: str = ""
     slowdown: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.latency >= 0 or not self.bandwidth > 0:
-            raise ValueError(
-                f"link {self.name!r}: latency={self.latency} s must be 0 or more, and "
-                f"bandwidth={self.bandwidth} bytes per second more than 0 (inf for no limit)"
-            )
 
     def scaled(self, factor: float) -> "Link":
         """Return this link slowed by `factor`, to sit beside a processor as much slower."""
@@ -106,11 +92,10 @@ class Topology:
     between nodes.
 
     A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once.
-    Its ranks share them evenly; None gives each rank a card, as in machines with one per GPU. All
-    ranks of a node run the same program: where (0, 2) talk, (1, 3) talk at the same time, and over
-    one card per node that takes twice as long. A flat ring of all ranks has one hop that leaves a
-    node, and takes as long as ever. Ring and pairwise exchange advance in lockstep, so the slowest
-    hop rules.
+    None gives each rank a card. All ranks of a node run the same program: where (0, 2) talk, (1, 3)
+    talk at the same time, and over one card per node that takes twice as long. A flat ring of all
+    ranks has one hop that leaves a node, and takes as long as ever. Ring and pairwise exchange
+    advance in lockstep, so the slowest hop rules.
     """
 
     nodes: int = 2
@@ -120,8 +105,6 @@ class Topology:
     cards_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(f"nodes={self.nodes}, ranks_per_node={self.ranks_per_node}: 1 or more")
         good = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
         if self.cards_per_node is not None and self.cards_per_node not in good:
             raise ValueError(
@@ -133,55 +116,21 @@ class Topology:
         """Return the link that bounds a group of these global ranks."""
         return self.intra if len({self._node(rank) for rank in ranks}) <= 1 else self.inter
 
-    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
-        """Return how long operations take that start at once: `(verb, num_bytes, global ranks)`."""
-        alone, latencies, busy = [], [0.0], Counter()
-        for verb, num_bytes, ranks in calls:
-            wire = self.between(ranks)
-            alone.append(seconds(verb, num_bytes, len(ranks), wire))
-            if loads := self._loads(verb, num_bytes, ranks):
-                latencies.append(_STEPS[verb](len(ranks)) * wire.latency)
-                busy.update(loads)
-        return max(*alone, max(latencies) + max(busy.values(), default=0.0))
-
     def seconds_among(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
         """Return how long `verb` takes among these ranks, while their neighbours do the same."""
-        groups = [tuple(ranks)]
-        if self.cards_per_node is not None:
-            for shift in range(1 - self.ranks_per_node, self.ranks_per_node):
-                moved = tuple(rank + shift for rank in ranks)
-                are_neighbours = [*map(self._node, moved)] == [*map(self._node, ranks)]
-                if are_neighbours and not any({*moved} & {*group} for group in groups):
-                    groups.append(moved)
-        return self.seconds(*((verb, num_bytes, group) for group in groups))
+        wire, cards = self.between(ranks), self.cards_per_node or self.ranks_per_node
+        on_node = sum(self._node(rank) == self._node(ranks[0]) for rank in ranks)
+        groups = max(1, self.ranks_per_node // cards // on_node)  # that share a card
+        if groups > 1 and on_node < len(ranks):
+            wire = replace(wire, bandwidth=wire.bandwidth / groups)
+        return seconds(verb, num_bytes, len(ranks), wire)
 
-    def _loads(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
-        """Return for how many seconds an operation keeps each direction of a card busy.
-
-        2 c leaves card c, 2 c + 1 comes in. Of a message, `ranks` are the sender and the receiver.
-        An all-to-all is a message per pair, all else a ring in their order.
-        """
-        if verb in ("send", "recv"):
-            hops, carried = [tuple(ranks)], float(num_bytes)
-        elif verb == "all_to_all":
-            hops, carried = list(permutations(ranks, 2)), num_bytes / len(ranks)
-        else:
-            hops = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-            carried = wire_bytes(verb, num_bytes, len(ranks))
-        loads: dict[int, float] = Counter()
-        for src, dst in hops:
-            if carried and self._node(src) != self._node(dst):
-                for direction in (2 * self._card(src), 2 * self._card(dst) + 1):
-                    loads[direction] += carried / self.inter.bandwidth
-        return dict(loads)
+    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
+        """Return how long `(verb, num_bytes, global ranks)` take that neighbours start at once."""
+        return max(self.seconds_among(*call) for call in calls)
 
     def _node(self, rank: int) -> int:
         return rank // self.ranks_per_node
-
-    def _card(self, rank: int) -> int:
-        cards = self.cards_per_node or self.ranks_per_node
-        node, local = divmod(rank, self.ranks_per_node)
-        return node * cards + local * cards // self.ranks_per_node
 
     def scaled(self, factor: float) -> "Topology":
         """Return this topology with both links slowed by `factor`."""

@@ -13,13 +13,12 @@ is right on a laptop sometimes computes nonsense on a cluster. This module forgi
 *   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
     a race, even if its bytes had left long before.
 *   Every operation ends late, by a random time, so that groups overtake each other.
-*   An operation that nobody waited for is reported at the end of the body. So is work in a thread
-    (`comm.background`), even if that thread waits for all that it launches.
+*   An operation that began in the body and that nobody waited for is reported at its end. So is
+    work in a thread (`comm.background`), even if that thread waits for all that it launches.
 
 Limits: `wait` compares values. A caller that reads an output too early computes NaN from it; a
 caller that writes the value that was there before is not seen.
 In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
-Proved by: tests/emulate/test_strict.py.
 """
 
 import gc
@@ -51,7 +50,6 @@ LOOKS = 20
 time passes while a stalled machine runs no thread."""
 
 _flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
-_alone = False  # whether operations that began before the body do not count
 _lost: list[str] = []
 _random = random.Random()
 
@@ -63,21 +61,19 @@ class Race(RuntimeError):
 
 
 @contextmanager
-def watching(*, alone: bool = False) -> Iterator[None]:
+def watching() -> Iterator[None]:
     """Find races of this rank's link groups in the body. Raises `Race` for the first one.
 
-    With `alone`, operations that began before the body, such as in one that failed, do not count.
     Raises `ValueError` if there is no link group: over other backends it sees nothing.
     """
-    global _flying, _alone
-    backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
+    global _flying
+    backends = {dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map}
     if "link" not in backends:
         raise ValueError(
             f"strict.watching() sees collectives of the backend link, and here they go over "
-            f"{', '.join(sorted(set(backends))) or 'none'}; use Ranks(n, backend='link')"
+            f"{', '.join(sorted(backends)) or 'none'}; use Ranks(n, backend='link')"
         )
-    before = _flying, _alone
-    _flying, _alone = weakref.WeakSet(), alone
+    before, _flying = _flying, weakref.WeakSet()
     _lost.clear()
     taps.append(_threads)
     try:
@@ -97,7 +93,7 @@ def watching(*, alone: bool = False) -> Iterator[None]:
             raise race
     finally:
         taps.remove(_threads)
-        _flying, _alone = before
+        _flying = before
 
 
 @contextmanager
@@ -145,19 +141,18 @@ class Handle:
             self._read = [(tensor, _clone(tensor)) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
         for tensor in written:
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.detach().fill_(_poison(tensor.dtype))
+            _write(tensor, _poison(tensor))
         self.what = f"{what}{_call_site()}"
-        self._tensors = dict.fromkeys(map(_kind, [*read, *written]))
+        self._kinds = dict.fromkeys(map(_kind, [*read, *written]))
         self.ended = threading.Event()  # of an operation, replaced by that of its work
-        self._is_settled, self._watch = False, _flying
+        self._watch = _flying  # None: it was waited for
         _flying.add(self)
 
     def drop(self) -> None:
         """Forget the operation: its caller has waited, or is told that it has failed."""
-        self._is_settled = True
-        if _flying is not None:
-            _flying.discard(self)
+        if self._watch is not None:
+            self._watch.discard(self)
+        self._watch = None
 
     def settle(self) -> None:
         """Check that nobody touched the tensors, and put the results in. Raises `Race`."""
@@ -165,10 +160,8 @@ class Handle:
         for tensor, before in self._read:
             self._check(tensor, before, "it is sent from there")
         for tensor, arrived in self._written:
-            poison = torch.full_like(arrived, _poison(arrived.dtype))
-            self._check(tensor, poison, "it arrives there")
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.detach().copy_(arrived)
+            self._check(tensor, _poison(arrived), "it arrives there")
+            _write(tensor, arrived)
 
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
@@ -180,9 +173,8 @@ class Handle:
             )
 
     def __del__(self) -> None:
-        counts = self._watch is _flying or not _alone
-        if _flying is not None and counts and not self._is_settled:
-            _lost.append(", ".join([self.what, *self._tensors]))
+        if self._watch is not None and self._watch is _flying:
+            _lost.append(", ".join([self.what, *self._kinds]))
 
 
 class _Threads(Tap):
@@ -217,10 +209,16 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return start < last and first < end
 
 
-def _poison(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
+def _poison(tensor: Tensor) -> Tensor:
+    """Return NaN, or where there is none the largest value, in the shape of `tensor`."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return torch.full_like(tensor, float("nan"))
+    return torch.full_like(tensor, tensor.dtype == torch.bool or torch.iinfo(tensor.dtype).max)
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.detach().copy_(values)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent, StrangeAnswer
 from minipar.lab.shell import Source, call_from, code_of
 from minipar.ranks import worker
 from minipar.ranks.launch import RankError, Ranks
-from minipar.ranks.pack import CannotTravel
+from minipar.ranks.worker import CannotTravel
 
 TIME_LIMIT = 15.0  # seconds for one run of a learner's function: endless loops end, too
 
@@ -385,7 +385,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     try:
         args = (watched := _Watched(answer), axis, *given)
         try:
-            with strict.watching(alone=True):
+            with strict.watching():
                 result = run(*args) if source is None else call_from(source, run, *args)
         except strict.Race:
             raise

@@ -1,15 +1,12 @@
 """Purposes of memory: labels by which code says what its tensors are for.
 
-A ledger (`minipar.lab.memory.MemoryLedger`) sees every storage come and go, but not its purpose:
-that a flat buffer holds the gathered weights of a block, or that a tensor belongs to the host
-although host and device are the same CPU. Code that makes such a tensor says so:
+A ledger (`minipar.lab.memory.MemoryLedger`) sees every storage come and go, but not its purpose,
+nor whether it belongs to the host where host and device are one CPU. Code that makes it says so:
 
     memory.tag("gathered", flat)
     memory.tag("parameters", master, on_host=True)
     with memory.on_host():
         optimizer.step()                       # allocates on the host
-
-A tag costs an entry in a dictionary, which goes with the tensor.
 """
 
 from collections.abc import Callable

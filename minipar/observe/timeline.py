@@ -4,12 +4,11 @@ Idea:   A training step is a set of spans (rank, kind, start, end). Communicatio
         the same rank computes is hidden and costs nothing; the rest is exposed and adds time.
 Record: `with record(model) as timeline:` around any step. Hooks mark forward and backward of each
         block and every optimizer; each verb of `collectives.py` reports itself with its bytes.
+        On a GPU `torch.profiler` times the kernels (`observe/gpu.py`).
 Clock:  Seconds of `time.monotonic()`, one clock for all processes of a machine. `Timeline.gather`
         aligns the clocks of several machines at a barrier.
 Files:  `save` writes Chrome trace events, which Perfetto (https://ui.perfetto.dev) opens.
         `tools.traces.from_profiler` reads the traces that `torch.profiler` wrote in any training.
-GPU:    A GPU works after the Python that asked it to. So there `torch.profiler` times the kernels,
-        and `record` gives them the names and bytes of its own spans (`observe/gpu.py`).
 """
 
 import gzip
@@ -198,8 +197,7 @@ class Timeline:
     def save(self, path: str | Path) -> Path:
         """Write a file for `load` and for https://ui.perfetto.dev; gzipped if it ends with .gz."""
         document = {"minipar": 2, "label": self.label, "displayTimeUnit": "ms"}
-        document["spans"] = [asdict(span) for span in self.spans]
-        document["traceEvents"] = _events(self.spans)
+        document |= {"spans": [asdict(s) for s in self.spans], "traceEvents": _events(self.spans)}
         path, content = Path(path), json.dumps(document).encode()
         path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
         return path
@@ -239,8 +237,8 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
 
     Communication and optimizers are always seen. With `model`, so are forward and backward of its
     blocks (`recorder.blocks` says which), and its work between them. A recomputed block counts as
-    backward. A collective in flight at the end of the body ends there. Where there is a GPU,
-    torch's profiler runs as well, and `record` waits for the collective.
+    backward. A collective in flight at the end of the body ends there. Where there is a GPU, wait
+    for it in the body: torch's profiler ends the process if it stops while gloo is at work.
     Raises RuntimeError when this process is recording already.
     """
     global _active
@@ -261,8 +259,6 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
                 yield timeline
             finally:
                 recorder.close(rest)
-                if profiler is not None:
-                    recorder.wait_for_all(seconds=10.0)
                 recorder.finish()
                 calls.taps.remove(recorder)
                 _active = None
@@ -295,11 +291,9 @@ def _events(spans: list[Span]) -> list[dict[str, Any]]:
         args = {"axis": span.axis, "bytes": span.num_bytes, **span.meta}
         events.append(event | {"ts": round(ts, 3), "dur": round(dur, 3), "args": args})
     for (rank, tid), name in sorted(threads.items()):
-        of = {"ph": "M", "pid": rank, "tid": tid}
-        events.append(of | {"name": "process_name", "args": {"name": f"rank {rank}"}})
-        events.append(of | {"name": "process_sort_index", "args": {"sort_index": rank}})
-        events.append(of | {"name": "thread_name", "args": {"name": name}})
-        events.append(of | {"name": "thread_sort_index", "args": {"sort_index": tid}})
+        for what, its_name in ("process_name", f"rank {rank}"), ("thread_name", name):
+            event = {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": {"name": its_name}}
+            events.append(event)
     return events
 
 

@@ -17,9 +17,8 @@ prints, on one of the ranks, once a rank has waited for 60 s in one collective:
 How:    A tap on calls notes this rank's last call on each axis, and the calls that it waits in: a
         microsecond, and no message. A thread per rank looks at the notes now and then. A thread
         that sees a wait over the bound puts an alarm into the store through which the ranks met.
-        The threads of all ranks answer through the store with their notes and stacks.
-        `stalls.explain` makes the report of the answers. A rank without an answer was stopped, has
-        ended, or is cut off.
+        The threads of all ranks answer through the store with their notes and stacks. `explain`
+        makes the report of the answers.
 Limits: On NCCL the GPU waits in a collective, not the process. There the watchdog sees a hang only
         in what the process itself waits for.
 In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier`.
@@ -32,9 +31,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,142 @@ import torch.distributed as dist
 
 from minipar.comm import calls
 from minipar.comm.mesh import Mesh
-from minipar.observe.stalls import Call, State, explain
+
+STACK_FRAMES = 12
+"""Innermost frames of a rank that are shown."""
 
 
+# ---------------------------------------------------------------------- the report, pure
+@dataclass(frozen=True)
+class Call:
+    """A collective or a message, as one rank has called it."""
+
+    verb: str
+    axis: str
+    ranks: tuple[int, ...]  # of the axis, as numbers in the world
+    number: int  # the first collective of this rank on this axis is 1; messages count apart
+    num_bytes: int  # on the wire
+    seconds: float  # since it began, or since this rank waits in it
+    peers: tuple[int, ...] = ()  # of a message: the ranks at the other end
+
+    @property
+    def key(self) -> tuple:
+        """Return the key that one collective has on all of its ranks."""
+        return self.axis, self.ranks, bool(self.peers), self.number
+
+    def __str__(self) -> str:
+        what = f" with {names(self.peers)}" if self.peers else ""
+        number = "" if self.peers else f" #{self.number}"
+        size = f" ({_size(self.num_bytes)} on the wire)" if self.num_bytes else ""
+        return f"{self.verb}{number} on {self.axis}{what}{size}"
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of one rank: its last call on each axis, and the calls that it waits in."""
+
+    rank: int
+    label: str  # "rank 2 of 4 (dp=1, tp=0)"
+    begun: tuple[Call, ...] = ()
+    awaited: tuple[Call, ...] = ()
+    stack: str = ""  # of its main thread; empty if the rank does not answer
+    silence: str = "it does not answer"
+    is_known: bool = True  # False: nothing is known about its calls
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "State":
+        """Undo ``json.dumps(asdict(state))``. Raises `ValueError` or `TypeError` if it is none."""
+        values = json.loads(text)
+        for name in ("begun", "awaited"):
+            calls = [{**call, "ranks": tuple(call["ranks"])} for call in values[name]]
+            values[name] = tuple(Call(**{**c, "peers": tuple(c["peers"])}) for c in calls)
+        return cls(**values)
+
+    def has_reached(self, call: Call) -> bool:
+        """True if this rank has begun the collective `call`, or a later one on the same axis."""
+        latest = next((c for c in self.begun if c.key[:3] == call.key[:3]), None)
+        return latest is not None and (
+            latest.number > call.number or (latest.key, latest.verb) == (call.key, call.verb)
+        )
+
+
+def explain(states: Sequence[State]) -> str:
+    """Return the report: who waits in which call, for whom, and what the missing ranks do instead.
+
+    `states` has one of each rank.
+    """
+    by_rank = {state.rank: state for state in states}
+    collectives = {(c.key, c.verb): c for s in states for c in s.awaited if not c.peers}
+    lines: list[str] = []
+    causes: list[State] = []
+    for call in collectives.values():
+        of_axis = [by_rank[rank] for rank in call.ranks]
+        waits = {
+            s.rank: c
+            for s in of_axis
+            for c in s.awaited
+            if (c.key, c.verb) == (call.key, call.verb)
+        }
+        waiting = [by_rank[rank] for rank in waits]
+        unknown = [s for s in of_axis if not s.is_known]
+        missing = [s for s in of_axis if s.is_known and not s.has_reached(call)]
+        wait = f"{_have(waiting)} waited for {_time(max(c.seconds for c in waits.values()))}"
+        if missing:
+            lines.append(f"{_have(missing)} not reached {call}, in which {wait}.")
+        elif unknown:
+            lines.append(f"{wait} in {call}. Whether {_have(unknown)} reached it is unknown.")
+        else:
+            lines.append(f"{wait} in {call}, which all have reached, and which does not end.")
+        causes += missing + unknown
+    for state in states:
+        for call in state.awaited:
+            if call.peers:
+                lines.append(f"{state.label} has waited for {_time(call.seconds)} in {call}.")
+                causes += [by_rank[peer] for peer in call.peers]
+    # Rank 0 waits for 1, which waits for 2: only the stack of 2 helps. In a circle, show all.
+    shown = [s for s in causes if not s.awaited or not s.stack] or [s for s in states if s.awaited]
+    lines += [_doing(by_rank[rank]) for rank in dict.fromkeys(s.rank for s in shown)]
+    return "\n".join(["minipar: stalled", *lines])
+
+
+def _doing(state: State) -> str:
+    """Return what a rank does, with its stack."""
+    last = min(state.begun, key=lambda call: call.seconds, default=None)
+    ago = f"its last was {last}, begun {_time(last.seconds)} ago" if last else "it has called none"
+    if not state.is_known:
+        ago = "nothing is heard of it"
+    if not state.stack:
+        return f"{state.label}: {ago}; {state.silence}."
+    return f"{state.label}: {ago}. It is here:\n{state.stack}"
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 1, 2": at most eight of them."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f", ... ({len(ranks)} in all)" if len(ranks) > 8 else "")
+
+
+def _have(states: Sequence[State]) -> str:
+    """Return "rank 2 of 4 (dp=1, tp=0) has", or "ranks 0, 1, 3 have"."""
+    if len(states) == 1:
+        return f"{states[0].label} has"
+    return f"{names([state.rank for state in states])} have"
+
+
+def _size(num_bytes: int) -> str:
+    """Return "4.0 MB", "12 kB" or "40 bytes"."""
+    if num_bytes < 1e3:
+        return f"{num_bytes} bytes"
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+# ---------------------------------------------------------------------- watching
 class Watchdog(calls.Tap):
     """Notes this rank's calls and watches its waits. All ranks make one together, by `watch`."""
 
@@ -69,23 +201,16 @@ class Watchdog(calls.Tap):
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ a tap
     def begin(self, call: calls.Call) -> None:
         """Note the call, unless no other rank takes part in it."""
         axis, peers = call.axis, call.peers
         if axis is None or (peers is not None and not peers):
             return
         key = axis.name, axis.ranks, peers is None  # two meshes may have an axis of one name
-        last = self._begun.get(key)
-        call.notes[self] = self._begun[key] = Call(
-            verb=call.verb,
-            axis=axis.name,
-            ranks=axis.ranks,
-            number=1 if last is None else last.number + 1,
-            num_bytes=call.num_bytes,
-            seconds=time.monotonic(),
-            peers=tuple(axis.ranks[peer] for peer in peers or ()),
-        )
+        number = self._begun[key].number + 1 if key in self._begun else 1
+        to = tuple(axis.ranks[peer] for peer in peers or ())
+        begun = Call(call.verb, axis.name, axis.ranks, number, call.num_bytes, time.monotonic(), to)
+        call.notes[self] = self._begun[key] = begun
 
     def wait(self, call: calls.Call) -> None:
         """Note that this rank waits."""
@@ -120,16 +245,13 @@ class Watchdog(calls.Tap):
 
     def _answer(self) -> None:
         """Put the state of this rank into the store."""
-        state = self._state()
-        self._reported |= {call.key for call in state.awaited}
-        self._store.set(f"answer {self._alarms} {self.rank}", json.dumps(asdict(state)))
-        self._alarms += 1
-
-    def _state(self) -> State:
         begun, awaited = _until_now(self._begun), _until_now(self._awaited)
         frame = sys._current_frames().get(threading.main_thread().ident)
         stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:]).rstrip()
-        return State(self.rank, Mesh.label + self._where(self.rank), begun, awaited, stack)
+        state = State(self.rank, Mesh.label + self._where(self.rank), begun, awaited, stack)
+        self._reported |= {call.key for call in awaited}
+        self._store.set(f"answer {self._alarms} {self.rank}", json.dumps(asdict(state)))
+        self._alarms += 1
 
     def _where(self, rank: int) -> str:
         """Return the host and the process of `rank`; nothing where one host has all the ranks."""
@@ -149,35 +271,28 @@ class Watchdog(calls.Tap):
     def _report(self, alarm: int) -> None:
         """Collect the answers of all ranks that answer soon, and tell their report."""
         limit = time.monotonic() + 3 * self.pause + 1
-        keys = {rank: f"answer {alarm} {rank}" for rank in range(self.size)}
         states: dict[int, State] = {}
-        while keys and time.monotonic() < limit and not self._stop.is_set():
-            for rank, key in list(keys.items()):
-                if self._store.check([key]):
+        while len(states) < self.size and time.monotonic() < limit and not self._stop.is_set():
+            for rank in set(range(self.size)) - states.keys():
+                if self._store.check([key := f"answer {alarm} {rank}"]):
                     # JSON and no pickle: any process that reaches the store can write there.
                     with suppress(ValueError, TypeError, KeyError):
                         states[rank] = State.from_json(self._store.get(key))
-                        del keys[rank]
-            if keys:
-                time.sleep(min(0.1, self.pause))
-        states |= {rank: self._silent(rank) for rank in keys}
-        if not self._stop.is_set():  # else the wait has ended meanwhile
-            ordered = [states[rank] for rank in sorted(states)]
-            if self._dump is not None:
-                with suppress(OSError):  # a full disk does not keep the report back
-                    content = json.dumps({"minipar_stall": [asdict(state) for state in ordered]})
-                    self._dump.write_text(content, encoding="utf-8")
-            self._tell(explain(ordered))
+            time.sleep(min(0.1, self.pause))
+        if self._stop.is_set():
+            return  # the wait has ended meanwhile
+        every = [states.get(rank) or self._silent(rank) for rank in range(self.size)]
+        if self._dump is not None:
+            with suppress(OSError):  # a full disk does not keep the report back
+                content = json.dumps({"minipar_stall": [asdict(state) for state in every]})
+                self._dump.write_text(content, encoding="utf-8")
+        self._tell(explain(every))
 
 
 def _until_now(noted: dict[Any, Call]) -> tuple[Call, ...]:
     """Return the calls with the seconds that have passed since their noted times."""
     now = time.monotonic()
     return tuple(replace(call, seconds=now - call.seconds) for call in list(noted.values()))
-
-
-STACK_FRAMES = 12
-"""Innermost frames of a rank that are shown."""
 
 
 def _print(report: str) -> None:
@@ -192,11 +307,8 @@ def watch(
 
     All ranks enter `watch` together. One of them calls `tell` with the report, from another thread,
     once per wait; nothing is stopped. It also writes the states of all ranks into `dump`, for
-    `minipar hang`. With 0 seconds, or on one rank, `watch` does nothing. Raises `ValueError` below
-    0 seconds.
+    `minipar hang`. With 0 seconds, or on one rank, `watch` does nothing.
     """
-    if seconds < 0:
-        raise ValueError(f"watch({seconds:g}): the seconds must be above 0, or 0 for no watchdog")
     if seconds == 0 or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return

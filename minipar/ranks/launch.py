@@ -3,20 +3,15 @@
     with Ranks(4) as ranks:
         losses = ranks.run(train, config)      # train(config) on every rank; four results
 
-*Start.* A fork server imports torch once and forks every rank (`minipar.ranks.processes`). The
-ranks find each other at a store in your process, whose port the system chooses.
-
 *Failure.* When a rank raises, the others get `grace` seconds to finish. Then they are stopped, even
 inside of a collective: a control thread in each rank aborts its process groups. If a rank has only
 lost its connection, the others get 10 x `grace`. A rank that does not answer is killed. Then the
 ranks make a new process group and keep their variables. If a rank is dead, all ranks are started
 anew. `RankError` shows the traceback of the rank that failed first.
 
-*End.* No rank outlives your process, however it ends: the kernel ends a rank, and what it has
-started, when the pipe from your process closes.
+*End.* No rank outlives your process, however it ends.
 
-Under torchrun there is nothing to start: `minipar.ranks.backends` joins the ranks that it made.
-In torch: `torch.multiprocessing.spawn`, `torchrun`.
+In torch: `torch.multiprocessing.spawn`; `torchrun`, whose ranks `minipar.ranks.backends` joins.
 """
 
 import atexit
@@ -38,9 +33,8 @@ import torch.distributed as dist
 
 from minipar.emulate.device import Device
 from minipar.ranks.backends import check_backend
-from minipar.ranks.pack import pack_call, unpack
 from minipar.ranks.processes import Process, warm_up
-from minipar.ranks.worker import Failure, Setup
+from minipar.ranks.worker import Failure, Setup, pack_call, unpack
 
 RANK_BYTES = 100e6
 """Memory of a process that has imported torch and joined a group, at the least."""
@@ -66,12 +60,8 @@ class RankError(RuntimeError):
         alike: dict[tuple[str, str], list[Failure]] = {}
         for failure in self.failures.values():
             alike.setdefault((failure.kind, failure.message), []).append(failure)
-        return [
-            f"{_who(same)}:\n{max((f.report for f in same), key=len)}" for same in alike.values()
-        ]
-
-    def __reduce__(self):
-        return RankError, (self.failures,)
+        longest = {_who(same): max((f.report for f in same), key=len) for same in alike.values()}
+        return [f"{who}:\n{report}" for who, report in longest.items()]
 
 
 def _who(failures: list[Failure]) -> str:
@@ -117,11 +107,8 @@ class Ranks:
         sink: receives what ranks print, while they run; None lets them print for themselves.
         max_lines: how many lines a rank may print in a call; more are only counted. None: all.
         preload: names of modules that every rank should find imported when it starts.
-        device: what every rank computes on by declaration, see `minipar.emulate.device`; needs the
-            backend "link".
-        strict: stop at what would be a race on a GPU, in each call: results are NaN until they are
-            waited for, what travels must be left alone, and no handle be forgotten. Slow; needs
-            the backend "link". See `minipar.emulate.strict`.
+        device: the emulated device of every rank (`minipar.emulate.device`); needs "link".
+        strict: find races in each call (`minipar.emulate.strict`); slow; needs "link".
 
     Raises `ValueError` for a size below 1, an unknown backend, a device or strict=True without a
     link.
@@ -185,16 +172,8 @@ class Ranks:
         return self.run_each(fn, [args] * self.size, **kwargs)
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out.
-
-        Raises `ValueError` unless there is an entry for each rank, and else what `run` raises.
-        """
+        """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
         self._check_open()
-        if len(args_of) != self.size:
-            raise ValueError(
-                f"run_each: {len(args_of)} entries for {self.size} ranks; give each rank a tuple "
-                f"of arguments, or None to leave it out"
-            )
         distinct = {id(args): args for args in args_of if args is not None}
         packed = {key: pack_call(fn, args, kwargs) for key, args in distinct.items()}
         calls = [None if args is None else ("call", packed[id(args)]) for args in args_of]
@@ -401,8 +380,7 @@ class Call:
         if exitcode == -signal.SIGABRT:
             message += (
                 "; gloo ends it where ranks call different collectives, or with other sizes: all "
-                "ranks must make the same calls in the same order, and run a model that fsdp or "
-                "tensor parallelism has cut alike, in evaluation too"
+                "ranks must make the same calls in the same order, in evaluation too"
             )
         own = {other: failure for other, failure in self.failures.items() if not failure.broken}
         label = f"rank {rank} of {self.size}"

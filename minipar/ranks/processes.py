@@ -12,10 +12,9 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
 from types import ModuleType
 from typing import Any
@@ -44,9 +43,6 @@ def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the fork server, unless it runs; return while it imports torch and `modules`."""
     if METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *modules])
-        if len(tempfile.gettempdir()) > 50:  # the address of a Unix socket has 107 bytes at most
-            with _replaced(vars(tempfile), tempdir="/tmp"):
-                util.get_temp_dir()  # of `multiprocessing`, which keeps it
         # The server must find the minipar that is imported here, not one in the current folder.
         path = os.pathsep.join(sys.path)
         with _replaced(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):

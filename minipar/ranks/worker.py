@@ -9,6 +9,8 @@ import bdb
 import fcntl
 import gc
 import importlib
+import io
+import math
 import multiprocessing
 import os
 import signal
@@ -18,19 +20,20 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device, strict
 from minipar.ranks.backends import compute_device, init, is_lost_connection
-from minipar.ranks.output import Output, Stream
-from minipar.ranks.pack import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,128 @@ class Stopped(KeyboardInterrupt):
     """Raised inside a rank to stop its call, because another rank failed."""
 
 
+# ---------------------------------------------------------------------- what travels
+class CannotTravel(TypeError):
+    """A function or an argument cannot be sent to the ranks; says why."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()  # in a notebook; all frames would be frames of pickle
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Sends a function by value if it is of `__main__` or local, else by name."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        # cloudpickle knows modules by their exact type. torch has modules of classes of its own,
+        # such as torch.compiler.config, and a function that says `torch` and `config` finds it.
+        if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
+            return importlib.import_module, (thing.__name__,)
+        # torch would send all memory that a view is a part of.
+        is_dense = type(thing) is torch.Tensor and thing.layout == torch.strided
+        if is_dense and thing.nbytes < thing.untyped_storage().nbytes():
+            return thing.detach().clone().requires_grad_(thing.requires_grad).__reduce_ex__(2)
+        return super().reducer_override(thing)
+
+
+def pack(thing: Any) -> bytes:
+    """Return `thing` pickled. Raises what pickle raises, mostly `TypeError`."""
+    file = io.BytesIO()
+    _Pickler(file).dump(thing)
+    return file.getvalue()
+
+
+unpack = cloudpickle.loads
+"""Undoes `pack`. Both ends are our own processes: nothing that comes from elsewhere is unpickled"""
+
+
+def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
+    """Return the call ``fn(*args, **kwargs)`` pickled. Raises `CannotTravel`."""
+    try:
+        return pack((fn, args, kwargs))
+    except Exception as error:
+        raise CannotTravel(
+            "the function, something that it mentions, or an argument cannot be sent to the ranks: "
+            f"{error}"
+        ) from None
+
+
+WIDTH = 2000  # characters of a line that travel, where the number of lines is bounded
+
+
+class Output:
+    """The standard streams of a rank, on their way to the parent by ``say(stream, text)``.
+
+    A call may print `max_lines`; the rest is only counted. So a rank that prints without end does
+    not fill the notebook. `name` is the rank's, such as "rank 1".
+    """
+
+    def __init__(self, say: Callable[[str, str], None], name: str, max_lines: int | None) -> None:
+        self._say, self._name, self._lock = say, name, threading.RLock()
+        self._max_lines = math.inf if max_lines is None else max_lines
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rest = {"stdout": "", "stderr": ""}  # by stream: the line that has not ended
+        self._room, self._left_out = self._max_lines, 0  # in lines
+
+    def write(self, stream: str, text: str) -> None:
+        """Take in what was printed; send the lines that are whole now."""
+        with self._lock:
+            *lines, self._rest[stream] = (self._rest[stream] + text).split("\n")
+            if lines := [self._cut(line) + "\n" for line in lines if self.make_room()]:
+                self._say(stream, "".join(lines))
+
+    def flush(self, stream: str) -> None:
+        """Send the line that has not ended as it is, such as the state of a progress bar."""
+        with self._lock:
+            text, self._rest[stream] = self._rest[stream], ""
+            if text and self._room:
+                self._say(stream, self._cut(text))
+
+    def _cut(self, line: str) -> str:
+        if self._max_lines == math.inf or len(line) <= WIDTH:
+            return line
+        return f"{line[:WIDTH]} ... {len(line) - WIDTH:,} more characters"
+
+    def make_room(self) -> bool:
+        """Take the room of one line, or of a picture; False, and count it, if there is none."""
+        with self._lock:
+            has_room = self._room > 0
+            self._room -= has_room
+            self._left_out += not has_room
+            return has_room
+
+    def end(self) -> None:
+        """The call is over: send the rest, and the number of lines left out."""
+        with self._lock:
+            for stream, text in self._rest.items():
+                if text and self.make_room():
+                    self._say(stream, self._cut(text))
+            if self._left_out:
+                self._say("stdout", f"... {self._left_out:,} more lines of {self._name}\n")
+            self._begin()
+
+
+class Stream(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a rank."""
+
+    encoding, errors = "utf-8", "strict"
+
+    def __init__(self, name: str, output: Output) -> None:
+        self.name, self._output = name, output
+
+    def write(self, text: str) -> int:
+        self._output.write(self.name, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._output.flush(self.name)
+
+    def writable(self) -> bool:
+        return True
+
+
+# ---------------------------------------------------------------------- the loop
 class _Worker:
     """The loop of a rank: receive a call, run it, answer."""
 
@@ -89,11 +214,10 @@ class _Worker:
             compute_device()
         if self.setup.capture:
             sys.stdout, sys.stderr = Stream("stdout", self.output), Stream("stderr", self.output)
-            os.register_at_fork(after_in_child=self._in_child)
         while True:
             self.call, kind, content = self.work.recv()
             try:
-                answer = "result", self._answer(kind, content)
+                answer = "result", self._join(content) if kind == "join" else self._run(content)
             except BaseException as error:
                 self.busy.clear()
                 answer = "failure", self._failure(error)
@@ -103,10 +227,7 @@ class _Worker:
             self.output.end()
             self.say(*answer, dist.group.WORLD is self.world)
 
-    def _answer(self, kind: str, content: Any) -> bytes:
-        if kind == "join":
-            self._join(content)
-            return pack(None)
+    def _run(self, content: bytes) -> bytes:
         fn, args, kwargs = unpack(content)
         self.busy.set()
         try:
@@ -117,7 +238,7 @@ class _Worker:
             self.busy.clear()
         return pack(result)
 
-    def _join(self, meeting: int) -> None:
+    def _join(self, meeting: int) -> bytes:
         if dist.is_initialized() and self.setup.backend == "nccl":
             dist.distributed_c10d._abort_process_group()  # to destroy it would wait
         if dist.is_initialized():
@@ -127,6 +248,7 @@ class _Worker:
         store = dist.PrefixStore(f"meeting {meeting}", store)
         init(self.setup.backend, self.setup.timeout, store=store, **where)
         self.world = dist.group.WORLD
+        return pack(None)
 
     def _failure(self, error: BaseException) -> Failure:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
@@ -137,18 +259,13 @@ class _Worker:
             for _ in range(2):
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
             report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+        kind = type(error).__name__
         try:
             message = str(error)
         except Exception:
-            message = f"<str() of this {type(error).__name__} fails>"
-        return Failure(
-            Mesh.label,
-            type(error).__name__,
-            message,
-            report,
-            broken=is_lost_connection(error),
-            stopped=self.stopped == self.call,
-        )
+            message = f"<str() of this {kind} fails>"
+        broken, stopped = is_lost_connection(error), self.stopped == self.call
+        return Failure(Mesh.label, kind, message, report, broken=broken, stopped=stopped)
 
     def say(self, kind: str, *content: Any) -> None:
         """Send a message to the parent; a signal must not cut it in two."""
@@ -158,11 +275,6 @@ class _Worker:
                 self.work.send((kind, *content))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
-
-    def _in_child(self) -> None:
-        """In a process that a rank forks: print directly. Two messages at once would be garbled."""
-        numbers = {"stdout": 1, "stderr": 2}
-        self.output.__init__(lambda name, text: os.write(numbers[name], text.encode()), "", None)
 
     # ------------------------------------------------------------------ being stopped
     def _on_signal(self, *_: object) -> None:
@@ -215,22 +327,15 @@ def abort_groups() -> None:
         with suppress(Exception):  # another thread may be destroying this one right now
             carriers[group] = dist.get_backend(group)
     if over_nccl := [group for group, carrier in carriers.items() if "nccl" in carrier]:
-        _abort_together(over_nccl)
+        # In one batch: ended one by one, a communicator may wait for another.
+        first = over_nccl[0]._get_backend(torch.device("cuda"))
+        first._group_start()
+        for group in over_nccl:
+            with suppress(Exception):
+                group.abort()
+        first._group_end()
     if any("gloo" in carrier for carrier in carriers.values()):
         _cut_connections()  # gloo's own abort() does nothing
-
-
-def _abort_together(groups: list[dist.ProcessGroup]) -> None:
-    """Abort groups over NCCL in one batch, as torch's `_abort_process_group` does.
-
-    Ended one by one, a communicator may wait for another.
-    """
-    first = groups[0]._get_backend(torch.device("cuda"))
-    first._group_start()
-    for group in groups:
-        with suppress(Exception):
-            group.abort()
-    first._group_end()
 
 
 def _cut_connections() -> None:
@@ -276,26 +381,33 @@ def notify(kind: str, content: Any) -> None:
     _worker.say(kind, content)
 
 
+HINTS = {
+    "initialize the default process group twice": (
+        "The ranks have joined before your code runs: leave init_process_group out. After "
+        "destroy_process_group() they join again by themselves."
+    ),
+    "EOF when reading a line": (
+        "A rank has no keyboard. Call the function where the ranks were started, in the notebook "
+        "say, as one rank of a group that is not there; breakpoint() works so:\n"
+        "    from minipar.parallel.plan import Plan\n"
+        "    from minipar.sim.trace import pretend\n"
+        "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
+    ),
+}
+"""What some errors mean on the ranks of a pool."""
+
+
 def add_hint(error: BaseException) -> None:
-    """Attach a sentence to an error that means something else on the ranks of a pool."""
+    """Attach the hint for this error."""
     with suppress(Exception):  # str() of it may fail
-        if "initialize the default process group twice" in str(error):
-            error.add_note(
-                "The ranks have joined before your code runs: leave init_process_group out. After "
-                "destroy_process_group() they join again by themselves."
-            )
-        if isinstance(error, bdb.BdbQuit) or "EOF when reading a line" in str(error):
-            error.add_note(
-                "A rank has no keyboard. Call the function where the ranks were started, in the "
-                "notebook say, as one rank of a group that is not there; breakpoint() works so:\n"
-                "    from minipar.parallel.plan import Plan\n"
-                "    from minipar.sim.trace import pretend\n"
-                "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
-            )
+        said = "EOF when reading a line" if isinstance(error, bdb.BdbQuit) else str(error)
+        for words, hint in HINTS.items():
+            if words in said:
+                error.add_note(hint)
 
 
 def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Connection) -> None:
-    """A rank from its first breath to its last; never returns."""
+    """Be a rank, from the first breath to the last; never return."""
     global _worker
     try:
         gc.freeze()  # no collection shall go through all that was imported, and copy each page

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.stalls import State, names
+from minipar.observe.watchdog import State, names
 from minipar.text import printable
 
 LARGEST_DUMP = 256 << 20

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations, zip_longest
 
-from minipar.observe.stalls import names
+from minipar.observe.watchdog import names
 from minipar.tools.dumps import Entry, Recording
 
 MOST_LINES = 8  # of each part of the page

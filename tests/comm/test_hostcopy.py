@@ -12,7 +12,6 @@ from minipar.comm import hostcopy
 from minipar.comm.hostcopy import HostCopy
 from minipar.emulate.link import Link
 from minipar.observe import memory, timeline
-from tests.patience import until
 
 SLOW = Link("slow PCIe", 0.01, 10e6)  # a megabyte takes 110 ms
 
@@ -107,22 +106,6 @@ def test_memory_of_the_host_is_told_apart():
     assert seen == [("gradients", True), ("gathered", False)]
     gc.collect()
     assert set(memory.tags) <= before  # the word goes with its tensor
-
-
-def test_no_thread_outlives_its_engine():
-    before = set(threading.enumerate())  # of them some may be about to end
-
-    def lanes() -> int:
-        new = set(threading.enumerate()) - before
-        return sum(thread.name.startswith(("to_host", "to_device")) for thread in new)
-
-    copies = HostCopy()
-    copies.to_host([torch.zeros(1)]).wait()
-    assert lanes() == 1
-    del copies
-    gc.collect()
-    until(lambda: not lanes(), 5)
-    assert lanes() == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

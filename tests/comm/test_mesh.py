@@ -146,21 +146,12 @@ def test_groups_of_real_ranks(ranks, sizes, joints):
     for rank, found in enumerate(ranks(size).run(describe, sizes, joints)):
         coords = coordinates(rank, sizes)
         asked = {name: (name,) for name in sizes} | {"ep": ()} | {"world": tuple(sizes)}
-        asked |= {"*".join(names): names for names in joints}
-        for name, along in asked.items():
-            along = [axis for axis in sizes if axis in along]
-            expected = tuple(
-                other
-                for other in range(size)
-                if all(coordinates(other, sizes)[a] == coords[a] for a in sizes if a not in along)
-            )
-            axis_name, axis_rank, axis_ranks, axis_size, summed = found[name]
-            assert axis_ranks == expected
-            assert axis_rank == expected.index(rank)
-            assert axis_size == len(expected)
-            assert summed == sum(expected)  # the process group joins just these
-            if name in sizes:
-                assert axis_name == name and axis_rank == coords[name]
+        for name, along in (asked | {"*".join(names): names for names in joints}).items():
+            expected = next(group for group in groups_along(along, sizes) if rank in group)
+            axis_name, *described = found[name]
+            # The process group joins just these.
+            assert described == [expected.index(rank), expected, len(expected), sum(expected)]
+            assert name not in sizes or (axis_name, described[0]) == (name, coords[name])
         assert found["rank"] == rank
         where = ", ".join(f"{name}={coord}" for name, coord in coords.items())
         assert found["label"] == f"rank {rank} of {size} ({where})"

@@ -3,13 +3,11 @@
 import os
 from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.comm import threads
 from minipar.comm.mesh import make_group
 from minipar.ranks.launch import Ranks
 
@@ -48,19 +46,3 @@ def test_threads_of_gloo_are_patient_and_the_one_that_computes_is_not(backend):
         for found, main in ranks.run(look):
             assert found["gloo_tcp_loop"] == {os.SCHED_BATCH}
             assert main == os.SCHED_OTHER
-
-
-def test_only_the_usual_policy_is_changed_and_only_if_it_may_be(monkeypatch):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        with threads.patient():
-            pass
-        assert os.sched_getscheduler(0) == os.SCHED_BATCH  # somebody has chosen it
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    monkeypatch.setattr(os, "sched_setscheduler", mock.Mock(side_effect=PermissionError))
-    with threads.patient():
-        pass
-    monkeypatch.delattr(os, "SCHED_BATCH")  # another system
-    with threads.patient():
-        pass

@@ -7,7 +7,6 @@ with a second way of computing it.
 import gzip
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -222,44 +221,6 @@ def test_every_block_is_seen_forward_backward_and_in_order():
     assert by_kind["backward"][-1].end <= by_kind["optimizer"][0].start
 
 
-class Sleep(torch.autograd.Function):
-    """Multiplies by a weight; sleeps forward, and three times as long backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight, seconds):
-        ctx.save_for_backward(x, weight)
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        time.sleep(3 * ctx.seconds)
-        return grad * weight, (grad * x).sum().reshape(1), None
-
-
-def test_backward_time_goes_to_the_block_that_spends_it():
-    """Blocks of known, different lengths. Catches spans shifted by a block, and halves swapped."""
-
-    class Block(nn.Module):
-        def __init__(self, seconds):
-            super().__init__()
-            self.weight, self.seconds = nn.Parameter(torch.ones(1)), seconds
-
-        def forward(self, x):
-            return Sleep.apply(x, self.weight, self.seconds)
-
-    lengths = [0.004, 0.012, 0.008]
-    model = nn.Sequential(*(Block(seconds) for seconds in lengths))
-    with record(model) as t:
-        model(torch.ones(2)).sum().backward()
-    for i, seconds in enumerate(lengths):
-        forward = sum(s.duration for s in t.select(kind="forward", name=str(i)))
-        backward = sum(s.duration for s in t.select(kind="backward", name=str(i)))
-        assert forward >= seconds and backward >= 3 * seconds
-
-
 def test_recording_changes_no_gradient_and_leaves_no_hook():
     """Also with in-place work on a block's output and views, which full backward hooks forbid."""
 
@@ -330,13 +291,9 @@ def test_recomputation_is_backward_work(reentrant):
     for name in ("layers.0", "layers.1", "layers.2"):
         assert f"{name} (recompute)" in names and name in names
     assert_disjoint(t)
-    with record(model) as t:
+    with record(model):
         model(x).sum().backward()
-        end = time.monotonic()
-        time.sleep(0.002)
-        with span("compute", "after"):
-            pass
-    assert t.select(kind="backward").end <= end  # nothing stays open
+        assert timeline.active().running() is None  # nothing stays open
 
 
 def test_a_block_that_fails_is_closed():
@@ -344,15 +301,11 @@ def test_a_block_that_fails_is_closed():
         def forward(self, x):
             raise ValueError("on purpose")
 
-    model = nn.Sequential(nn.Linear(2, 2), Fails())
-    with record(model) as t:
+    with record(model := nn.Sequential(nn.Linear(2, 2), Fails())) as t:
         with pytest.raises(ValueError, match="on purpose"):
             model(torch.ones(2))
-        end = time.monotonic()
-        time.sleep(0.002)
-        with span("compute", "after"):
-            pass
-    assert in_order(t, "forward") == ["0", "1"] and t.select(kind="forward").end <= end
+        assert timeline.active().running() is None
+    assert in_order(t, "forward") == ["0", "1"]
 
 
 # ---------------------------------------------------------------------- several ranks
@@ -443,42 +396,6 @@ def test_what_still_travels_ends_with_the_recording():
     if axis.rank == 1:
         late.wait(), sent.wait()
     assert len(recorder.spans) == 3 and all(span.start <= span.end for span in recorded.spans)
-
-
-@on_ranks(2)
-def test_torchs_profiler_ends_when_all_has_arrived():
-    """Under a gloo that is at work for it, it would end the process by a SIGSEGV; a body that fails
-    is not held up long. Mutants: what nobody waits for goes on; all that was waited for is kept.
-    """
-    axis, told, travelling = Mesh(dp=2).dp, [], []
-
-    class Profiler:
-        def stop(self):
-            told.append([pending._work._work.is_completed() for pending in travelling])
-
-        def export_chrome_trace(self, path):
-            Path(path).write_text('{"traceEvents": []}', encoding="utf-8")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timeline.gpu, "start_profiler", Profiler)
-        with record():
-            collectives.all_reduce(torch.ones(3), axis, async_op=True).wait()
-            assert not timeline.active().unwaited
-            large = torch.ones(2**20)
-            for _ in range(6):
-                travelling.append(collectives.all_reduce(large, axis, async_op=True))
-        assert told.pop() == [True] * 6
-        assert all((pending.wait() == 2).all() for pending in travelling)
-        travelling.clear()
-        began = time.monotonic()
-        with pytest.raises(ArithmeticError), record():
-            if axis.rank == 0:  # rank 1 comes when it has failed
-                lost = collectives.all_reduce(torch.ones(5), axis, async_op=True)
-            raise ArithmeticError
-        assert told == [[]] and time.monotonic() - began < 20
-    if axis.rank == 1:
-        lost = collectives.all_reduce(torch.ones(5), axis, async_op=True)
-    lost.wait()
 
 
 def test_columns_are_as_wide_as_their_widest_cell():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar.lab.draw.hang import hang as picture
-from minipar.observe.stalls import Call
+from minipar.observe.watchdog import Call
 from minipar.tools import dumps, hang
 from tests.tools.test_hang import call, dump, many, run, status, told, waits, write
 

@@ -14,7 +14,7 @@ import pytest
 
 from minipar.cli import main
 from minipar.lab.draw.hang import hang as picture
-from minipar.observe.stalls import Call, State
+from minipar.observe.watchdog import Call, State
 from minipar.tools import dumps, hang
 
 DUMPS = Path(__file__).parent / "dumps"
