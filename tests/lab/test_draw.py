@@ -144,8 +144,6 @@ def test_the_finding_the_label_and_only_what_occurs():
     assert "After backward" in words and words.count("Measured, 4 ranks.") == 1
     assert {"dp all-reduce, hidden", "dp all-reduce, exposed", "waits"} <= set(words)
     assert not {"weight gradient", "copy", "pale: hidden"} & set(words)
-    words = texts(draw.timeline(step(True), xlim=(0, 30)))
-    assert "forward" in words and not {"backward", "waits"} & set(words)
     assert draw.pen.in_words(draw.before_after({"a": step(False), "b": step(True)})).startswith(
         "a. 190 ms a step, nothing hidden. b. 145 ms"
     )
@@ -194,10 +192,6 @@ def test_all_blocks_have_a_number_or_none():
     short = Span("forward", "layers.9", 0, 0.141, 0.143)
     crowded = texts(draw.timeline(Timeline([*step(True, ranks=1).spans, short])))
     assert not [w for w in crowded if w.isdigit()] and "number: layer" not in crowded
-    ends = [0.0, 0.02, 0.021, 0.1]
-    named = [Span("forward", "block", 0, *ab) for ab in itertools.pairwise(ends)]
-    assert "block" in texts(draw.timeline(Timeline(named[::2])))
-    assert "block" not in texts(draw.timeline(Timeline(named)))
 
 
 @pytest.mark.slow
@@ -228,8 +222,6 @@ def test_messages_are_bars_of_their_own_however_short():
 def test_empty_timelines_are_refused():
     with pytest.raises(ValueError, match="Overlapped has no spans"):
         draw.before_after({"Naive": step(False), "Overlapped": Timeline()})
-    with pytest.raises(ValueError, match="no timeline"):
-        draw.before_after({})
 
 
 # ---------------------------------------------------------------------- meshes, collectives

@@ -3,7 +3,6 @@
 The axis counts allocations, not milliseconds, and every phase of the step is equally wide.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -78,7 +77,7 @@ def ladder(
     area = 1.9 if len(histories) == 1 else 1.25  # inches
     heights = [area + STRIP * (name in timelines) for name in histories]
     entries = [(inks[c], NAMES.get(c, c)) for c in reversed(inks)]
-    entries += legend([*warped.values()], (0.0, math.inf))
+    entries += legend([*warped.values()], 1e3)
     right = 1.3 if forms else RIGHT  # inches beside the panels, for the bars
     phases = {name: _phases(history) for name, history in histories.items()}
     label = "each phase with its allocations in order"
@@ -88,7 +87,7 @@ def ladder(
         head = ax
         if name in timelines:
             head = _split(ax, area)
-            lanes(head, warped[name], (0, 1e3))
+            lanes(head, warped[name], 1e3)
             head.set_yticks([])
             head.set_xticks([])
         _area(ax, history, top, inks)
