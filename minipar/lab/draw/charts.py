@@ -38,13 +38,7 @@ def curves(
     before, so that equal ones are seen.
 
     A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
-    Raises ValueError when a curve is empty or its x and y differ in length.
     """
-    for name, (x, y) in lines.items():
-        if len(x) != len(y) or not len(x):
-            raise ValueError(
-                f"curve {name!r} has {len(x)} x and {len(y)} y; give equally many, at least 1"
-            )
     points = set(points)
     names = [name for name in lines if not name.startswith("_") and not key]
     longest = max(map(len, names), default=0)
@@ -170,12 +164,8 @@ def bars(
     `colours` has one for them. A part says its value where there is room. Bars that are all 100 %
     do not say so. A bar longer than `longest` is cut off there, with an arrow. At `mark` there is a
     line.
-    Raises ValueError for negative values.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
-    for name, parts in stacked.items():
-        if any(value < 0 for value in parts.values()):
-            raise ValueError(f"bar {name!r} has a negative value: {parts}")
     names = list(dict.fromkeys(part for parts in stacked.values() for part in parts if part))
     of_memory = {n: ink for n in names if (ink := pen.held(n))}
     plain = pen.HELD_OTHERS if of_memory else SERIES  # no loud colour beside the palette of memory

@@ -19,7 +19,7 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
 
     The last axis runs to the right, the one before it downward, a third makes panels to the right
     and a fourth panels below; between panels of many ranks, one line stands for all.
-    Raises ValueError for more axes, or more ranks than can be read.
+    Raises ValueError for more axes or ranks than can be read: then a mesh shows its text.
     """
     given = mesh.sizes if isinstance(mesh, Mesh) else mesh
     sizes = {name: size for name, size in given.items() if size > 1}
@@ -85,10 +85,7 @@ Cell = tuple[frozenset[int], int]  # (ranks whose data is summed in it, number o
 
 
 def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[int, Cell]]]:
-    """Return the cells of each rank before and after `verb`: slot -> cell. Rank 0 is the root.
-
-    Raises ValueError for an unknown verb.
-    """
+    """Return the cells of each rank before and after `verb`: slot -> cell. Rank 0 is the root."""
     n = range(size)
     everyone = frozenset(n)
     own = [{b: (frozenset({r}), b) for b in n} for r in n]
@@ -96,7 +93,7 @@ def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[in
     total: dict[int, Cell] = {b: (everyone, b) for b in n}
     joined = {r: (frozenset({r}), r) for r in n}
     nothing: list[dict[int, Cell]] = [{} for _ in n[1:]]
-    pictures = {
+    return {
         "all_reduce": (own, [total for _ in n]),
         "reduce": (own, [total, *nothing]),
         "reduce_scatter": (own, [{r: total[r]} for r in n]),
@@ -105,20 +102,15 @@ def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[in
         "broadcast": ([own[0], *nothing], [own[0] for _ in n]),
         "scatter": ([own[0], *nothing], [{r: own[0][r]} for r in n]),
         "all_to_all": (own, [{s: (frozenset({s}), r) for s in n} for r in n]),
-    }
-    if verb not in pictures:
-        raise ValueError(f"no picture of {verb!r}; there are {', '.join(pictures)}")
-    return pictures[verb]
+    }[verb]
 
 
 def collective(verb: str, size: int = 4) -> Figure:
     """Draw what every rank holds before `verb`, and after. Rank 0 is the root of rooted verbs.
 
     A colour is the rank that data comes from, a number its block; a cell of all colours is the sum.
-    Raises ValueError for an unknown verb, or a size that makes no picture.
     """
     before, after = blocks_of(verb, size)
-    pen.check_ranks(size)
     cell, row, left, middle = 0.44, 0.56, 0.8, 1.1  # inches
     side = cell * size
     width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + row * size
@@ -129,9 +121,7 @@ def collective(verb: str, size: int = 4) -> Figure:
     top = height - 0.8
     for x, word, held in ((left, "before", before), (left + side + middle, "after", after)):
         _ranks(ax, x, top, word, held, range(size), (cell, row))
-    for rank in range(size):
-        y = top - row * rank - cell / 2
-        pen.text(ax, left - 0.12, y, f"rank {rank}", color=MUTED, ha="right")
+    _rank_names(ax, left, top - cell / 2, size, row)
     x, y = left + side, top - (row * size - (row - cell)) / 2
     pen.arrow(ax, (x + 0.28, y), (x + middle - 0.28, y), 16, color=INK, lw=1.4)
     return figure
@@ -145,14 +135,9 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
     """Draw an algorithm round by round: `{"after round 1": held, ...}`, a panel for each.
 
     Colours are as in `collective`. What has just arrived at a rank has a frame.
-
-    Raises ValueError when there is nothing to draw, or for sizes that cannot be read.
     """
     panels = list(history.items())
-    ranks = len(panels[0][1]) if panels else 0
-    blocks = max((len(row) for _, held in panels for row in held), default=0)
-    if not (1 <= ranks <= len(RANK) and 1 <= blocks <= 8):
-        raise ValueError(f"{ranks} ranks of {blocks} blocks: at most {len(RANK)} and 8 can be read")
+    ranks, blocks = len(panels[0][1]), max(len(row) for _, held in panels for row in held)
     cell, row, left, gap = 0.42, 0.54, 0.75, 0.34  # inches
     side = cell * blocks
     columns = min(len(panels), max(1, int((WIDTH - left) / (side + gap))))
@@ -166,10 +151,14 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
         cells = [{b: (frozenset(whose), b) for b, whose in enumerate(r) if whose} for r in held]
         _ranks(ax, x, top, word, cells, range(blocks), (cell, row), before)
         before = cells
-        for rank in range(ranks if x == left else 0):
-            y = top - row * rank - cell / 2
-            pen.text(ax, left - 0.12, y, f"rank {rank}", color=MUTED, ha="right")
+        if x == left:
+            _rank_names(ax, left, top - cell / 2, ranks, row)
     return figure
+
+
+def _rank_names(ax: Axes, left: float, top: float, size: int, row: float) -> None:
+    for rank in range(size):
+        pen.text(ax, left - 0.12, top - row * rank, f"rank {rank}", color=MUTED, ha="right")
 
 
 def _ranks(
@@ -217,14 +206,8 @@ def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> No
 def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
     """Draw an epoch: a row per batch, its samples in order, coloured by their rank.
 
-    Sample i of a batch belongs to rank i mod `size`, as `train.data.share` deals them out. Raises
-    ValueError for an order, size or batch that makes no picture.
+    Sample i of a batch belongs to rank i mod `size`, as `train.data.share` deals them out.
     """
-    if not 2 <= size <= len(RANK) or not 1 <= batch_size <= 20 or not 1 <= len(order) <= 200:
-        raise ValueError(
-            f"{len(order)} samples in batches of {batch_size} for {size} ranks make no picture "
-            f"that can be read; use up to 200, up to 20, and 2 to {len(RANK)}"
-        )
     cell, left, batches = 0.46, 0.95, math.ceil(len(order) / batch_size)
     width = max(left + cell * batch_size + 0.25, 5.2)
     height = 0.98 + cell * batches

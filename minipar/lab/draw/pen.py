@@ -265,12 +265,6 @@ def arrow(ax: Axes, start: Point, end: Point, head: float, **style: Any) -> None
     ax.add_patch(FancyArrowPatch(start, end, **ends, **style))
 
 
-def check_ranks(size: int) -> None:
-    """Raise `ValueError` unless there is a colour for each of `size` ranks, two at least."""
-    if not 2 <= size <= len(RANK):
-        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
-
-
 def of_ranks(size: int) -> list[tuple[str, str]]:
     """Return entries of a legend: the colour of each rank."""
     return [(RANK[rank], f"rank {rank}") for rank in range(size)]
