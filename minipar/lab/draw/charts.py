@@ -189,10 +189,7 @@ def bars(
     labels |= {n: f"→ {labels[n]}" for n, p in stacked.items() if sum(p.values()) > longest}
     widest = max(map(len, labels.values()), default=0)
     room = 0.25 + 0.085 * (max(widest, 10) if is_fixed else widest)  # inches, for the values
-    ax.set_xlim(0, longest * wide / (wide - room))
-    ax.set_ylim(len(stacked) - 0.5, -0.5)
-    ax.set_xticks([])
-    ax.set_yticks(range(len(stacked)), list(stacked), color=INK, fontsize=9)
+    pen.bar_rows(ax, stacked, longest * wide / (wide - room))
     for i, (name, parts) in enumerate(stacked.items()):
         start = 0.0
         for part, value in parts.items():

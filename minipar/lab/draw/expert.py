@@ -37,112 +37,66 @@ def journey(
     outlined, and arrows show its way.
     """
     n = len(experts)
-    per_rank = num_experts // n
-    arrived = _arrived(experts, per_rank)
-    home = (TOKEN + 0.05) * max(map(len, experts))
-    away = SLOT * max(map(len, arrived))
-    first, second = 0.8, 0.8 + home + 1.0
-    third = second + away + 1.0
-    width, height = third + home + 0.85, ROW * n + 1.86
-    figure, ax = pen.sheet(width, height, title, note)
-    names = ("tokens at home", "after dispatch: at their experts", "after combine: home")
-    for number, (x, name) in enumerate(zip((first, second, third), names, strict=True), 1):
-        pen.text(ax, x, height - 0.62, f"{number}. {name}", size=10.5, weight="bold")
-    tops = [height - 1.48 - ROW * rank for rank in range(n)]
-    stops = _draw_slots(ax, arrived, second, tops, follow, per_rank)
-    for rank, tokens in enumerate(experts):
-        pen.text(ax, first - 0.12, tops[rank] + TOKEN / 2, f"rank {rank}", ha="right", color=MUTED)
-        owners = [expert // per_rank for token in tokens for expert in token]
-        counts = " ".join(str(owners.count(to)) for to in range(n))
-        ends = {first: counts, third: f"{len(tokens)} tokens"}
-        for x, end in ends.items():
-            _draw_tokens(ax, tokens, x, tops[rank], per_rank, x == third)
-            pen.text(ax, x + home + 0.06, tops[rank] + TOKEN / 2, end, size=8.5)
-        pen.text(ax, second + SLOT * len(arrived[rank]) + 0.08, tops[rank] + TOKEN / 2,
-                 f"{len(arrived[rank])} rows", size=8.5)  # fmt: skip
-    to = "to rank\n" + " ".join(map(str, range(n)))
-    pen.text(ax, first + home + 0.06, tops[-1] - 0.2, to, size=8, color=MUTED)
-    _draw_ways(ax, stops, (first, third), tops, follow)
-    key = [
-        (ink_of(e, per_rank), f"expert {e}, on rank {e // per_rank}") for e in range(num_experts)
-    ]
-    pen.key(figure, key, 0.2, 0.32, width - 0.4)
-    return figure
-
-
-def _arrived(
-    experts: Sequence[Sequence[Sequence[int]]], per_rank: int
-) -> list[list[tuple[int, int, int]]]:
-    """Return the slots (expert, rank, token) at each rank, in the order in which they lie there."""
+    per_rank, inks = num_experts // n, [ink_of(e, num_experts // n) for e in range(num_experts)]
     slots = sorted(
         (expert, rank, number)
         for rank, tokens in enumerate(experts)
         for number, token in enumerate(tokens)
         for expert in token
     )
-    return [[s for s in slots if s[0] // per_rank == owner] for owner in range(len(experts))]
+    arrived = [[slot for slot in slots if slot[0] // per_rank == rank] for rank in range(n)]
+    step = TOKEN + 0.05
+    home, away = step * max(map(len, experts)), SLOT * max(map(len, arrived))
+    first, second, third = 0.8, 1.8 + home, 2.8 + home + away
+    width, height = third + home + 0.85, ROW * n + 1.86
+    figure, ax = pen.sheet(width, height, title, note)
+    names = ("tokens at home", "after dispatch: at their experts", "after combine: home")
+    for number, (x, name) in enumerate(zip((first, second, third), names, strict=True), 1):
+        pen.text(ax, x, height - 0.62, f"{number}. {name}", size=10.5, weight="bold")
+    tops = [height - 1.48 - ROW * rank for rank in range(n)]
 
+    def outline(x: float, y: float, wide: float) -> None:
+        pen.rectangle(ax, x, y, wide, TOKEN, fc="none", ec=INK, lw=1.8, zorder=5)
 
-def _draw_tokens(
-    ax: Axes, tokens: Sequence[Sequence[int]], x: float, y: float, per_rank: int, summed: bool
-) -> None:
-    """Draw tokens as squares with a stripe for each of their experts; `summed` ones with a Σ."""
-    for number, chosen in enumerate(tokens):
-        left, tall = x + (TOKEN + 0.05) * number, TOKEN / len(chosen)
-        for place, expert in enumerate(chosen):
-            ink = ink_of(expert, per_rank)
-            pen.rectangle(ax, left, y + TOKEN - tall * (place + 1), TOKEN, tall, fc=ink)
-        if summed:
-            pen.text(ax, left + TOKEN / 2, y + TOKEN / 2, "Σ", ha="center", size=8)
-
-
-def _draw_slots(
-    ax: Axes,
-    arrived: Sequence[Sequence[tuple[int, int, int]]],
-    x: float,
-    tops: Sequence[float],
-    follow: Cell,
-    per_rank: int,
-) -> list[tuple[float, float]]:
-    """Draw slots with the number of the rank that they come from; return where `follow` is."""
-    found = []
-    for owner, slots in enumerate(arrived):
-        for place, (expert, rank, number) in enumerate(slots):
-            left, ink = x + SLOT * place, ink_of(expert, per_rank)
-            pen.rectangle(ax, left, tops[owner], SLOT - 0.02, TOKEN, fc=ink)
-            at = left + SLOT / 2 - 0.01, tops[owner] + TOKEN / 2
-            pen.text(ax, *at, rank, ha="center", size=6.5, color=pen.ink_on(ink))
-            if (rank, number) == follow:
-                _outline(ax, left, tops[owner], SLOT - 0.02)
-                found.append((left + SLOT / 2 - 0.01, tops[owner]))
-    return found
-
-
-def _outline(ax: Axes, x: float, y: float, wide: float) -> None:
-    pen.rectangle(ax, x, y, wide, TOKEN, fc="none", ec=INK, lw=1.8, zorder=5)
-
-
-def _draw_ways(
-    ax: Axes,
-    stops: Sequence[tuple[float, float]],
-    homes: tuple[float, float],
-    tops: Sequence[float],
-    follow: Cell,
-) -> None:
-    """Draw the way of the token `follow` from its first home over its `stops` to its second."""
-    rank, number = follow
-    start, end = (x + (TOKEN + 0.05) * number for x in homes)
-    for x in (start, end):
-        _outline(ax, x, tops[rank], TOKEN)
+    stops = []  # where the token `follow` is at its experts
+    for rank, (tokens, top) in enumerate(zip(experts, tops, strict=True)):
+        middle = top + TOKEN / 2
+        pen.text(ax, first - 0.12, middle, f"rank {rank}", ha="right", color=MUTED)
+        owners = [expert // per_rank for token in tokens for expert in token]
+        counts = " ".join(str(owners.count(to)) for to in range(n))
+        for x, said in ((first, counts), (third, f"{len(tokens)} tokens")):
+            pen.text(ax, x + home + 0.06, middle, said, size=8.5)
+            for number, chosen in enumerate(tokens):  # a stripe for each of the token's experts
+                left, tall = x + step * number, TOKEN / len(chosen)
+                for place, expert in enumerate(chosen, 1):
+                    low = top + TOKEN - tall * place
+                    pen.rectangle(ax, left, low, TOKEN, tall, fc=inks[expert])
+                if x == third:
+                    pen.text(ax, left + TOKEN / 2, middle, "Σ", ha="center", size=8)
+                if (rank, number) == follow:
+                    outline(left, top, TOKEN)
+        for place, (expert, source, number) in enumerate(arrived[rank]):
+            left = second + SLOT * place
+            box = left, top, SLOT - 0.02, TOKEN
+            pen.cell(ax, box, source, inks[expert], size=6.5)
+            if (source, number) == follow:
+                outline(left, top, SLOT - 0.02)
+                stops.append((left + SLOT / 2 - 0.01, top))
+        end, rows = second + SLOT * len(arrived[rank]) + 0.08, f"{len(arrived[rank])} rows"
+        pen.text(ax, end, middle, rows, size=8.5)
+    to = "to rank\n" + " ".join(map(str, range(n)))
+    pen.text(ax, first + home + 0.06, tops[-1] - 0.2, to, size=8, color=MUTED)
     style = {"color": INK, "lw": 1.0, "alpha": 0.75, "zorder": 6}
-    for x, y in stops:
-        edge = TOKEN * (y >= tops[rank]), TOKEN * (y <= tops[rank])  # where arrows leave, and end
-        stop = x, y + edge[1]
-        bend = f"arc3,rad={-0.12 if y == tops[rank] else 0}"
-        for home, goes in ((start, True), (end, False)):
-            at = home + TOKEN / 2, tops[rank] + edge[0]
-            way = (at, stop) if goes else (stop, at)
-            pen.arrow(ax, *way, 8, connectionstyle=bend, **style)
+    own = tops[follow[0]]
+    for x, y in stops:  # there and back, from the edges of boxes that face each other
+        stop, edge = (x, y + TOKEN * (y <= own)), own + TOKEN * (y >= own)
+        start, end = ((x + step * follow[1] + TOKEN / 2, edge) for x in (first, third))
+        style["connectionstyle"] = f"arc3,rad={-0.12 if y == own else 0}"
+        pen.arrow(ax, start, stop, 8, **style)
+        pen.arrow(ax, stop, end, 8, **style)
+    key = [(ink, f"expert {e}, on rank {e // per_rank}") for e, ink in enumerate(inks)]
+    pen.key(figure, key, 0.2, 0.32, width - 0.4)
+    return figure
 
 
 # ---------------------------------------------------------------------- tables
