@@ -81,6 +81,7 @@ SENTENCE = {
     "scatter": "rank r gets block r of rank 0",
     "all_to_all": "block s of rank r becomes block r of rank s",
 }
+CELL, ROW = 0.44, 0.56  # inches: a block, and from rank to rank
 Cell = tuple[frozenset[int], int]  # (ranks whose data is summed in it, number of the block)
 
 
@@ -111,18 +112,16 @@ def collective(verb: str, size: int = 4) -> Figure:
     A colour is the rank that data comes from, a number its block; a cell of all colours is the sum.
     """
     before, after = blocks_of(verb, size)
-    cell, row, left, middle = 0.44, 0.56, 0.8, 1.1  # inches
-    side = cell * size
-    width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + row * size
+    left, middle, side = 0.8, 1.1, CELL * size  # inches
+    width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + ROW * size
     share = wire_bytes(verb, 1200, size) / 1200
     note = f"of a tensor of N bytes, the ledger counts {share:.3g} N at the busiest rank"
     title = f"{verb.replace('_', '-')}: {SENTENCE[verb]}"
     figure, ax = pen.sheet(width, height, title, note)
-    top = height - 0.8
-    for x, word, held in ((left, "before", before), (left + side + middle, "after", after)):
-        _ranks(ax, x, top, word, held, range(size), (cell, row))
-    _rank_names(ax, left, top - cell / 2, size, row)
-    x, y = left + side, top - (row * size - (row - cell)) / 2
+    x, top = left + side, height - 0.8
+    _ranks(ax, left, top, "before", before, slots=size, named=True)
+    _ranks(ax, x + middle, top, "after", after, slots=size)
+    y = top - (ROW * size - (ROW - CELL)) / 2
     pen.arrow(ax, (x + 0.28, y), (x + middle - 0.28, y), 16, color=INK, lw=1.4)
     return figure
 
@@ -138,27 +137,18 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
     """
     panels = list(history.items())
     ranks, blocks = len(panels[0][1]), max(len(row) for _, held in panels for row in held)
-    cell, row, left, gap = 0.42, 0.54, 0.75, 0.34  # inches
-    side = cell * blocks
+    left, gap, side = 0.75, 0.34, CELL * blocks  # inches
     columns = min(len(panels), max(1, int((WIDTH - left) / (side + gap))))
-    lines = math.ceil(len(panels) / columns)
-    panel = row * ranks + 0.42
+    lines, panel = math.ceil(len(panels) / columns), ROW * ranks + 0.42
     width, height = max(left + columns * (side + gap), 5.2), 0.55 + panel * lines + 0.2
     figure, ax = pen.sheet(width, height, title, note)
     before: list[dict[int, Cell]] | None = None
     for i, (word, held) in enumerate(panels):
         x, top = left + (i % columns) * (side + gap), height - 0.85 - (i // columns) * panel
         cells = [{b: (frozenset(whose), b) for b, whose in enumerate(r) if whose} for r in held]
-        _ranks(ax, x, top, word, cells, range(blocks), (cell, row), before)
+        _ranks(ax, x, top, word, cells, before, slots=blocks, named=x == left)
         before = cells
-        if x == left:
-            _rank_names(ax, left, top - cell / 2, ranks, row)
     return figure
-
-
-def _rank_names(ax: Axes, left: float, top: float, size: int, row: float) -> None:
-    for rank in range(size):
-        pen.text(ax, left - 0.12, top - row * rank, f"rank {rank}", color=MUTED, ha="right")
 
 
 def _ranks(
@@ -167,39 +157,37 @@ def _ranks(
     top: float,
     word: str,
     held: Sequence[Mapping[int, Cell]],
-    slots: range,
-    sides: tuple[float, float],
     before: Sequence[Mapping[int, Cell]] | None = None,
+    *,
+    slots: int,
+    named: bool = False,
 ) -> None:
-    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before.
-
-    `sides` in inches: of a cell, and from row to row.
-    """
-    cell, row = sides
+    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before."""
     pen.text(ax, left + 0.03, top + 0.14, word, color=MUTED)
     for rank, contents in enumerate(held):
-        for slot in slots:
-            x, y = left + slot * cell, top - row * rank - cell
-            _cell(ax, x, y, cell, contents.get(slot))
+        y = top - ROW * rank - CELL
+        if named:
+            pen.text(ax, left - 0.12, y + CELL / 2, f"rank {rank}", color=MUTED, ha="right")
+        for slot in range(slots):
+            x = left + slot * CELL
+            _cell(ax, x, y, contents.get(slot))
             if before and slot in contents and contents[slot] != before[rank].get(slot):
-                inner = cell - 0.06
                 frame = {"fill": False, "ec": INK, "lw": 1.6, "zorder": 4}
-                pen.rectangle(ax, x + 0.03, y + 0.03, inner, inner, **frame)
+                pen.rectangle(ax, x + 0.03, y + 0.03, CELL - 0.06, CELL - 0.06, **frame)
 
 
-def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> None:
+def _cell(ax: Axes, x: float, y: float, content: Cell | None) -> None:
     """Draw a block at (x, y): its colours from top to bottom are the ranks that it comes from."""
-    pad = 0.03
+    side = CELL - 0.06
     sources, block = content or (frozenset({-1}), "")
     summed = len(sources) > 1
-    stripe = (cell - 2 * pad) / len(sources)
     for i, source in enumerate(sorted(sources, reverse=True)):
-        fill = RANK[source] if content else KIND["idle"]
-        pen.rectangle(ax, x + pad, y + pad + i * stripe, cell - 2 * pad, stripe, fc=fill)
+        fill, low = RANK[source] if content else KIND["idle"], y + 0.03 + i * side / len(sources)
+        pen.rectangle(ax, x + 0.03, low, side, side / len(sources), fc=fill)
     box = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
     style = {"size": 10, "weight": "bold", "ha": "center", "bbox": box if summed else None}
     text = f"Σ{block}" if summed else block
-    pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, text, **style)
+    pen.text(ax, x + CELL / 2, y + CELL / 2 - 0.01, text, **style)
 
 
 # ---------------------------------------------------------------------- shares of the data
