@@ -20,7 +20,6 @@ import torch
 from nbformat import NotebookNode
 
 from minipar.emulate.link import LINKS
-from minipar.lab.bench.expert_overlap import SHARE
 from minipar.model.llama import PRESETS
 from minipar.sim.footprint import HEADROOM
 from minipar.train.config import TrainConfig
@@ -28,7 +27,7 @@ from minipar.train.config import TrainConfig
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 KNOWN = {"math": math, "torch": torch, "LINKS": LINKS, "PRESETS": PRESETS}
-KNOWN |= {"HEADROOM": HEADROOM, "SHARE": SHARE, "TrainConfig": TrainConfig}
+KNOWN |= {"HEADROOM": HEADROOM, "TrainConfig": TrainConfig}
 NEAR = 12  # cells before and after
 
 NOT_READ = re.compile(

@@ -14,7 +14,6 @@ from tqdm import tqdm
 from minipar.lab import draw
 from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
-from minipar.lab.report import page as overlap_page
 from minipar.observe.spans import is_ours
 from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import Ranks, check_fits_here, prefixed
@@ -36,7 +35,7 @@ class Overlap:
     """Chrome traces of torch.profiler (.json or .json.gz), one file per rank, or a folder of them;
     or a run of `minipar train`, or its timeline.json."""
     out: str = "overlap.png"
-    """Where to draw the picture; or, if it ends with .html, to write all of it as one page."""
+    """Where to draw the picture."""
     json: bool = False
     """Print numbers for programs instead; draws only what --out names."""
 
@@ -114,13 +113,7 @@ def overlap(command: Overlap) -> None:
             for s in spans
             if s.start < b and s.end > a
         )
-    figure = draw.timeline(Timeline(spans, label))
-    if command.out.endswith(".html"):
-        text = overlap_page(recorded, parts, figure, draw.finding(recorded, "recorded"))
-        Path(command.out).write_text(text, encoding="utf-8")
-        where = command.out
-    else:
-        where = draw.save(figure, command.out)
+    where = draw.save(draw.timeline(Timeline(spans, label)), command.out)
     if not command.json:
         print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))
 

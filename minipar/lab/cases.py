@@ -31,10 +31,6 @@ class CheckFailed(AssertionError):
         return str(self).splitlines()  # a learner is not helped by our frames
 
 
-class StrangeAnswer(CheckFailed):
-    """An answer that a check was not made for, unless the check itself has a bug."""
-
-
 @dataclass(frozen=True)
 class Sent:
     """One operation of one rank: `num_bytes` it sent; `peer` is whom, of a message."""

@@ -278,10 +278,8 @@ class _Transcript:
                 if kind == "display":
                     for _, content in contents:
                         self._show(rank, kind, content)
-                else:  # of a progress bar, its last state
-                    text = "".join(content for _, content in contents).replace("\r\n", "\n")
-                    states = (last_state(line).strip("\r") for line in text.split("\n"))
-                    self._write(rank, kind, "\n".join(states))
+                else:
+                    self._write(rank, kind, "".join(content for _, content in contents))
             self._end_line()
 
     def _show(self, rank: int, kind: str, content: Any) -> None:
@@ -293,24 +291,18 @@ class _Transcript:
 
     def _write(self, rank: int, stream: str, text: str) -> None:
         out = getattr(sys, stream)
-        for line in re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text.replace("\r\n", "\n")):
+        for line in re.findall(r"[^\n]*\n|[^\n]+", text.replace("\r\n", "\n")):
             if self._line != (rank, stream):
                 self._end_line()
-                label = f"[{rank}]" if line == "\n" else f"[{rank}] "
-                out.write(label if line != "\r" else "")
+                out.write(f"[{rank}]" if line == "\n" else f"[{rank}] ")
             out.write(line)
-            self._line = None if line[-1] in "\r\n" else (rank, stream)
+            self._line = None if line[-1] == "\n" else (rank, stream)
         out.flush()
 
     def _end_line(self) -> None:
         if self._line is not None:
             print(file=getattr(sys, self._line[1]), flush=True)
             self._line = None
-
-
-def last_state(line: str) -> str:
-    """Return what a terminal would still show of "1 %\\r2 %\\r3 %": "\\r3 %"."""
-    return line[max(0, line.rstrip("\r").rfind("\r")) :]
 
 
 # ---------------------------------------------------------------------- the magic

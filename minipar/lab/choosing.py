@@ -90,10 +90,7 @@ def _rows(
     ax: Axes, values: Mapping[str, float], unit: str, inks: Mapping[str, str], rows: int
 ) -> None:
     """Draw horizontal bars with their values, from above, in a panel with room for `rows`."""
-    ax.set_xlim(0, 1.35 * max(values.values()))
-    ax.set_ylim(rows - 0.5, -0.5)
-    ax.set_xticks([])
-    ax.set_yticks(range(len(values)), list(values), color=pen.INK, fontsize=9)
+    pen.bar_rows(ax, values, 1.35 * max(values.values()), rows)
     for i, (name, value) in enumerate(values.items()):
         ax.barh(i, value, height=0.62, color=inks.get(name, pen.KIND["backward"]))
         pen.text(ax, value + 0.02 * ax.get_xlim()[1], i, f"{pen.number(value)} {unit}")
@@ -149,11 +146,8 @@ def waterfall(found: Ranked, title: str = "") -> Figure:
     title = title or f"MFU is {found.mfu(False):.0%}: where the rest of the step goes"
     paper = pen.figure(pen.WIDTH, height, title, f"predicted: {found.job.plan}")
     ax = pen.panel(paper, left, 0.4, pen.WIDTH - left - 0.2, row * (len(added) + 1))
-    ax.set_xlim(0, 1.22 * found.step)
-    ax.set_ylim(len(added) + 0.5, -0.5)
-    ax.set_xticks([])
     names = [f"{name}, exposed" if name in cost.AXES else name for name in added]
-    ax.set_yticks(range(len(added) + 1), [*names, "the step"], color=pen.INK, fontsize=9)
+    pen.bar_rows(ax, [*names, "the step"], 1.22 * found.step)
     end = 0.0
     for i, (name, seconds) in enumerate({**added, "": found.step}.items()):
         start = end if name else 0.0
@@ -285,10 +279,7 @@ def beside(
     for system, bars in found.items():
         tall = row * len(bars)
         ax = pen.panel(paper, left, top - head - tall, 7.2 - left - 0.3, tall)
-        ax.set_xlim(0, 1.15 * max(most, 100))
-        ax.set_ylim(len(bars) - 0.5, -0.5)
-        ax.set_xticks([])
-        ax.set_yticks(range(len(bars)), list(bars), color=pen.INK, fontsize=9)
+        pen.bar_rows(ax, bars, 1.15 * max(most, 100))
         for i, parts in enumerate(bars.values()):
             start = 0.0
             for part, value in parts.items():

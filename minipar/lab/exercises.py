@@ -53,7 +53,7 @@ from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
 from minipar.lab import cells, slips, solved
-from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent, StrangeAnswer
+from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent
 from minipar.lab.shell import Source, call_from, code_of
 from minipar.ranks import worker
 from minipar.ranks.launch import RankError, Ranks
@@ -161,7 +161,7 @@ def check(
     Where a bug is to be named before it is mended, `answer` may be its name.
 
     Raises `CheckFailed` with what was expected and what came; it names the `seed` to get the same
-    inputs again. Raises `RuntimeError` where it is the check that has a bug.
+    inputs again.
     """
     asked = exercise(number)
     if asked.bugs and isinstance(answer, str):
@@ -174,9 +174,6 @@ def check(
         except CheckFailed as error:
             if error.criterion == "written":
                 raise CheckFailed(str(error), "written") from None
-            if isinstance(error, StrangeAnswer):
-                model = asked.solution_bonus if bonus and asked.bonuses else asked.solution
-                _check_the_check(asked, model, size, seed, criteria)
             again = f'check("{number}", {name_of(answer)}, seed={seed})'
             guess = _looks_like(asked, answer, size, error)
             raise CheckFailed(
@@ -250,22 +247,8 @@ def examine(
             raise CheckFailed(str(error), name, case) from None
         except Exception as error:
             why = f"{_short(case.results[0])} ({type(error).__name__}: {error})"
-            raise StrangeAnswer(f"this is no answer: {why}", name) from error
+            raise CheckFailed(f"this is no answer: {why}", name) from error
     return case
-
-
-def _check_the_check(asked: Exercise, model: Callable | None, *how: Any) -> None:
-    """Raise `RuntimeError` if the stored answer, where there is one, is as strange to the check."""
-    try:
-        if model is not None:
-            examine(asked, model, *how)
-    except StrangeAnswer as error:
-        raise RuntimeError(
-            f"the check of exercise {asked.id} has a bug, not your answer: it stumbles over the "
-            f"stored answer as well, in {error.criterion}: {error}"
-        ) from error.__cause__
-    except CheckFailed:
-        return  # of a machine that is too busy for its time limit, say: nothing is known
 
 
 def _short(value: Any) -> str:
@@ -298,8 +281,7 @@ def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tup
         kinds = {failure.kind for failure in error.failures.values()}
         if kinds == {"NotImplementedError"}:
             raise _waiting(asked) from None
-        failed = StrangeAnswer if NoAnswer.__name__ in kinds else CheckFailed
-        raise failed(_with_who_has_left("\n\n".join(error.reports())), "run") from error
+        raise CheckFailed(_with_who_has_left("\n\n".join(error.reports())), "run") from error
     except CannotTravel as error:
         raise CheckFailed(str(error), "run") from None
     except TimeoutError as error:

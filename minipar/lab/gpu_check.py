@@ -1,11 +1,11 @@
 """`make gpu-check`: what only a machine with GPUs can show.
 
-First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file writes rows to
-``notebooks/assets/measured/gpu.json``:
+First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file trains a real Llama
+and writes rows to ``notebooks/assets/measured/gpu.json``:
 
 - calibrate: the result of `minipar calibrate`, in ``gpu_machine.toml``;
-- utilisation: a real Llama on one GPU in bf16: tokens/s, FLOP/s as a share of a large matmul, peak
-  memory, and the simulator's answer for the same step;
+- utilisation: one GPU in bf16: tokens/s, FLOP/s, peak memory, and the simulator's answer for the
+  same step;
 - overlap: plans of every kind on all GPUs (or two ranks that share one): tokens/s, and how much of
   the communication that NCCL reports is hidden. A step of each plan is drawn.
 
@@ -18,17 +18,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import tyro
 
 from minipar.comm.mesh import Mesh
 from minipar.lab import draw
-from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
 from minipar.parallel import compose
@@ -40,7 +40,7 @@ from minipar.sim.replay import replay
 from minipar.sim.trace import trace
 from minipar.train.compiled import compile_blocks
 from minipar.train.optim import make_optimizer
-from minipar.train.peak import matmul_rate, synchronise
+from minipar.train.peak import synchronise
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
 
@@ -63,62 +63,26 @@ class GpuCheck:
     """Run on the CPU with a tiny model, to test the check itself."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One way to train on one GPU."""
+class Setting(NamedTuple):
+    """A model and the size of a step, in sequences and tokens of a sequence."""
 
     preset: str
-    batch_size: int  # sequences per step
+    batch_size: int
     seq_len: int = 2048
     compile: bool = False  # each block, by inductor
     recompute: str = "none"  # none, selective or full
 
-    @property
-    def plan(self) -> Plan:
-        """Return the plan on one device; a GPU trains in bf16 with float32 masters."""
+    def plan(self, text: str = "dp=1") -> Plan:
+        """Return a plan; a GPU trains in bf16 with float32 masters."""
         on_gpu = backends.compute_device().type == "cuda"
-        return Plan(precision="bf16" if on_gpu else "float32", checkpointing=self.recompute)
+        precision = "bf16" if on_gpu else "float32"
+        return Plan.parse(f"{text},precision={precision},checkpointing={self.recompute}")
 
 
 def settings(preset: str) -> list[Setting]:
     """Return the settings to try: the plain one first, then a faster and a smaller one."""
     faster, smaller = Setting(preset, 4, compile=True), Setting(preset, 2, recompute="full")
     return [Setting(preset, 4), faster, smaller]
-
-
-class Learner:
-    """A model under a plan that takes training steps on random tokens; made on every rank."""
-
-    def __init__(self, shape: LlamaConfig, plan: Plan, batch_size: int, seq_len: int) -> None:
-        self.mesh, self.device = Mesh(**plan.mesh_sizes()), backends.compute_device()
-        self.model = Llama(shape, seed=0).to(self.device)
-        optimizer = partial(make_optimizer, lr=1e-3, weight_decay=0.1)
-        self.strategy = compose.apply(self.model, self.mesh, plan, optimizer)
-        self.precision = Precision(plan.autocast, self.device.type)
-        stream = torch.Generator().manual_seed(0)
-        tokens = torch.randint(shape.vocab_size, (batch_size, seq_len + 1), generator=stream)
-        rows = self.mesh.joint("dp", "ep")  # whose ranks have different sequences
-        parts = tokens.to(self.device).tensor_split(rows.size)[rows.rank]
-        parts = parts.tensor_split(plan.microbatches)
-        self.batch = [self.strategy.shard((t[:, :-1], t[:, 1:].contiguous())) for t in parts]
-        self.num_tokens = batch_size * seq_len
-
-    def step(self) -> None:
-        """Take a training step, and wait for the device."""
-        strategy = self.strategy
-        options = dict(max_norm=1.0, precision=self.precision)
-        parts = (self.model, [strategy], strategy.optimizer, self.batch, strategy.axis)
-        train_step(*parts, **options)
-        synchronise(self.device)
-
-    def seconds(self, steps: int) -> float:
-        """Return the median seconds of a step, after three to warm up."""
-        taken = []
-        for _ in range(3 + steps):
-            start = time.perf_counter()
-            self.step()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[3:])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
 
     add({"check": "calibrate"}, calibrated, machine)
     for setting in tried:
-        add({"check": "utilisation", **asdict(setting)}, utilisation, setting, machine)
+        add({"check": "utilisation", **setting._asdict()}, utilisation, setting, machine)
     for text in ["dp=1", *(plan.format(max(gpus, 2)) for plan in plans)]:
         add({"check": "overlap", "plan": text}, overlap, text, gpus, check.rehearse, folder)
     failed = [row.get("plan", row["check"]) for row in rows if row.get("ok") is False]
@@ -166,38 +130,72 @@ def outcome(measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, An
         return {"message": str(failed), "ok": False}
 
 
+class Trained(NamedTuple):
+    """The result of a few training steps."""
+
+    seconds: float  # of a step, the median
+    tokens_per_second: float
+    peak_bytes: int | None  # None on a CPU
+    step: Timeline
+
+
+def train(setting: Setting, plan: Plan) -> Trained:
+    """Train on random tokens; called on every rank."""
+    mesh, device = Mesh(**plan.mesh_sizes()), backends.compute_device()
+    shape = PRESETS[setting.preset]
+    model = Llama(shape, seed=0).to(device)
+    optimizer = partial(make_optimizer, lr=1e-3, weight_decay=0.1)
+    strategy = compose.apply(model, mesh, plan, optimizer)
+    if setting.compile:
+        compile_blocks(model)
+    stream = torch.Generator().manual_seed(0)
+    size = (setting.batch_size, setting.seq_len + 1)
+    tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
+    rows = mesh.joint("dp", "ep")  # whose ranks have different sequences
+    parts = tokens.tensor_split(rows.size)[rows.rank].tensor_split(plan.microbatches)
+    batch = [strategy.shard((t[:, :-1], t[:, 1:].contiguous())) for t in parts]
+    precision = Precision(plan.autocast, device.type)
+
+    def step() -> float:
+        start = time.perf_counter()
+        parts = (model, [strategy], strategy.optimizer, batch, strategy.axis)
+        train_step(*parts, max_norm=1.0, precision=precision)
+        synchronise(device)
+        return time.perf_counter() - start
+
+    seconds = statistics.median([step() for _ in range(11)][3:])  # the first three warm up
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    with timeline.record(model) as found:
+        step()
+    whole = found.gather(mesh.world).shifted()
+    return Trained(seconds, setting.batch_size * setting.seq_len / seconds, peak, whole)
+
+
 # ---------------------------------------------------------------------- several ranks
 def overlap(text: str, gpus: int, rehearse: bool, folder: Path) -> dict[str, Any]:
     """Train by a plan; return how fast, and how much is hidden. Draw a step."""
-    plan = Plan.parse(text + (",precision=bf16" if gpus else ""))
-    preset = "tiny-moe" if plan.ep > 1 else "tiny" if rehearse else "medium"
-    backend = "nccl" if gpus >= plan.num_ranks else "gloo"  # each rank a GPU, if there are as many
-    with Ranks(plan.num_ranks, backend=backend, timeout=120, sink=None) as ranks:
-        seconds, tokens, step = ranks.run(recorded, plan, preset, 64 if rehearse else 1024)[0]
+    wide = Plan.parse(text)
+    preset = "tiny-moe" if wide.ep > 1 else "tiny" if rehearse else "medium"
+    setting = Setting(preset, 8 * wide.dp * wide.ep, 64 if rehearse else 1024)
+    backend = "nccl" if gpus >= wide.num_ranks else "gloo"  # each rank a GPU, if there are as many
+    with Ranks(wide.num_ranks, backend=backend, timeout=120, sink=None) as ranks:
+        trained = ranks.run(train, setting, setting.plan(text))[0]
+    step = trained.step
     step.label = f"measured, {name_of(backends.compute_device())}, {preset}, {text}"
-    if 0 < gpus < plan.num_ranks:
+    if 0 < gpus < wide.num_ranks:
         step.label += "; ranks share a GPU and talk through the host"
-    kinds = {span.kind for span in step}
-    if plan.num_ranks > 1 and not rehearse:
+    if wide.num_ranks > 1 and not rehearse:
         name = f"gpu_timeline_{text.replace(',', '_').replace('=', '')}.png"
         draw.save(draw.timeline(step), folder / name)
+    kinds = {span.kind for span in step}
     return {
         "preset": preset,
-        "tokens_per_second": tokens / seconds,
-        "per_device": tokens / seconds / max(1, min(gpus, plan.num_ranks)),
-        "communication_ms": 1e3 * sum(o.total for o in step.overlap()) / plan.num_ranks,
+        "tokens_per_second": trained.tokens_per_second,
+        "per_device": trained.tokens_per_second / max(1, min(gpus, wide.num_ranks)),
+        "communication_ms": 1e3 * sum(o.total for o in step.overlap()) / wide.num_ranks,
         "hidden_fraction": step.hidden_fraction,
-        "ok": {"forward", "backward"} <= kinds and (plan.num_ranks == 1 or "comm" in kinds),
+        "ok": {"forward", "backward"} <= kinds and (wide.num_ranks == 1 or "comm" in kinds),
     }
-
-
-def recorded(plan: Plan, preset: str, seq_len: int) -> tuple[float, int, Timeline]:
-    """Return seconds and tokens of a step, and the timeline of one; called on every rank."""
-    learner = Learner(PRESETS[preset], plan, 8 * plan.dp * plan.ep, seq_len)
-    seconds = learner.seconds(5)
-    with timeline.record(learner.model) as found:
-        learner.step()
-    return seconds, learner.num_tokens, found.gather(learner.mesh.world).shifted()
 
 
 # ---------------------------------------------------------------------- one GPU
@@ -210,34 +208,22 @@ def calibrated(path: Path) -> dict[str, Any]:
 def utilisation(setting: Setting, machine: Path) -> dict[str, Any]:
     """Time a setting in a fresh process; add the simulator's answer for what is not compiled."""
     with Ranks(1, timeout=300, sink=None) as fresh:
-        row = fresh.run(speed, setting)[0]
-    return row if setting.compile else row | simulated(setting, machine)
-
-
-def speed(setting: Setting) -> dict[str, Any]:
-    """Train on one device; return tokens/s, FLOP/s by the model's own count, and memory."""
-    shape = PRESETS[setting.preset]
-    learner = Learner(shape, setting.plan, setting.batch_size, setting.seq_len)
-    if setting.compile:
-        compile_blocks(learner.model)
-    seconds, device = learner.seconds(10), learner.device
-    on_gpu = device.type == "cuda"
-    rate = shape.flops_per_token(setting.seq_len) * learner.num_tokens / seconds
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    return {
-        "step_ms": 1e3 * seconds,
-        "tokens_per_second": learner.num_tokens / seconds,
-        "tflops": rate / 1e12,
-        "share_of_matmul": rate / matmul_rate(device, dtype, size=8192 if on_gpu else 512),
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        trained = fresh.run(train, setting, setting.plan())[0]
+    flops = PRESETS[setting.preset].flops_per_token(setting.seq_len)  # the model's own count
+    row = {
+        "step_ms": 1e3 * trained.seconds,
+        "tokens_per_second": trained.tokens_per_second,
+        "tflops": flops * trained.tokens_per_second / 1e12,
+        "peak_bytes": trained.peak_bytes,
     }
+    return row if setting.compile else row | simulated(setting, machine)
 
 
 def simulated(setting: Setting, machine: Path) -> dict[str, Any]:
     """Return the simulated step: on the calibrated machine, and on the data sheet's."""
     device = backends.compute_device()
     size = dict(sequences=setting.batch_size, seq_len=setting.seq_len)
-    traces = trace(PRESETS[setting.preset], setting.plan, on_cpu=device.type == "cpu", **size)
+    traces = trace(PRESETS[setting.preset], setting.plan(), on_cpu=device.type == "cpu", **size)
     row = {"simulated_bytes": sum(traces.at_peak().values())}
     row["simulated_ms"] = 1e3 * replay(traces, hardware.load(machine)).seconds
     name = name_of(device).lower().replace(" ", "")

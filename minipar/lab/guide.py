@@ -6,10 +6,7 @@ that FSDP alone would take. No number in the figure is typed in.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,6 +14,7 @@ from minipar.lab.draw import pen
 from minipar.sim import footprint, planner
 from minipar.sim.planner import PlanConfig, Ranked, Search
 
+OUT = "notebooks/assets/guide.png"
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b")
 GPUS = (8, 64, 512)
 NETWORKS = {
@@ -135,19 +133,5 @@ def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
         pen.text(ax, x, y - 0.12 - 0.15 * i, line, **small)
 
 
-@dataclass(frozen=True)
-class Guide:
-    """Draw which plan to choose when."""
-
-    out: Path = Path("notebooks/assets/guide.png")
-    """Where to draw."""
-
-
-def main() -> None:
-    """Ask, and draw."""
-    out = tyro.cli(Guide).out  # first: asking takes half a minute
-    print(pen.save(guide(ask()), out))
-
-
 if __name__ == "__main__":
-    main()
+    print(pen.save(guide(ask()), OUT))

@@ -342,12 +342,7 @@ class MemoryLedger(LiveBytes):
 
 
 def budget(num_bytes: float, model: nn.Module | None = None) -> MemoryLedger:
-    """Allow the body of a ``with`` at most `num_bytes` on the device; return what counts them.
-
-    Raises `OverBudget` as `MemoryLedger` does, and `ValueError` for a budget that is none.
-    """
-    if not num_bytes > 0:
-        raise ValueError(f"a budget of {num_bytes} bytes is none; use a positive number")
+    """Allow the body of a ``with`` at most `num_bytes` on the device, or raise `OverBudget`."""
     return MemoryLedger(model, budget=num_bytes)
 
 

@@ -40,26 +40,22 @@ FOREIGN = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\User
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """Return the notebooks among `paths`, and those in folders. Raises `FileNotFoundError`."""
-    found: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"there is no {path}")
-        notebooks = [path] if path.is_file() else sorted(path.glob("*.ipynb"))
-        found += [p for p in notebooks if ".ipynb_checkpoints" not in p.parts]
-    return found
+    """Return the notebooks among `paths`, and those in folders."""
+    return [
+        p for path in paths for p in ([path] if path.is_file() else sorted(path.glob("*.ipynb")))
+    ]
 
 
 # ====================================================================== executing
-def execute(notebook: NotebookNode, folder: Path, timeout: float = CELL_TIMEOUT) -> None:
+def execute(notebook: NotebookNode, folder: Path) -> None:
     """Run all cells, in place, in a fresh kernel that works in `folder`.
 
     Raises `CellExecutionError` for an error outside of the cells tagged ``raises-exception``, and
-    `CellTimeoutError` for a cell that takes longer than `timeout` seconds.
+    `CellTimeoutError` for a cell that takes longer than `CELL_TIMEOUT` seconds.
     """
     client = NotebookClient(
         notebook,
-        timeout=timeout,
+        timeout=CELL_TIMEOUT,
         kernel_name="python3",
         extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
         resources={"metadata": {"path": str(folder)}},
@@ -213,13 +209,9 @@ def learn_slips(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     known = {}
     for asked in map(exercises.Exercise, files):
         for seed in range(20):
-            told: dict[str, str] = {}
-            found = [
-                (_failure(asked, wrong, seed), wrong.sentence) for wrong in asked.wrongs.values()
-            ]
-            if all(
-                mark and told.setdefault(mark, sentence) == sentence for mark, sentence in found
-            ):
+            marks = {wrong: _failure(asked, wrong, seed) for wrong in asked.wrongs.values()}
+            told = {mark: wrong.sentence for wrong, mark in marks.items()}
+            if all(mark and told[mark] == wrong.sentence for wrong, mark in marks.items()):
                 known[asked.id] = {"seed": seed, "told": told}
                 break
         else:
@@ -277,14 +269,14 @@ def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
 
 
 # ====================================================================== the command
-def publish(path: Path, timeout: float = CELL_TIMEOUT) -> list[str]:
+def publish(path: Path) -> list[str]:
     """Execute and normalise a notebook and write it; return what is wrong with it.
 
     A notebook whose execution fails is left as it was.
     """
     notebook = nbformat.read(path, as_version=4)
     try:
-        execute(notebook, path.parent, timeout)
+        execute(notebook, path.parent)
     except (CellExecutionError, CellTimeoutError) as error:
         return [f"execution failed: {error}"]
     normalise(notebook, path.resolve().parents[1])
@@ -299,27 +291,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="execute nothing, change nothing")
     parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
-    parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, help="seconds per cell")
     asked = parser.parse_args(arguments)
-    try:
-        notebooks = find(asked.paths)
-    except FileNotFoundError as error:
-        parser.error(str(error))
+    notebooks, found = find(asked.paths), 0
     if asked.handout is not None:
-        if asked.handout.exists():
-            parser.error(f"--handout {asked.handout} is there already; name a new folder")
         print(*hand_out(notebooks, asked.handout), sep="\n")
         return 0
     if asked.slips:
         for folder in {path.parent / "solutions" for path in notebooks}:
             print(slips.write(folder, learn_slips(sorted(folder.glob("ex_*.py")))))
         return 0
-    found = 0
     for path in notebooks:
-        if asked.check:
-            wrong = complaints(nbformat.read(path, as_version=4))
-        else:
-            wrong = publish(path, asked.timeout)
+        wrong = complaints(nbformat.read(path, as_version=4)) if asked.check else publish(path)
         print("\n".join([f"{path}: {'ok' if not wrong else ''}".rstrip(), *wrong]), flush=True)
         found += len(wrong)
     return int(found > 0)

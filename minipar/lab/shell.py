@@ -84,13 +84,6 @@ class _LastValue(DisplayHook):
         _show(format_dict, md_dict)
 
 
-class NoExit(RuntimeError):
-    """A cell on the ranks called ``quit()``."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"quit() does nothing here: {self}"]
-
-
 class RankShell(InteractiveShell):
     """The IPython of one rank. A traceback is kept instead of printed: the notebook shows it."""
 
@@ -101,10 +94,6 @@ class RankShell(InteractiveShell):
 
     def enable_gui(self, gui: str | None = None) -> None:
         pass  # a rank has no windows
-
-    def ask_exit(self) -> None:
-        """Refuse ``quit()``, which calls this method."""
-        raise NoExit("the ranks end with the notebook; ranks.restart() there makes fresh ones")
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         worker.shield()  # being stopped while the error is put into words would lose the words

@@ -10,8 +10,8 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.lab import draw
-from minipar.lab.bench.contenders import ADAMW
 from minipar.lab.bench.race import RaceConfig
+from minipar.lab.bench.strategies import ADAMW
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline

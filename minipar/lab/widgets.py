@@ -89,40 +89,24 @@ def explore(
 ) -> Explorer:
     """Return `draw_fn`'s picture with a control per argument; it is drawn anew when one moves.
 
-    A control is ``(low, high)`` or ``(low, high, step)`` for a slider, a list or a dict of choices,
-    True or False for a box to tick, or a widget. Sliders start at the argument's default if it has
-    one. With `only_if={"v": lambda name, **_: name in LOOPED}` v is greyed out for other names.
-    Raises `ValueError` for anything else, and what the first drawing raises.
+    A control is ``(low, high)`` or ``(low, high, step)`` for a slider, or a list or a dict of
+    choices. Sliders start at the argument's default if it has one. With `only_if={"v": lambda name,
+    **_: name in LOOPED}` v is greyed out for other names. Raises what the first drawing raises.
     """
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(draw_fn).parameters.items()
-        if parameter.default is not parameter.empty
-    }
-    sliders = {name: _control(name, how, defaults.get(name)) for name, how in controls.items()}
-    if unknown := (only_if or {}).keys() - sliders.keys():
-        raise ValueError(f"only_if speaks of {sorted(unknown)}, but the controls are {[*sliders]}")
+    defaults = {name: p.default for name, p in inspect.signature(draw_fn).parameters.items()}
+    sliders = {name: _control(name, how, defaults[name]) for name, how in controls.items()}
     return Explorer(draw_fn, sliders, only_if)
 
 
 def _control(name: str, how: Any, default: Any) -> Any:
     style = {"description": name, "continuous_update": False}
-    if isinstance(how, ipywidgets.Widget):
-        return how
-    if isinstance(how, bool):
-        return ipywidgets.Checkbox(how, description=name)
-    if isinstance(how, list | Mapping) and how:
-        choices = list(how.items()) if isinstance(how, Mapping) else how
-        values = list(how.values()) if isinstance(how, Mapping) else how
-        start = default if default in values else values[0]
-        return ipywidgets.SelectionSlider(options=choices, value=start, **style)
-    if isinstance(how, tuple) and len(how) in (2, 3) and how[0] < how[1]:
+    if isinstance(how, tuple):
         whole = all(isinstance(number, int) for number in how)
-        kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
         low, high, step = *how[:2], how[2] if len(how) == 3 else (1 if whole else 0.1)
         start = default if isinstance(default, int | float) and low <= default <= high else low
+        kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
         return kind(value=start, min=low, max=high, step=step, **style)
-    raise ValueError(
-        f"{name}={how!r} is no control; use (low, high), (low, high, step), [choice, ...], "
-        "{name: choice, ...}, True, False, or a widget"
-    )
+    options = how if isinstance(how, Mapping) else {str(choice): choice for choice in how}
+    values = [*options.values()]
+    start = default if default in values else values[0]
+    return ipywidgets.SelectionSlider(options=[*options.items()], value=start, **style)

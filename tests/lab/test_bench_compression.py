@@ -31,13 +31,13 @@ MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.js
 def rows_of(**gaps: tuple[float, list[float]]) -> list[dict]:
     """Rows of fp32 and of others, given as (bytes, gaps to fp32 of two runs)."""
     learned = {"fp32": [Learned([6.0, 2.0], 2.0, 4e6), Learned([5.0, 3.0], 3.0, 4e6)]}
-    timed = {"fp32": Timed([0.1, 0.2, 0.4], [0.08] * 3, [0.05] * 3)}
+    timed = {"fp32": Timed([0.1, 0.2, 0.4], [0.05] * 3)}
     for name, (num_bytes, values) in gaps.items():
         learned[name] = [
             Learned([6.0, loss + gap], loss + gap, num_bytes)
             for loss, gap in zip((2.0, 3.0), values, strict=True)
         ]
-        timed[name] = Timed([0.1, 0.2, 0.1], [0.02] * 3, [0.01] * 3)
+        timed[name] = Timed([0.1, 0.2, 0.1], [0.01] * 3)
     config = CompressionConfig(steps=2)
     return [bench._row(config, name, learned, timed) for name in learned]
 
@@ -84,34 +84,13 @@ def test_every_method_has_a_dot_and_a_name():
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     hollow = [dot for dot in dots if dot.get_markerfacecolor() == draw.PAPER]
     assert len(dots) == len(rows) and len(hollow) == 1  # int8, no feedback
-    with pytest.raises(ValueError, match="no row"):
-        draw_compression.accuracy([])
 
 
 def test_seconds_stretch_the_steps():
     """A method whose step takes half as long is done in half the time."""
-    rows = rows_of(int8=(1e6, [0.1, 0.3]))
-    for against, ends in (("step", (2, 2)), ("seconds", (0.4, 0.2))):
-        drawn = draw_compression.convergence(rows, against=against, methods=["fp32", "int8"])
-        ax = drawn.axes[0]  # in whose data are curves, not what leads to their names
-        curves = (line for line in ax.lines if line.get_transform() == ax.transData)
-        lines = [line for line in curves if len(line.get_xdata()) == 2]
-        assert tuple(line.get_xdata()[-1] for line in lines) == pytest.approx(ends)
-    with pytest.raises(ValueError, match="no row of 'zip'; there are fp32, int8"):
-        draw_compression.convergence(rows, methods=["zip"])
-
-
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        (dict(steps=0), "--steps, --seeds"),
-        (dict(methods=("zip",)), "--methods .'zip'.: use some of \"fp32\""),
-        (dict(link="5gbe"), "5gbe"),
-    ],
-)
-def test_bad_values_are_refused(changes, word):
-    with pytest.raises(ValueError, match=word):
-        replace(SMALL, **changes).check()
+    ax = draw_compression.convergence(rows_of(int8=(1e6, [0.1, 0.3]))).axes[0]
+    curves = [line for line in ax.lines if line.get_transform() == ax.transData]
+    assert [line.get_xdata()[-1] for line in curves] == pytest.approx([0.4, 0.2])
 
 
 def test_the_bench_knows_every_method():
@@ -127,8 +106,7 @@ def test_bench_writes_rows(tmp_path, capfd):
     under way at the end left out (half of the delayed gradients)."""
     names = ("int8", "PowerSGD rank 1", "DiLoCo delayed", "delayed gradients")
     path = tmp_path / "rows.json"
-    config = replace(SMALL, methods=names, json=str(path))
-    rows = bench.run(config)
+    rows = bench.run(replace(SMALL, json=str(path)), ("fp32", *names))
     out, _ = capfd.readouterr()
     assert json.loads(path.read_text(encoding="utf-8")) == rows
     assert [row["method"] for row in rows] == ["fp32", *names]
@@ -137,9 +115,9 @@ def test_bench_writes_rows(tmp_path, capfd):
     assert by_name["delayed gradients"]["share"] == pytest.approx(1, abs=1e-3)  # to the last one
     assert by_name["fp32"]["num_bytes"] == pytest.approx(758_912 * 4, rel=1e-3)  # 2 (n-1)/n = 1
     for row in rows:
-        assert 0 <= row["exposed_ms"] <= row["communication_ms"] and row["step_ms"] > 0
+        assert 0 <= row["exposed_ms"] < row["step_ms"]
         assert len(row["losses"]) == 2 and row["method"] in out
-    assert by_name["fp32"]["communication_ms"] > 90  # what the emulated link takes
+    assert by_name["fp32"]["step_ms"] > 90  # what the emulated link takes
 
 
 def test_the_committed_numbers_are_of_all_methods():

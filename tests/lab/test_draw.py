@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import math
 import subprocess
 import sys
@@ -144,8 +143,6 @@ def test_the_finding_the_label_and_only_what_occurs():
     assert "After backward" in words and words.count("Measured, 4 ranks.") == 1
     assert {"dp all-reduce, hidden", "dp all-reduce, exposed", "waits"} <= set(words)
     assert not {"weight gradient", "copy", "pale: hidden"} & set(words)
-    words = texts(draw.timeline(step(True), xlim=(0, 30)))
-    assert "forward" in words and not {"backward", "waits"} & set(words)
     assert draw.pen.in_words(draw.before_after({"a": step(False), "b": step(True)})).startswith(
         "a. 190 ms a step, nothing hidden. b. 145 ms"
     )
@@ -194,10 +191,6 @@ def test_all_blocks_have_a_number_or_none():
     short = Span("forward", "layers.9", 0, 0.141, 0.143)
     crowded = texts(draw.timeline(Timeline([*step(True, ranks=1).spans, short])))
     assert not [w for w in crowded if w.isdigit()] and "number: layer" not in crowded
-    ends = [0.0, 0.02, 0.021, 0.1]
-    named = [Span("forward", "block", 0, *ab) for ab in itertools.pairwise(ends)]
-    assert "block" in texts(draw.timeline(Timeline(named[::2])))
-    assert "block" not in texts(draw.timeline(Timeline(named)))
 
 
 @pytest.mark.slow
@@ -228,8 +221,6 @@ def test_messages_are_bars_of_their_own_however_short():
 def test_empty_timelines_are_refused():
     with pytest.raises(ValueError, match="Overlapped has no spans"):
         draw.before_after({"Naive": step(False), "Overlapped": Timeline()})
-    with pytest.raises(ValueError, match="no timeline"):
-        draw.before_after({})
 
 
 # ---------------------------------------------------------------------- meshes, collectives
@@ -306,13 +297,6 @@ def test_every_collective_can_be_drawn(verb):
     assert sum(w.lstrip("Σ").isdigit() for w in words) == cells
 
 
-def test_pictures_that_do_not_exist():
-    with pytest.raises(ValueError, match="no picture of 'reduce_all'; there are all_reduce, "):
-        draw.collective("reduce_all")
-    with pytest.raises(ValueError, match="size=64"):
-        draw.collective("all_reduce", 64)
-
-
 # ---------------------------------------------------------------------- shares of the data
 def test_shares_are_those_that_training_deals_out():
     """Every cell has the colour of the rank that `train.data.share` gives its sample to."""
@@ -326,9 +310,6 @@ def test_shares_are_those_that_training_deals_out():
         for rank in range(4):
             for sample in share(batch, rank, 4).tolist():
                 assert shown[sample] == draw.RANK[rank]
-    for order, size, batch in ([1], 1, 1), ([], 2, 1), ([1], 2, 50):
-        with pytest.raises(ValueError, match="make no picture"):
-            draw.shares(order, size, batch)
 
 
 def ring(size):
@@ -353,13 +334,6 @@ def test_rounds_frame_what_has_just_arrived():
     assert [fills.count(draw.RANK[r]) for r in range(3)] == [1 + 2 + 3] * 3
     assert texts(figure).count("rank 0") == 1  # named once on a line of panels
     assert {"A ring", "round 0", "round 2"} <= set(texts(figure))
-
-
-def test_rounds_that_cannot_be_read():
-    with pytest.raises(ValueError, match="0 ranks of 0 blocks"):
-        draw.rounds({})
-    with pytest.raises(ValueError, match="9 ranks of 9 blocks"):
-        draw.rounds(ring(9))
 
 
 # ---------------------------------------------------------------------- curves and bars
@@ -413,8 +387,6 @@ def test_curves_on_logarithmic_axes_with_points():
     assert all(0 <= t.get_position()[1] <= 1.2 for t in ax.texts)
     own = draw.curves({"a": (x, x), "_measured": (x, x)}, points=["_measured"])
     assert "a" in texts(own) and "_measured" not in texts(own)
-    with pytest.raises(ValueError, match="curve 'a' has 2 x and 1 y"):
-        draw.curves({"a": ([1, 2], [1])})
 
 
 def test_bars_plain_and_stacked():
@@ -431,8 +403,6 @@ def test_bars_plain_and_stacked():
     assert "100 %" not in shares and {"30", "70", "99.9"} <= set(shares) and "0.1" not in shares
     chosen = draw.bars({"ddp": {"optimizer": 12}}, colours={"optimizer": "#123456"})
     assert {to_hex(p.get_facecolor()) for p in chosen.axes[0].patches} == {"#123456"}
-    with pytest.raises(ValueError, match="'a' has a negative value"):
-        draw.bars({"a": -1})
 
 
 def test_bars_on_a_scale_of_their_own():
@@ -533,15 +503,6 @@ def test_objects_draw_themselves_in_ipython():
         del draw.DRAWN[Schedule]
     finally:
         InteractiveShell.clear_instance()
-
-
-@pytest.mark.slow
-def test_a_saved_timeline_draws_the_same(tmp_path):
-    t = step(True)
-    again = Timeline.load(t.save(tmp_path / "t.json"))
-    assert draw.png(draw.timeline(again)) == draw.png(draw.timeline(t))
-    assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["label"] == t.label
-    assert not math.isnan(again.hidden_fraction)
 
 
 def test_a_short_logarithmic_axis_has_enough_ticks():

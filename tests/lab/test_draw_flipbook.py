@@ -85,14 +85,6 @@ def test_names_and_values_are_text(hostile):
     assert hostile in text, "escaped in the picture, too"
 
 
-def test_too_much_and_nothing_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="leaves nothing to draw"):
-        flip(bars, height=[])
-    monkeypatch.setattr(flipbook, "MAX_BYTES", 3_000)
-    with pytest.raises(ValueError, match=r"6 frames take \d+ kB, at most 3 .*; use about \d of"):
-        flip(bars, height=range(1, 7))
-
-
 def test_a_notebook_shows_the_first_frame_and_then_the_book():
     """The frame of the defaults. Mutant: the frame of the least values."""
     book = flip(bars, height=range(1, 8))

@@ -6,6 +6,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
+from minipar.lab.draw import gradients
 from minipar.lab.draw.gradients import kept
 from tests.lab.figures import words as texts
 
@@ -20,10 +21,15 @@ def heights(figure, colour):
     ]
 
 
+@pytest.fixture(autouse=True)
+def five_numbers(monkeypatch):
+    monkeypatch.setattr(gradients, "COUNT", 5)
+
+
 def test_bars_are_the_numbers_and_red_is_what_became_zero():
     """Mutants: all versions drawn as the truth, or red where the truth itself is zero."""
     largest = torch.tensor([3.0, 0.0, 0.0, 0.0, 2.0, 0.0])
-    figure = kept({"truth": TRUTH, "largest": largest}, count=5)
+    figure = kept({"truth": TRUTH, "largest": largest})
     blue = torch.tensor(heights(figure, draw.KIND["backward"]))
     assert blue.tolist() == pytest.approx((0.46 / 3 * largest[:5]).tolist())
     red = torch.tensor(heights(figure, draw.EXPOSED))
@@ -33,13 +39,6 @@ def test_bars_are_the_numbers_and_red_is_what_became_zero():
 def test_the_error_is_that_of_all_numbers_not_of_those_shown():
     almost = TRUTH.clone()
     almost[-1] = 0
-    said = texts(kept({"truth": TRUTH, "almost": almost}, count=5))
+    said = texts(kept({"truth": TRUTH, "almost": almost}))
     assert f"{100 * 40 / TRUTH.norm().item():.2g} % off" in said
     assert "6 numbers" in said
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match="'short' has 2 numbers and 'truth' 6"):
-        kept({"truth": TRUTH, "short": TRUTH[:2]})
-    with pytest.raises(ValueError, match="show nothing"):
-        kept({"truth": TRUTH}, start=3, count=1)

@@ -50,7 +50,7 @@ def test_a_pending_sum_is_a_sheet_of_full_size_per_rank():
 
 @pytest.mark.slow
 def test_what_all_have_alike_is_grey_and_everything_fits_the_paper():
-    figure = formula([X, "·", A, "=", H, "·", B, "=", Y], size=4, title="a", note="b")
+    figure = formula([X, "·", A, "=", H, "·", B, "=", Y], size=4, title="a")
     assert [patch[0] for patch in patches(figure)].count(SAME) == 1
     width, height = figure.get_size_inches()
     for _, x, y, across, down in patches(figure):
@@ -80,18 +80,3 @@ def test_blocks_go_where_the_library_sends_them():
     numbers = [t for t in texts(figure) if t.replace(" ", "").isdigit()]
     assert numbers[:3] == ["1", "2", "3"]  # of q, what rank 0 sends
     assert {"0 1", "2 3"} <= set(numbers) and "0 2" not in numbers
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match="size=3 for 4 heads"):
-        swap(PRESETS["tiny"], 3)
-    with pytest.raises(ValueError, match="cut='diagonal' of A"):
-        Matrix("A", "D", "F", cut="diagonal")
-    with pytest.raises(ValueError, match="cut and pending"):
-        Matrix("A", "D", "F", cut="rows", pending=True)
-    with pytest.raises(ValueError, match=r"Q\[Z, D\]: give `lengths`"):
-        formula([Matrix("Q", "Z", "D")])
-    with pytest.raises(ValueError, match="size=9"):
-        formula([X], size=9)
-    with pytest.raises(ValueError, match="at most 6 ranks"):
-        heads(PRESETS["tiny"], [8])

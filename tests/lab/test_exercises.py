@@ -199,28 +199,6 @@ def test_an_answer_of_another_kind_gets_a_sentence(number):
         assert "object" not in text or "this is no answer (" in text
 
 
-@pytest.mark.parametrize("part", ["check", "run"])
-def test_a_bug_of_ours_is_not_laid_at_the_learners_door(part, monkeypatch):
-    """Mutant: "this is no answer: tensor(...) (AttributeError: ...)", for a right one."""
-    asked = exercise("2.1")
-
-    def misspelt(*_):
-        raise AttributeError("no attribute 'sizee'")
-
-    def misspelt_run(answer, axis, *given):
-        answer(*given, axis)
-        misspelt()
-
-    if part == "check":
-        monkeypatch.setitem(asked.checks, "result", misspelt)
-    else:
-        monkeypatch.setattr(asked, "run", misspelt_run)
-    cell = compile("lambda tensor, axis: None", "<cell>", "eval")  # not in the file of the bug
-    for answer in (asked.solution, eval(cell)):
-        with pytest.raises(RuntimeError, match="(?s)of exercise 2.1 has a bug, not .*'sizee'"):
-            check("2.1", answer)
-
-
 def test_who_has_left_the_function_called_no_barrier():
     def only_rank_0(tensor, axis):
         if axis.rank == 0:

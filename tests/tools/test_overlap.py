@@ -127,19 +127,15 @@ def test_who_is_waited_for_is_not_told_of_groups_that_are_not_known(tmp_path):
     assert parts.waited == [] and "all_gather" in str(parts)
 
 
-def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
+def test_names_of_strangers_move_no_cursor(tmp_path, capsys):
     document = steps_trace(0)
-    document["traceEvents"][0]["name"] = "ProfilerStep#<script>"
     for event in document["traceEvents"]:
-        event["name"] = event["name"].replace("train.py", "<img src=x onerror=alert()>\x1b[2J")
+        event["name"] = event["name"].replace("train.py", "train\x1b[2J")
     path = write(tmp_path / "a.json", document)
-    looking.overlap(looking.Overlap([str(path)], str(tmp_path / "page.html")))
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x" in page
-    assert "data:image/png;base64," in page and "http" not in page
+    looking.overlap(looking.Overlap([str(path)], str(tmp_path / "a.png")))
     said = capsys.readouterr().out
-    assert "\x1b" not in page + said
-    assert said.endswith("page.html: ProfilerStep#4\n")  # of two, the one after a warm-up
+    assert "\x1b" not in said
+    assert said.endswith("a.png: ProfilerStep#4\n")  # of two, the one after a warm-up
     looking.overlap(looking.Overlap([str(path)], json=True))
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0

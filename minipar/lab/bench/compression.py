@@ -1,39 +1,47 @@
 """`minipar bench compression`: how much every way to send less saves, and costs in accuracy.
 
 Two measurements. *Accuracy*: each method trains the same Llama on the same batches, several times
-from different weights, as fast as this machine goes; its loss is compared with that of fp32 from
-the same weights. The ledger counts what each rank sends meanwhile. *Time*: on an emulated link all
-methods take turns of a few steps, in changing order, as machines drift; what counts is the median
-of the turns. A turn is as long as its slowest rank makes it.
+from different weights, as fast as this machine goes; its loss is compared with the loss of fp32
+from the same weights. The ledger counts what each rank sends meanwhile. *Time*: on an emulated link
+all methods take turns of a few steps, in changing order; the median of the turns counts. A turn is
+as long as its slowest rank makes it.
 
-How much is chance? "fp32 disturbed" trains from weights that differ by one part in a million: a gap
-to fp32 as small as its own says nothing.
-
-Limits. Times are those of ranks that share the cores of one machine: compressing takes time from
-computing, which an accelerator would have to spare. Losses are those of a short run of a small
-model: enough to tell what hurts from what does not, not to promise that a long run is unharmed.
+"fp32 disturbed" trains from weights that differ by one part in a million: a gap to fp32 as small as
+its own is chance. Ranks share the cores of one machine: compressing takes time from computing,
+which an accelerator would have to spare. Losses are of a short run of a small model.
 """
 
 import math
 import statistics
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.emulate import link
 from minipar.lab.bench import race
-from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TURN
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
-from minipar.parallel import local_sgd
+from minipar.parallel import ddp, local_sgd
+from minipar.parallel.base.strategy import Strategy
+from minipar.parallel.compression.codecs import (
+    Compressor,
+    Fp8,
+    Half,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+)
+from minipar.parallel.compression.feedback import Compressed
 from minipar.train.corpus import load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
@@ -45,14 +53,76 @@ BATCH_SIZE, SEQ_LEN = 4, 64  # sequences per rank and step, tokens per sequence
 PEAK_LR = 1e-3
 """The learning rate of AdamW. With 2e-3, runs that differ by one part in a million at the start end
 as far apart as methods."""
+TURN = 8  # steps; methods that do not talk in every step do so every 8, so once in a turn
+
+# ---------------------------------------------------------------------- the methods
+CODECS: dict[str, tuple[str, Callable[[], Compressor]]] = {
+    "fp16": ("rounding", lambda: Half(torch.float16)),
+    "bf16": ("rounding", lambda: Half(torch.bfloat16)),
+    "int8": ("rounding", Int8),
+    "int8 stochastic": ("rounding", lambda: Int8(stochastic=True)),
+    "fp8 e4m3": ("rounding", lambda: Fp8(kind="e4m3")),
+    "fp8 e5m2": ("rounding", lambda: Fp8(kind="e5m2")),
+    "sign": ("rounding", Sign),
+    "top-k 10 %": ("fewer numbers", lambda: TopK(0.1)),
+    "top-k 1 %": ("fewer numbers", lambda: TopK(0.01)),
+    "random-k 10 %": ("fewer numbers", lambda: RandomK(0.1)),
+    "random-k 1 %": ("fewer numbers", lambda: RandomK(0.01)),
+    "PowerSGD rank 4": ("low rank", lambda: PowerSGD(rank=4)),
+    "PowerSGD rank 1": ("low rank", lambda: PowerSGD(rank=1)),
+}
+"""Compressors of buckets, each with what it spares."""
+WITHOUT_FEEDBACK = ("int8", "fp8 e5m2", "sign", "top-k 1 %", "random-k 1 %", "PowerSGD rank 4")
+"""Compressors that also train without error feedback, which mends their bias."""
+SELDOM = {
+    "delayed gradients": {},
+    "local SGD": dict(every=TURN),
+    "post-local SGD": dict(method="local sgd", every=TURN),  # the first half of the steps together
+    "DiLoCo": dict(every=TURN),
+    "DiLoCo delayed": dict(every=TURN),
+    "DiLoCo streaming": dict(every=TURN),
+}
+"""Options of `local_sgd.apply`; the method is the name in small letters."""
+REFERENCE, CHANCE = "fp32", "fp32 disturbed"
+METHODS: dict[str, str] = {
+    REFERENCE: "exact",
+    CHANCE: "exact",
+    **{
+        name + ending: family
+        for name, (family, _) in CODECS.items()
+        for ending in ("", ", no feedback")[: 1 + (name in WITHOUT_FEEDBACK)]
+    },
+    **dict.fromkeys(SELDOM, "less often, or late"),
+}
+"""Every method by the name that a table shows, with its family: what it spares."""
 
 
+def attach(
+    name: str, model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer, steps: int
+) -> Strategy:
+    """Make `model` train along `axis` by the method of that name, for so many steps."""
+    if name in SELDOM:
+        options = {"method": name.lower(), **SELDOM[name]}
+        if name == "post-local SGD":
+            options["synchronous_steps"] = steps // 2
+        return local_sgd.apply(model, axis, optimizer, average=False, **options)
+    if name == CHANCE:
+        stream = torch.Generator().manual_seed(1)
+        for p in model.parameters():
+            p.data *= 1 + 1e-6 * torch.randn(p.shape, generator=stream).to(p)
+    if METHODS[name] == "exact":
+        return ddp.apply(model, axis, average=False)
+    make = CODECS[name.removesuffix(", no feedback")][1]
+    feedback = False if name.endswith(", no feedback") else None  # None: where there is a bias
+    reduce = Compressed(make(), error_feedback=feedback)
+    return ddp.apply(model, axis, average=False, reduce=reduce)
+
+
+# ---------------------------------------------------------------------- the command
 @dataclass(frozen=True)
 class CompressionConfig:
     """Compare every way to send less: bytes, exposed communication, step time, loss beside fp32."""
 
-    methods: tuple[str, ...] = tuple(METHODS)
-    """The methods; fp32 is always among them."""
     steps: int = 96
     """Training steps before losses are compared."""
     seeds: int = 2
@@ -64,33 +134,18 @@ class CompressionConfig:
     json: str = ""
     """Also write the rows to this file; notebook 04a draws them."""
 
-    def check(self) -> None:
-        """Raise `ValueError` for values that cannot work."""
-        if min(self.steps, self.seeds, self.turns) < 1:
-            raise ValueError("--steps, --seeds and --turns need 1 or more")
-        if unknown := [name for name in self.methods if name not in METHODS]:
-            known = ", ".join(f'"{name}"' for name in METHODS)
-            raise ValueError(f"--methods {unknown}: use some of {known}")
-        link.parse(self.link)
-        race.check_file(self.json)
 
-    @property
-    def names(self) -> list[str]:
-        """Return the methods to compare, the reference first."""
-        return list(dict.fromkeys([REFERENCE, *self.methods]))
-
-
-def run(config: CompressionConfig) -> list[dict[str, Any]]:
-    """Run the comparison, print its table, and return a row per method."""
-    config.check()
+def run(config: CompressionConfig, names: Sequence[str] = tuple(METHODS)) -> list[dict[str, Any]]:
+    """Run the comparison, print its table, and return a row per method; fp32 is the first."""
+    link.parse(config.link)  # an error now, and not after hours
     learned: dict[str, list[Learned]] = {}
     with race.pool(RANKS, config.link) as ranks:
-        for name in config.names:
+        for name in names:
             learned[name] = [ranks.run(learn, config, name, s)[0] for s in range(config.seeds)]
             loss = statistics.mean(one.validation for one in learned[name])
             print(f"{name}: loss {loss:.3f} after {config.steps} steps", flush=True)
-        timed = ranks.run(measure, config)[0]
-    rows = [_row(config, name, learned, timed) for name in config.names]
+        timed = ranks.run(measure, config, names)[0]
+    rows = [_row(config, name, learned, timed) for name in names]
     print("\n" + table(rows) + "\n\n" + fine_print(rows))
     race.save(rows, config.json)
     return rows
@@ -104,7 +159,7 @@ class Contender:
         self.mesh, self.steps, self.done = mesh, steps, 0
         self.model = Llama(SHAPE, seed=seed)
         self.optimizer = make_optimizer(self.model, lr=PEAK_LR, weight_decay=0.1)
-        self.strategy = METHODS[name].attach(self.model, mesh.dp, self.optimizer, steps)
+        self.strategy = attach(name, self.model, mesh.dp, self.optimizer, steps)
         self.batches = batches_of("train", mesh.dp, seed).forever()
 
     def step(self) -> float:
@@ -143,8 +198,7 @@ def _corpus() -> Any:
     return load_corpus("stdlib", ByteTokenizer())
 
 
-@dataclass
-class Learned:
+class Learned(NamedTuple):
     """The result of one run of one method."""
 
     losses: list[float]  # of every step, nats per token
@@ -165,22 +219,20 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
     return Learned(losses, contender.validate(), num_bytes)
 
 
-@dataclass
-class Timed:
+class Timed(NamedTuple):
     """Means of every turn of one method, in seconds per step."""
 
     step: list[float]  # of the slowest rank
-    communication: list[float]  # mean over the ranks
-    exposed: list[float]
+    exposed: list[float]  # mean over the ranks
 
 
-def measure(config: CompressionConfig) -> dict[str, Timed]:
+def measure(config: CompressionConfig, names: Sequence[str]) -> dict[str, Timed]:
     """Run all methods in turns on the emulated link; called on every rank.
 
     A turn begins with a step that does not count: its messages may travel while the turn begins.
     """
     mesh, steps = Mesh(dp=RANKS), 3 + (1 + TURN) * config.turns
-    field = {name: Contender(mesh, name, 0, steps) for name in config.names}
+    field = {name: Contender(mesh, name, 0, steps) for name in names}
     recorded: dict[str, list[Timeline]] = {name: [] for name in field}
 
     def turn(name: str) -> None:
@@ -189,22 +241,21 @@ def measure(config: CompressionConfig) -> dict[str, Timed]:
                 field[name].step()
         recorded[name].append(record)
 
-    steps_of = {name: contender.step for name, contender in field.items()}
-    turns_of = {name: partial(turn, name) for name in field}
-    measured = race.race(turns_of, mesh.dp, config.link, config.turns, lead=steps_of)
-    mine = {name: [_waits(record) for record in every] for name, every in recorded.items()}
-    by_rank, timed = all_gather_object(mine, mesh.dp), {}
-    for name, one in measured.items():
-        turns = torch.tensor([rank[name] for rank in by_rank], dtype=torch.float64)  # [n, turns, 2]
-        communication, exposed = (turns.mean(0) / TURN).T.tolist()
-        timed[name] = Timed([seconds / TURN for seconds in one.seconds], communication, exposed)
-    return timed
-
-
-def _waits(recorded: Timeline) -> tuple[float, float]:
-    """Return seconds of communication of this rank, and the part of them that was exposed."""
-    overlaps = recorded.overlap()
-    return sum(o.total for o in overlaps), sum(o.exposed for o in overlaps)
+    lead = {name: contender.step for name, contender in field.items()}
+    turns = {name: partial(turn, name) for name in field}
+    measured = race.race(turns, mesh.dp, config.link, config.turns, lead=lead)
+    waits = {
+        name: [sum(o.exposed for o in record.overlap()) / TURN for record in records]
+        for name, records in recorded.items()
+    }
+    of_ranks = all_gather_object(waits, mesh.dp)
+    return {
+        name: Timed(
+            [seconds / TURN for seconds in one.seconds],
+            [statistics.mean(each) for each in zip(*(w[name] for w in of_ranks), strict=True)],
+        )
+        for name, one in measured.items()
+    }
 
 
 # ---------------------------------------------------------------------- the table
@@ -223,10 +274,9 @@ def _row(
         "steps": config.steps,
         "seeds": config.seeds,
         "method": name,
-        "family": METHODS[name].family,
+        "family": METHODS[name],
         "num_bytes": num_bytes,
         "share": num_bytes / statistics.mean(run.num_bytes for run in exact),
-        "communication_ms": statistics.median(times.communication) * 1e3,
         "exposed_ms": statistics.median(times.exposed) * 1e3,
         "step_ms": statistics.median(times.step) * 1e3,
         **race.ratios(times.step, timed[REFERENCE].step),
@@ -253,7 +303,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ("method", "{method}"),
         ("bytes/step", "{num_bytes:,.0f}"),
         ("of fp32", "{share:.1%}"),
-        ("on the link", "{communication_ms:.0f} ms"),
         ("exposed", "{exposed_ms:.0f} ms"),
         ("step", "{step_ms:.0f} ms"),
         ("ratio [quartiles]", "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]"),
@@ -267,14 +316,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def fine_print(rows: Sequence[dict[str, Any]]) -> str:
     """Return which numbers are measured, which are emulated, and how large chance is."""
     said = [
-        "Measured: bytes that a rank sends; losses in nats per token on text not trained on, "
-        "beside fp32 from the same weights; times of ranks that share one machine, where "
-        "compressing competes with computing for the cores. Emulated: the link, "
-        f"{rows[0]['link']}.",
+        "Measured: bytes that a rank sends; losses in nats per token on text not trained on.",
+        f"Emulated: the link, {rows[0]['link']}. Ranks share one machine.",
     ]
     if not math.isnan(chance(rows)):
-        said.append(
-            f'"{CHANCE}" began from weights off by one part in a million: a gap as small as its '
-            f"own, up to {chance(rows):.4f}, is chance."
-        )
-    return "\n".join(textwrap.fill(sentence, 100) for sentence in said)
+        said.append(f"A gap as small as that of {CHANCE}, up to {chance(rows):.4f}, is chance.")
+    return "\n".join(said)

@@ -1,11 +1,4 @@
-"""Four ways to hide the all-to-alls of experts, on emulated devices (notebook 11).
-
-Each way does the same work: forward of one microbatch and backward of another, through a few layers
-with experts. The link is so slow that all-to-alls take `SHARE` of the time if nothing is hidden. No
-way can be faster than computing alone, or than sending alone: the slower of the two is the `ideal`.
-"""
-
-from typing import NamedTuple
+"""Four ways to hide the all-to-alls of experts, and uneven loads of them (notebook 11)."""
 
 import torch
 from torch import Tensor
@@ -27,30 +20,7 @@ WAYS = {
     "paired": "(d) a forward beside a backward",
 }
 """The word for `expert.apply`, and the name in pictures."""
-SHARE, LAYERS = 0.4, 4
-
-
-class Overlaps(NamedTuple):
-    """A timeline for each way, and the seconds that computing and all-to-alls take alone."""
-
-    timelines: dict[str, Timeline]
-    computing: float
-    sending: float
-
-    @property
-    def ideal(self) -> float:
-        """Return the seconds that no way can beat."""
-        return max(self.computing, self.sending)
-
-    def hidden(self, way: str) -> float:
-        """Return the share of all-to-alls during which rank 0 computes."""
-        return _journeys(self.timelines[way]).hidden_fraction
-
-
-def _journeys(timeline: Timeline) -> Timeline:
-    """Return the computing and the all-to-alls of rank 0; its other messages are left out."""
-    own = timeline.select(rank=0)
-    return Timeline(s for s in own if s.kind != "comm" or s.name == "all_to_all")
+LAYERS = 4
 
 
 def shape_of(num_layers: int) -> LlamaConfig:
@@ -85,29 +55,6 @@ def play(axis: Axis, dispatch: str) -> Timeline:
             forward()
             backward()
     return timeline.gather(axis).shifted()
-
-
-def compare(axis: Axis) -> Overlaps:
-    """Play all ways on the link on which all-to-alls take `SHARE`; called on every rank."""
-    _use("none")
-    computing, slow = _slow_link(play(axis, "all_to_all"))
-    _use(slow)
-    sending = computing * SHARE / (1 - SHARE)
-    return Overlaps({way: play(axis, way) for way in WAYS}, computing, sending)
-
-
-def _slow_link(alone: Timeline) -> tuple[float, link.Link]:
-    """Return how long rank 0 computes, and the link on which its all-to-alls take `SHARE`."""
-    own = alone.select(rank=0)
-    computing = sum(s.duration for s in own if s.kind != "comm")
-    num_bytes = sum(s.num_bytes for s in own.select(name="all_to_all"))
-    bandwidth = num_bytes / (computing * SHARE / (1 - SHARE))
-    return computing, link.Link(f"link of {bandwidth / 1e9:.0f} GB/s", 2e-6, bandwidth)
-
-
-def _use(wire: link.Link | str) -> None:
-    link.check_calls(False)  # checks would be waited for, too
-    link.use(wire)
 
 
 def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tensor:

@@ -63,21 +63,14 @@ def run(config: IdleConfig) -> list[dict[str, Any]]:
         for name in SCHEDULES:
             schedule = make(name, config.ranks, config.microbatches)
             pairs = [play(ranks, schedule) for _ in range(config.runs)]
-            pairs.sort(key=lambda pair: idle_share(pair[1]))
-            simulated, measured = pairs[(config.runs - 1) // 2]
-            rows.append(
-                {
-                    "bench": "idle",
-                    "link": LINK.label,
-                    "ranks": config.ranks,
-                    "microbatches": config.microbatches,
-                    "runs": config.runs,
-                    "schedule": name,
-                    "simulated": idle_share(simulated),
-                    "measured": idle_share(measured),
-                    "difference_in_points": 100 * (idle_share(measured) - idle_share(simulated)),
-                }
-            )
+            shares = [
+                (idle_share(measured), idle_share(simulated)) for simulated, measured in pairs
+            ]
+            measured, simulated = sorted(shares)[(config.runs - 1) // 2]
+            difference = 100 * (measured - simulated)
+            found = dict(simulated=simulated, measured=measured, difference_in_points=difference)
+            about = dict(bench="idle", link=LINK.label, ranks=config.ranks, schedule=name)
+            rows.append(about | dict(microbatches=config.microbatches, runs=config.runs) | found)
     print(race.table(rows, COLUMNS))
     race.save(rows, config.json)
     return rows
@@ -105,9 +98,7 @@ def idle_share(timeline: Timeline) -> float:
 def costs_of(schedule: Schedule, measured: Timeline) -> Costs:
     """Return the mean seconds of F, I and W, by part of the model; half of a B is I, half is W."""
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for span in measured:
-        if span.kind == "comm":
-            continue
+    for span in (span for span in measured if span.kind != "comm"):
         action = Action.parse(span.name)
         halves = "IW" if action.kind == "B" else action.kind
         for kind in halves:
@@ -130,8 +121,8 @@ class Sleeper(nn.Module):
         """Sleep, then return x."""
         return _Sleep.apply(x, self.weight, self)
 
-    def weight_gradient(self) -> Tensor:
-        """Sleep as long as W takes; return a zero."""
+    def sleep(self) -> Tensor:
+        """Sleep as long as F, I or W takes; return a gradient of the weight."""
         time.sleep(self.seconds)
         return torch.zeros(1)
 
@@ -140,14 +131,13 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, sleeper: Sleeper) -> Tensor:
         ctx.weight, ctx.sleeper = weight, sleeper
-        time.sleep(sleeper.seconds)
+        sleeper.sleep()
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        sleeper = ctx.sleeper
-        time.sleep(sleeper.seconds)
-        return dy, sleeper.put_off.take(ctx.weight, sleeper.weight_gradient), None
+        ctx.sleeper.sleep()
+        return dy, ctx.sleeper.put_off.take(ctx.weight, ctx.sleeper.sleep), None
 
 
 def _sleep(schedule: Schedule, seconds: float) -> list[Span]:

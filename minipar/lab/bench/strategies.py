@@ -1,48 +1,58 @@
-"""`minipar bench STRATEGY`: whom of PyTorch's each strategy of ours races against.
+"""`minipar bench STRATEGY`: strategies of ours, and whom of PyTorch's each races against.
 
-How a race is run: race.py. How contenders train: contenders.py.
+A contender is a function ``(config, axis, shape) -> step``, called on each rank. How a race is run:
+race.py. PyTorch takes part in its fastest form, and beside it as it comes:
+
+- ddp: `DistributedDataParallel` with buckets of 25 and of 5 MB.
+- fsdp: `ZeroRedundancyOptimizer`, and `fully_shard` on every block. CUDA streams hide the
+  collectives of `fully_shard`; on a CPU each of them blocks. So `fully_shard` also races with
+  asynchronous all-gathers, the next block named to every block, and asynchronous reduce-scatters.
+- tensor: `parallelize_module` with `loss_parallel`; the input of q, k and v is prepared once.
+- context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel, so the
+  ring races with the CPU's FlashAttention, which is the kernel of ours.
+- pipeline: `torch.distributed.pipelining` plays the schedule of the same name on the same stages.
+
+Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipeline).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.contenders import (
-    PIPELINES,
-    our_context,
-    our_ddp,
-    our_fsdp,
-    our_pipeline,
-    our_tensor,
-    our_ulysses,
-    our_zero,
-    torch_ddp,
-    torch_fsdp,
-    torch_pipeline,
-    torch_tensor,
-    torch_zero,
-)
-from minipar.lab.bench.race import RaceConfig, Step
-from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.lab.bench.race import RaceConfig
+from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of, token_loss
+from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
+from minipar.parallel.pipeline import runtime, stages
+from minipar.parallel.pipeline.schedules import make
 
+Step = Callable[[], Tensor]
+"""A training step: forward, backward, optimizer. It returns the loss in nats per token."""
 Make = Callable[[RaceConfig, Axis, LlamaConfig], Step]
+ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
+"""The optimizer of all contenders."""
 
 
 def run(config: RaceConfig) -> list[dict[str, Any]]:
-    """Run the comparison, print its table; return a row for each of ours on each link."""
+    """Run the comparison, print its table; return a row for each pair on each link."""
     contest = CONTESTS[config.strategy]
     config = replace(config, seq_len=config.seq_len or contest.seq_len)
     config.check()
     rows = []
-    for name in config.links:
-        with race.pool(config.ranks, name) as ranks:
+    for link_name in config.links:
+        with race.pool(config.ranks, link_name) as ranks:
             for ours, rivals in contest.rivals.items():
-                measured = ranks.run(measure, config, name, ours)[0]
-                rows.append(race.row(config, name, ours, list(rivals), measured))
-                print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
+                measured = ranks.run(measure, config, link_name, ours)[0]
+                for torchs in rivals:
+                    rows.append(race.row(config, link_name, ours, torchs, measured))
+                    print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
     print("\n" + race.table(rows))
     race.save(rows, config.json)
     return rows
@@ -52,25 +62,329 @@ def measure(config: RaceConfig, link_name: str, ours: str) -> dict[str, race.Mea
     """Run `ours` and its rivals in turns on a link; called on every rank."""
     contest = CONTESTS[config.strategy]
     axis = getattr(Mesh(**{contest.axis: config.ranks}), contest.axis)
-    shape, names = contest.shape(config), [ours, *contest.rivals[ours]]
+    changes = dict(tie_embeddings=config.strategy not in ("tensor", "pipeline"))
+    if config.strategy == "pipeline":
+        changes["num_layers"] = 4 * config.ranks
+    shape = replace(PRESETS[config.preset], **changes)
+    names = [ours, *contest.rivals[ours]]
     steps = {name: contest.make[name](config, axis, shape) for name in names}
     return race.race(steps, axis, link_name, config.rounds)
 
 
+def training(
+    model: nn.Module,
+    batch: Sequence[Tensor],
+    finish: Callable[[], None] = lambda: None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Step:
+    """Return a training step on one batch."""
+    inputs, targets = batch
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model)(model(inputs), targets) / targets.numel()
+        loss.backward()
+        finish()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+# ---------------------------------------------------------------------- data parallel
+def our_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, version: ddp.Version) -> Step:
+    """Return a step of `minipar.parallel.ddp`, as in the trainer."""
+    model = Llama(shape)
+    strategy = ddp.apply(model, axis, version=version)
+    return training(model, config.tokens(shape, axis.rank), strategy.finish_backward)
+
+
+def torch_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, bucket_mb: float) -> Step:
+    """Return a step of `DistributedDataParallel` with buckets of that size."""
+    return training(wrapped(Llama(shape), bucket_mb), config.tokens(shape, axis.rank))
+
+
+def wrapped(model: Llama, bucket_mb: float = 25.0) -> DistributedDataParallel:
+    """Wrap a model in PyTorch's data parallelism."""
+    capacity = bucket_mb * 1e6 / 2**20
+    return DistributedDataParallel(model, bucket_cap_mb=capacity, gradient_as_bucket_view=True)
+
+
+# ---------------------------------------------------------------------- ZeRO and FSDP
+def our_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, stage: int) -> Step:
+    """Return a step of `minipar.parallel.zero`."""
+    model, batch = Llama(shape), config.tokens(shape, axis.rank)
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, axis, **ADAMW)
+    strategy = zero.apply(model, axis, optimizer=optimizer, stage=stage)
+    return training(model, batch, strategy.finish_backward, optimizer)
+
+
+def our_fsdp(config: RaceConfig, axis: Axis, shape: LlamaConfig) -> Step:
+    """Return a step of `minipar.parallel.fsdp`."""
+    model = Llama(shape)
+    strategy = fsdp.apply(model, axis)
+    return training(model, config.tokens(shape, axis.rank), strategy.finish_backward)
+
+
+# PyTorch's parts are imported where they are used: they take most of a second.
+def torch_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig) -> Step:
+    """Return a step of `ZeroRedundancyOptimizer` on top of `DistributedDataParallel`."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = wrapped(Llama(shape))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
+    )
+    return training(model, config.tokens(shape, axis.rank), optimizer=optimizer)
+
+
+def torch_fsdp(
+    config: RaceConfig, axis: Axis, shape: LlamaConfig, asynchronous: bool = False
+) -> Step:
+    """Return a step of `fully_shard` on every block and the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, reduce_scatter = Llama(shape), AsyncReduceScatter()
+    blocks = list(model.model.layers)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=grid_of(axis))
+    if asynchronous:
+        model._set_unshard_async_op(True)
+        for here, following in zip((model, *blocks), blocks, strict=False):
+            here.set_modules_to_forward_prefetch([following])
+        for here, following in zip((model, *reversed(blocks)), reversed(blocks), strict=False):
+            here.set_modules_to_backward_prefetch([following])
+        for module in (model, *blocks):
+            module.set_custom_reduce_scatter(reduce_scatter)
+    return training(model, config.tokens(shape, axis.rank), reduce_scatter.wait)
+
+
+def grid_of(axis: Axis) -> Any:
+    """Return PyTorch's name for an axis, a `DeviceMesh`."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(axis.group, "cpu", mesh_dim_names=(axis.name,))
+
+
+class AsyncReduceScatter:
+    """A reduce-scatter for `set_custom_reduce_scatter` that returns at once; `wait` ends them all.
+
+    PyTorch cuts the output into gradients; the optimizer is the first to read them.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[dist.Work] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for an input or an output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Start to reduce."""
+        work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=True)
+        self.works.append(work)
+
+    def wait(self) -> None:
+        """Block until all gradients are there."""
+        while self.works:
+            self.works.pop(0).wait()
+
+
+# ---------------------------------------------------------------------- tensor parallel
+def our_tensor(config: RaceConfig, axis: Axis, shape: LlamaConfig, **options: bool) -> Step:
+    """Return a step of `minipar.parallel.tensor`."""
+    model = Llama(shape, seed=0)
+    strategy = tensor.apply(model, axis, **options)
+    return training(model, config.tokens(shape), strategy.finish_backward)
+
+
+def torch_tensor(
+    config: RaceConfig, axis: Axis, shape: LlamaConfig, sequence: bool = False
+) -> Step:
+    """Return a step of `parallelize_module`, with or without its `SequenceParallel`."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+    model = Llama(shape, seed=0)
+    parallelize_module(model, grid_of(axis), tensor_plan(shape.num_layers, sequence))
+    kinds: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in model.parameters():
+        kinds[isinstance(parameter, DTensor)].append(parameter)
+    # A fused optimizer takes DTensors and tensors in parameter groups of their own.
+    groups = [dict(params=params) for params in kinds.values() if params]
+    optimizer = torch.optim.AdamW(groups, **ADAMW)
+    step = training(model, config.tokens(shape), optimizer=optimizer)
+
+    def with_loss_parallel() -> Tensor:
+        with loss_parallel():
+            return step().to_local()
+
+    return with_loss_parallel
+
+
+def tensor_plan(num_layers: int, sequence: bool) -> dict[str, Any]:
+    """Return the plan of a Llama for `parallelize_module`: which style for which module."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as styles
+
+    outside = Shard(1) if sequence else Replicate()  # of activations [B, T, D], between matrices
+    first = styles.ColwiseParallel()
+    second = styles.RowwiseParallel(output_layouts=outside)
+    block: dict[str, Any] = {
+        "self_attn": styles.PrepareModuleInput(
+            input_layouts=(outside, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "mlp": styles.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate()),
+        "self_attn.o_proj": second,
+        "mlp.down_proj": second,
+        **{f"self_attn.{name}_proj": first for name in "qkv"},
+        **{f"mlp.{name}_proj": first for name in ("gate", "up")},
+    }
+    plan: dict[str, Any] = {
+        "model.embed_tokens": styles.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=outside
+        ),
+        "lm_head": styles.ColwiseParallel(input_layouts=outside, use_local_output=False),
+    }
+    if sequence:
+        norm = plan["model.norm"] = styles.SequenceParallel()
+        block |= {"input_layernorm": norm, "post_attention_layernorm": norm}
+    for i in range(num_layers):
+        plan |= {f"model.layers.{i}.{name}": style for name, style in block.items()}
+    return plan
+
+
+# ---------------------------------------------------------------------- context parallel
+def our_context(
+    config: RaceConfig, axis: Axis, shape: LlamaConfig, kind: str, ring: str = "ours"
+) -> Step:
+    """Return a step of "ring", "gather" or "ulysses"; `ring` may be PyTorch's, in place of ours."""
+    model = Llama(shape, seed=0)
+    if kind == "ulysses":
+        strategy = ulysses.apply(model, axis)
+    else:
+        strategy = context.apply(model, axis, exchange=kind)
+    if ring == "torch":
+        strategy.attention = torch_ring()
+    data = ddp.apply(model, axis)  # sums the gradients of all tokens
+    batch = [strategy.own_tokens(x).contiguous() for x in config.tokens(shape)]
+    return training(model, batch, data.finish_backward)
+
+
+def torch_ring() -> type[torch.autograd.Function]:
+    """Return PyTorch's ring around the CPU's kernel; it takes the arguments of `RingAttention`."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    aten, seq_dim, options = torch.ops.aten, 2, dict(is_causal=True, dropout_p=0.0)
+
+    class TorchRing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+            ctx.group, ctx.num_others = others[1].group, len(others)
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu
+            out, lse = theirs._templated_ring_attention(
+                ctx.group, seq_dim, kernel, q, k, v, **options
+            )
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            grads = theirs._templated_ring_attention_backward(
+                ctx.group, seq_dim, kernel, d_out, "grad_out", *ctx.saved_tensors, **options
+            )
+            return *grads, *[None] * ctx.num_others
+
+    return TorchRing
+
+
+# ---------------------------------------------------------------------- pipeline parallel
+PIPELINES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_zb": "ScheduleInterleavedZeroBubble",
+    "zb_v": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+"""Schedules of ours, and the class of `torch.distributed.pipelining` that plays the same."""
+MICROBATCHES = 4  # per rank
+
+
+def our_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
+    """Return a step of `minipar.parallel.pipeline`."""
+    m = MICROBATCHES * axis.size
+    model = Llama(shape, seed=0)
+    pipeline = runtime.apply(model, axis, make(name, axis.size, m))
+    inputs, targets = config.tokens(shape, sequences=m * config.batch_size)
+    microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = pipeline.run(model, [pipeline], microbatches, weigh=lambda x: x / targets.numel())
+        pipeline.finish_backward()
+        optimizer.step()
+        return loss / targets.numel()
+
+    return step
+
+
+def torch_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
+    """Return a step of `torch.distributed.pipelining` on the stages of ours."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining import schedules as theirs
+
+    m = MICROBATCHES * axis.size
+    model, schedule = Llama(shape, seed=0), make(name, axis.size, m)
+    inputs, targets = config.tokens(shape, sequences=m * config.batch_size)
+    last, own = schedule.num_stages - 1, schedule.stages_on(axis.rank)
+    cut = stages.balance(stages.estimate_costs(shape), schedule.num_stages)
+    parts = []
+    for stage in own:
+        part = stages.part_of(model, stages.layers_of(cut, stage), stage == 0, stage == last)
+        parts.append(PipelineStage(part, stage, last + 1, inputs.device, group=axis.group))
+    stages.keep_only(model, set(own), cut)
+    kind = getattr(theirs, PIPELINES[name])
+    runner = kind(
+        parts[0] if issubclass(kind, theirs.PipelineScheduleSingle) else parts,
+        m,
+        loss_fn=lambda logits, t: token_loss(logits, t) / targets.numel(),
+        scale_grads=False,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    given = [inputs] if 0 in own else []
+    target = targets if last in own else None
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        runner.step(*given, target=target, losses=losses, return_outputs=False)
+        optimizer.step()
+        return sum(losses, torch.zeros(())).detach()
+
+    return step
+
+
+# ---------------------------------------------------------------------- who races
 @dataclass(frozen=True)
 class Contest:
-    """The contenders of one strategy."""
+    """The contenders of one strategy, and with whom of PyTorch's each of ours is compared."""
 
     axis: str
     make: Mapping[str, Make]
     rivals: Mapping[str, Sequence[str]]
-    """Ours, and the contenders of PyTorch's to compare with: first as PyTorch's comes."""
-    seq_len: int = 128
-    changes: Callable[[RaceConfig], dict[str, Any]] = lambda config: {}  # of the preset
-
-    def shape(self, config: RaceConfig) -> LlamaConfig:
-        """Return the model that all contenders train."""
-        return replace(PRESETS[config.preset], **self.changes(config))
+    seq_len: int = field(default=128, kw_only=True)
 
 
 CONTESTS = {
@@ -79,32 +393,25 @@ CONTESTS = {
         {
             "overlapped": partial(our_ddp, version="overlapped"),
             "tuned": partial(our_ddp, version="tuned"),
-            **{f"torch {mb} MB": partial(torch_ddp, bucket_mb=mb) for mb in (25, 5, 1)},
+            "25 MB": partial(torch_ddp, bucket_mb=25),
+            "5 MB": partial(torch_ddp, bucket_mb=5),
         },
-        dict.fromkeys(("overlapped", "tuned"), ["torch 25 MB", "torch 5 MB", "torch 1 MB"]),
+        dict.fromkeys(("overlapped", "tuned"), ("25 MB", "5 MB")),
     ),
     "fsdp": Contest(
         "dp",
         {
             "ZeRO-1": partial(our_zero, stage=1),
             "ZeRO-2": partial(our_zero, stage=2),
-            "FSDP, weights kept": partial(our_fsdp, reshard=False),
             "FSDP": our_fsdp,
-            "ZeroRedundancyOptimizer": partial(torch_zero, bucket_mb=25),
-            "ZeroRedundancyOptimizer, 5 MB": partial(torch_zero, bucket_mb=5),
+            "ZeroRedundancyOptimizer": torch_zero,
             "fully_shard": torch_fsdp,
-            "fully_shard, prefetch": partial(torch_fsdp, prefetch=True),
-            "fully_shard, all async": partial(torch_fsdp, prefetch=True, async_reduce=True),
-            "fully_shard, kept": partial(torch_fsdp, reshard=False),
-            "fully_shard, kept, all async": partial(
-                torch_fsdp, reshard=False, prefetch=True, async_reduce=True
-            ),
+            "fully_shard, async": partial(torch_fsdp, asynchronous=True),
         },
         {
-            "ZeRO-1": ["ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer, 5 MB"],
-            "ZeRO-2": ["fully_shard, kept", "fully_shard, kept, all async"],  # torch has no ZeRO-2
-            "FSDP, weights kept": ["fully_shard, kept", "fully_shard, kept, all async"],
-            "FSDP": ["fully_shard", "fully_shard, prefetch", "fully_shard, all async"],
+            "ZeRO-1": ["ZeroRedundancyOptimizer"],
+            "ZeRO-2": ["ZeroRedundancyOptimizer"],  # PyTorch has no ZeRO-2
+            "FSDP": ["fully_shard", "fully_shard, async"],
         },
     ),
     "tensor": Contest(
@@ -113,32 +420,23 @@ CONTESTS = {
             "plain": our_tensor,
             "sequence": partial(our_tensor, sequence=True),
             "overlap": partial(our_tensor, sequence=True, overlap=True),
-            "parallelize_module": partial(torch_tensor, once=False),
-            "parallelize_module, inputs once": torch_tensor,
+            "parallelize_module": torch_tensor,
             "with SequenceParallel": partial(torch_tensor, sequence=True),
         },
         {
-            "plain": ["parallelize_module", "parallelize_module, inputs once"],
+            "plain": ["parallelize_module"],
             "sequence": ["with SequenceParallel"],
             "overlap": ["with SequenceParallel"],
         },
         seq_len=256,
-        changes=lambda config: dict(tie_embeddings=False),
     ),
     "context": Contest(
         "cp",
         {
-            "ring, zigzag": partial(our_context, order="zigzag"),
-            "ring, plain": partial(our_context, order="plain"),
-            "gather": partial(our_context, exchange="gather"),
-            "ulysses": our_ulysses,
-            "ring, all-gather": partial(our_context, rotate="allgather"),
-            "ring, all-to-all": partial(our_context, rotate="alltoall"),
+            **{kind: partial(our_context, kind=kind) for kind in ("ring", "gather", "ulysses")},
+            "PyTorch's ring": partial(our_context, kind="ring", ring="torch"),
         },
-        dict.fromkeys(
-            ("ring, zigzag", "ring, plain", "gather", "ulysses"),
-            ["ring, all-gather", "ring, all-to-all"],
-        ),
+        dict.fromkeys(("ring", "gather", "ulysses"), ["PyTorch's ring"]),
         seq_len=2048,
     ),
     "pipeline": Contest(
@@ -148,6 +446,5 @@ CONTESTS = {
             **{theirs: partial(torch_pipeline, name=name) for name, theirs in PIPELINES.items()},
         },
         {name: [theirs] for name, theirs in PIPELINES.items()},
-        changes=lambda config: dict(tie_embeddings=False, num_layers=4 * config.ranks),
     ),
 }

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, LogLocator
+from matplotlib.transforms import Bbox
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER, SERIES, Point, colour
@@ -37,13 +38,7 @@ def curves(
     before, so that equal ones are seen.
 
     A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
-    Raises ValueError when a curve is empty or its x and y differ in length.
     """
-    for name, (x, y) in lines.items():
-        if len(x) != len(y) or not len(x):
-            raise ValueError(
-                f"curve {name!r} has {len(x)} x and {len(y)} y; give equally many, at least 1"
-            )
     points = set(points)
     names = [name for name in lines if not name.startswith("_") and not key]
     longest = max(map(len, names), default=0)
@@ -133,32 +128,23 @@ def loss_curves(
 def label_points(
     ax: Axes, points: Sequence[Point], names: Sequence[str], inks: Sequence[str]
 ) -> None:
-    """Write each name beside its point: where it covers no other, or else to the right of it."""
-    ax.get_xlim(), ax.get_ylim()  # until asked for, the limits are not those of the data
-    wide = ax.get_position().width * ax.figure.get_figwidth()
-    tall = pen.inches_of(ax)
-    to_axes = ax.transData + ax.transAxes.inverted()
-    dots = [(x * wide, y * tall) for x, y in map(to_axes.transform, points)]
-    taken = [(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in dots]
-    for i in sorted(range(len(dots)), key=lambda i: -dots[i][1]):
-        (x, y), length = dots[i], 0.066 * len(names[i]) + 0.03
-        spots = [
-            (left, y + up)
-            for up in (0.0, 0.16, -0.16, 0.3, -0.3)
-            for left in (x + 0.1, x - 0.1 - length)
-        ]
-        boxes = [(left, low - 0.075, left + length, low + 0.075) for left, low in spots]
-        inside = [box for box in boxes if box[0] > 0 and box[2] < wide + 0.2]
-        free = [box for box in inside if not any(_meet(box, other) for other in taken)]
-        left, low, *_ = box = (free or boxes)[0]
+    """Write each name beside its point, where it covers no point and no other name."""
+    dots = ax.transData.transform(points)  # pixels
+    taken = [Bbox.from_bounds(x - 10, y - 10, 20, 20) for x, y in dots]
+    spots = [(side, up) for up in (0, 12, -12, 22, -22) for side in ("left", "right")]
+    for i in sorted(range(len(names)), key=lambda i: -dots[i][1]):
+        style = {"size": 8.5, "color": pen.readable(inks[i]), "textcoords": "offset points"}
+        for side, up in [*spots, spots[0]]:
+            at = (7 if side == "left" else -7), up
+            text = ax.annotate(names[i], points[i], at, ha=side, va="center", **style)
+            box = text.get_window_extent()
+            inside = ax.bbox.x0 < box.x0 and box.x1 < ax.bbox.x1 + 30
+            if inside and not box.count_overlaps(taken):
+                break
+            text.remove()
+        else:
+            ax.add_artist(text)
         taken.append(box)
-        style = {"color": pen.readable(inks[i]), "size": 8.5, "transform": ax.transAxes}
-        pen.text(ax, left / wide, (low + 0.075) / tall, names[i], **style)
-
-
-def _meet(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    """True if two boxes (left, low, right, top) have a point in common."""
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def bars(
@@ -178,12 +164,8 @@ def bars(
     `colours` has one for them. A part says its value where there is room. Bars that are all 100 %
     do not say so. A bar longer than `longest` is cut off there, with an arrow. At `mark` there is a
     line.
-    Raises ValueError for negative values.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
-    for name, parts in stacked.items():
-        if any(value < 0 for value in parts.values()):
-            raise ValueError(f"bar {name!r} has a negative value: {parts}")
     names = list(dict.fromkeys(part for parts in stacked.values() for part in parts if part))
     of_memory = {n: ink for n in names if (ink := pen.held(n))}
     plain = pen.HELD_OTHERS if of_memory else SERIES  # no loud colour beside the palette of memory
@@ -207,10 +189,7 @@ def bars(
     labels |= {n: f"→ {labels[n]}" for n, p in stacked.items() if sum(p.values()) > longest}
     widest = max(map(len, labels.values()), default=0)
     room = 0.25 + 0.085 * (max(widest, 10) if is_fixed else widest)  # inches, for the values
-    ax.set_xlim(0, longest * wide / (wide - room))
-    ax.set_ylim(len(stacked) - 0.5, -0.5)
-    ax.set_xticks([])
-    ax.set_yticks(range(len(stacked)), list(stacked), color=INK, fontsize=9)
+    pen.bar_rows(ax, stacked, longest * wide / (wide - room))
     for i, (name, parts) in enumerate(stacked.items()):
         start = 0.0
         for part, value in parts.items():

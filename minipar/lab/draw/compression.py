@@ -1,12 +1,11 @@
 """The price of sending less: pictures of the rows of `minipar bench compression`."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.charts import curves, label_points
@@ -42,17 +41,13 @@ def abs_gap(row: Row) -> float:
     return max(abs(row["gap_low"]), abs(row["gap_high"]))
 
 
-# ---------------------------------------------------------------------- accuracy against bytes
 def accuracy(rows: Sequence[Row]) -> Figure:
     """Draw a dot per method: bytes that a rank sends per step, and its loss minus fp32's.
 
     Further left sends less, further down learns better. A line spans the runs from different
     weights. An arrow leads from a method without error feedback, a hollow dot, to the same method
     with it. Near zero the scale is linear. Methods of equal bytes near zero share a label.
-    Raises ValueError when there is nothing to draw.
     """
-    if not rows:
-        raise ValueError("there is no row to draw; run `minipar bench compression` first")
     width, height = 9.6, 5.6
     first = rows[0]
     note = f"{first['preset']} Llama after {first['steps']} steps of {first['tokens_per_step']}"
@@ -99,53 +94,35 @@ def accuracy(rows: Sequence[Row]) -> Figure:
 def _limits(ax: Axes, rows: Sequence[Row]) -> None:
     values = [row["num_bytes"] / 1e6 for row in rows]
     ax.set_xlim(min(values) / 1.6, max(values) * 2)
-    low = min(-2 * FREE, *(row["gap_low"] for row in rows))
-    high = max(2 * FREE, *(row["gap_high"] for row in rows))
-    ax.set_ylim(1.3 * low, 1.8 * high)
-    ticks = [0.0]
-    for size in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
-        ticks += [tick for tick in (-size, size) if 1.3 * low < tick < 1.8 * high]
-    ax.set_yticks(sorted(ticks))
-    ax.yaxis.set_major_formatter(
-        FuncFormatter(lambda y, _: f"{y:+g}".replace("-", "\u2212") if y else "fp32")
-    )
+    low = 1.3 * min(-2 * FREE, *(row["gap_low"] for row in rows))
+    high = 1.8 * max(2 * FREE, *(row["gap_high"] for row in rows))
+    ax.set_ylim(low, high)
+    gaps = [0.0, *(sign * m * 10.0**e for e in (-2, -1, 0) for m in (1, 3) for sign in (1, -1))]
+    ax.set_yticks(sorted(gap for gap in gaps if low < gap < high))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:+g}".replace("-", "\u2212") if y else "fp32")
     spots = [m * 10.0**e for e in range(-4, 6) for m in (1, 3)]
     ax.set_xticks([x for x in spots if ax.get_xlim()[0] < x < ax.get_xlim()[1]])
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
 
 
-# ---------------------------------------------------------------------- convergence
-def convergence(
-    rows: Sequence[Row],
-    *,
-    against: Literal["step", "seconds"] = "step",
-    methods: Iterable[str] = TYPICAL,
-    title: str = "",
-) -> Figure:
-    """Draw training losses of some methods by step, or by the seconds that the steps take.
+def convergence(rows: Sequence[Row], *, title: str = "") -> Figure:
+    """Draw the training losses of `TYPICAL` methods by the seconds that their steps take.
 
     Losses are means of the last 8 steps. Seconds are steps times the step time that was measured on
-    the emulated link. Raises ValueError for a method that has no row.
+    the emulated link.
     """
-    found = {row["method"]: row for row in rows}
     lines, inks = {}, {}
-    for name in methods:
-        if name not in found:
-            raise ValueError(f"there is no row of {name!r}; there are {', '.join(found)}")
-        row = found[name]
-        unit = 1 if against == "step" else row["step_ms"] / 1e3
-        losses = row["losses"]
+    for row in (row for name in TYPICAL for row in rows if row["method"] == name):
+        losses, seconds = row["losses"], row["step_ms"] / 1e3
         smooth = [statistics.mean(losses[max(0, i - 7) : i + 1]) for i in range(len(losses))]
-        lines[name] = [unit * (i + 1) for i in range(len(losses))], smooth
-        inks[name] = FAMILY[row["family"]]
-    note = "training loss, mean of the last 8 steps"
-    if against == "seconds":
-        note += f"; seconds on {rows[0]['link']}, {rows[0]['ranks']} ranks on one machine"
+        lines[row["method"]] = [seconds * (i + 1) for i in range(len(losses))], smooth
+        inks[row["method"]] = FAMILY[row["family"]]
+    where = f"seconds on {rows[0]['link']}, {rows[0]['ranks']} ranks on one machine"
     return curves(
         lines,
-        xlabel=against,
+        xlabel="seconds",
         ylabel="nats per token",
         title=title,
-        note=note,
-        colours=inks if len(set(inks.values())) == len(inks) else None,
+        note=f"training loss, mean of the last 8 steps; {where}",
+        colours=inks,
     )

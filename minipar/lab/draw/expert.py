@@ -1,6 +1,7 @@
 """Pictures of experts: the way of a token, loads, who sums what, and experts that choose."""
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 
 import matplotlib.colors as colors
 from matplotlib.axes import Axes
@@ -9,10 +10,9 @@ from matplotlib.figure import Figure
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK
 
-WIDE, TALL = 0.52, 0.34  # inches of a cell of a table
 TOKEN, SLOT, ROW = 0.25, 0.19, 0.74  # inches: a token, a slot that has travelled, a rank
 SAME = "#d5d8e0"  # what all ranks have alike
-Cell = tuple[int, int]
+Cell, Table = tuple[int, int], Sequence[Sequence[float]]
 
 
 def ink_of(expert: int, per_rank: int) -> str:
@@ -34,173 +34,156 @@ def journey(
     """Draw one layer in three panels: tokens at home, their slots at the experts, tokens back.
 
     `experts` has the experts of each token, by rank. The token `follow`, (rank, number), is
-    outlined, and arrows show its way. Raises `ValueError` for more ranks than there are colours.
+    outlined, and arrows show its way.
     """
     n = len(experts)
-    pen.check_ranks(n)
-    per_rank = num_experts // n
-    arrived = _arrived(experts, per_rank)
-    home = (TOKEN + 0.05) * max(map(len, experts))
-    away = SLOT * max(map(len, arrived))
-    first, second = 0.8, 0.8 + home + 1.0
-    third = second + away + 1.0
+    per_rank, inks = num_experts // n, [ink_of(e, num_experts // n) for e in range(num_experts)]
+    slots = sorted(
+        (expert, rank, number)
+        for rank, tokens in enumerate(experts)
+        for number, token in enumerate(tokens)
+        for expert in token
+    )
+    arrived = [[slot for slot in slots if slot[0] // per_rank == rank] for rank in range(n)]
+    step = TOKEN + 0.05
+    home, away = step * max(map(len, experts)), SLOT * max(map(len, arrived))
+    first, second, third = 0.8, 1.8 + home, 2.8 + home + away
     width, height = third + home + 0.85, ROW * n + 1.86
     figure, ax = pen.sheet(width, height, title, note)
     names = ("tokens at home", "after dispatch: at their experts", "after combine: home")
     for number, (x, name) in enumerate(zip((first, second, third), names, strict=True), 1):
         pen.text(ax, x, height - 0.62, f"{number}. {name}", size=10.5, weight="bold")
     tops = [height - 1.48 - ROW * rank for rank in range(n)]
-    stops = _draw_slots(ax, arrived, second, tops, follow, per_rank)
-    for rank, tokens in enumerate(experts):
-        pen.text(ax, first - 0.12, tops[rank] + TOKEN / 2, f"rank {rank}", ha="right", color=MUTED)
+
+    def outline(x: float, y: float, wide: float) -> None:
+        pen.rectangle(ax, x, y, wide, TOKEN, fc="none", ec=INK, lw=1.8, zorder=5)
+
+    stops = []  # where the token `follow` is at its experts
+    for rank, (tokens, top) in enumerate(zip(experts, tops, strict=True)):
+        middle = top + TOKEN / 2
+        pen.text(ax, first - 0.12, middle, f"rank {rank}", ha="right", color=MUTED)
         owners = [expert // per_rank for token in tokens for expert in token]
         counts = " ".join(str(owners.count(to)) for to in range(n))
-        ends = {first: counts, third: f"{len(tokens)} tokens"}
-        for x, end in ends.items():
-            _draw_tokens(ax, tokens, x, tops[rank], per_rank, x == third)
-            pen.text(ax, x + home + 0.06, tops[rank] + TOKEN / 2, end, size=8.5)
-        pen.text(ax, second + SLOT * len(arrived[rank]) + 0.08, tops[rank] + TOKEN / 2,
-                 f"{len(arrived[rank])} rows", size=8.5)  # fmt: skip
+        for x, said in ((first, counts), (third, f"{len(tokens)} tokens")):
+            pen.text(ax, x + home + 0.06, middle, said, size=8.5)
+            for number, chosen in enumerate(tokens):  # a stripe for each of the token's experts
+                left, tall = x + step * number, TOKEN / len(chosen)
+                for place, expert in enumerate(chosen, 1):
+                    low = top + TOKEN - tall * place
+                    pen.rectangle(ax, left, low, TOKEN, tall, fc=inks[expert])
+                if x == third:
+                    pen.text(ax, left + TOKEN / 2, middle, "Σ", ha="center", size=8)
+                if (rank, number) == follow:
+                    outline(left, top, TOKEN)
+        for place, (expert, source, number) in enumerate(arrived[rank]):
+            left = second + SLOT * place
+            box = left, top, SLOT - 0.02, TOKEN
+            pen.cell(ax, box, source, inks[expert], size=6.5)
+            if (source, number) == follow:
+                outline(left, top, SLOT - 0.02)
+                stops.append((left + SLOT / 2 - 0.01, top))
+        end, rows = second + SLOT * len(arrived[rank]) + 0.08, f"{len(arrived[rank])} rows"
+        pen.text(ax, end, middle, rows, size=8.5)
     to = "to rank\n" + " ".join(map(str, range(n)))
     pen.text(ax, first + home + 0.06, tops[-1] - 0.2, to, size=8, color=MUTED)
-    _draw_ways(ax, stops, (first, third), tops, follow)
-    key = [
-        (ink_of(e, per_rank), f"expert {e}, on rank {e // per_rank}") for e in range(num_experts)
-    ]
+    style = {"color": INK, "lw": 1.0, "alpha": 0.75, "zorder": 6}
+    own = tops[follow[0]]
+    for x, y in stops:  # there and back, from the edges of boxes that face each other
+        stop, edge = (x, y + TOKEN * (y <= own)), own + TOKEN * (y >= own)
+        start, end = ((x + step * follow[1] + TOKEN / 2, edge) for x in (first, third))
+        style["connectionstyle"] = f"arc3,rad={-0.12 if y == own else 0}"
+        pen.arrow(ax, start, stop, 8, **style)
+        pen.arrow(ax, stop, end, 8, **style)
+    key = [(ink, f"expert {e}, on rank {e // per_rank}") for e, ink in enumerate(inks)]
     pen.key(figure, key, 0.2, 0.32, width - 0.4)
     return figure
 
 
-def _arrived(
-    experts: Sequence[Sequence[Sequence[int]]], per_rank: int
-) -> list[list[tuple[int, int, int]]]:
-    """Return the slots (expert, rank, token) at each rank, in the order in which they lie there."""
-    slots = [
-        (expert, rank, number)
-        for rank, tokens in enumerate(experts)
-        for number, token in enumerate(tokens)
-        for expert in token
-    ]
-    return [
-        sorted(slot for slot in slots if slot[0] // per_rank == owner)
-        for owner in range(len(experts))
-    ]
-
-
-def _draw_tokens(
-    ax: Axes, tokens: Sequence[Sequence[int]], x: float, y: float, per_rank: int, summed: bool
-) -> None:
-    """Draw tokens as squares with a stripe for each of their experts; `summed` ones with a Σ."""
-    for number, chosen in enumerate(tokens):
-        left, tall = x + (TOKEN + 0.05) * number, TOKEN / len(chosen)
-        for place, expert in enumerate(chosen):
-            ink = ink_of(expert, per_rank)
-            pen.rectangle(ax, left, y + TOKEN - tall * (place + 1), TOKEN, tall, fc=ink)
-        if summed:
-            pen.text(ax, left + TOKEN / 2, y + TOKEN / 2, "Σ", ha="center", size=8)
-
-
-def _draw_slots(
-    ax: Axes,
-    arrived: Sequence[Sequence[tuple[int, int, int]]],
-    x: float,
-    tops: Sequence[float],
-    follow: Cell,
-    per_rank: int,
-) -> list[tuple[float, float]]:
-    """Draw slots with the number of the rank that they come from; return where `follow` is."""
-    found = []
-    for owner, slots in enumerate(arrived):
-        for place, (expert, rank, number) in enumerate(slots):
-            left, ink = x + SLOT * place, ink_of(expert, per_rank)
-            pen.rectangle(ax, left, tops[owner], SLOT - 0.02, TOKEN, fc=ink)
-            at = left + SLOT / 2 - 0.01, tops[owner] + TOKEN / 2
-            pen.text(ax, *at, rank, ha="center", size=6.5, color=pen.ink_on(ink))
-            if (rank, number) == follow:
-                _outline(ax, left, tops[owner], SLOT - 0.02)
-                found.append((left + SLOT / 2 - 0.01, tops[owner]))
-    return found
-
-
-def _outline(ax: Axes, x: float, y: float, wide: float) -> None:
-    pen.rectangle(ax, x, y, wide, TOKEN, fc="none", ec=INK, lw=1.8, zorder=5)
-
-
-def _draw_ways(
-    ax: Axes,
-    stops: Sequence[tuple[float, float]],
-    homes: tuple[float, float],
-    tops: Sequence[float],
-    follow: Cell,
-) -> None:
-    """Draw the way of the token `follow` from its first home over its `stops` to its second."""
-    rank, number = follow
-    start, end = (x + (TOKEN + 0.05) * number for x in homes)
-    for x in (start, end):
-        _outline(ax, x, tops[rank], TOKEN)
-    style = {"color": INK, "lw": 1.0, "alpha": 0.75, "zorder": 6}
-    for x, y in stops:
-        edge = TOKEN * (y >= tops[rank]), TOKEN * (y <= tops[rank])  # where arrows leave, and end
-        stop = x, y + edge[1]
-        bend = f"arc3,rad={-0.12 if y == tops[rank] else 0}"
-        for home, goes in ((start, True), (end, False)):
-            at = home + TOKEN / 2, tops[rank] + edge[0]
-            way = (at, stop) if goes else (stop, at)
-            pen.arrow(ax, *way, 8, connectionstyle=bend, **style)
-
-
-# ---------------------------------------------------------------------- tables of loads
+# ---------------------------------------------------------------------- tables
 def heat(
-    panels: Mapping[str, Sequence[Sequence[float]]],
+    panels: Mapping[str, Table],
     *,
     rows: Sequence[str],
     columns: Sequence[str],
     title: str = "",
     note: str = "",
     form: str = "{:.0f}",
-    across: int | None = None,
+    across: int = 1,
     sums: bool = False,
 ) -> Figure:
-    """Draw tables of numbers side by side, the larger the darker: `{name: [[...], ...]}`.
+    """Draw tables `{name: table}`, `across` of them side by side: the larger a number, the darker.
 
-    A load by layer and expert, step by step, say, or rows from each rank to each; `across` of them
-    beside each other, by default all. With `sums`, the sums of rows and columns stand at the
-    margins. Raises `ValueError` for tables that differ in size from their `rows` and `columns`.
+    With `sums`, the sums of rows and columns stand at the margins.
     """
-    for name, table in panels.items():
-        if len(table) != len(rows) or any(len(line) != len(columns) for line in table):
-            raise ValueError(f"{name}: a table of {len(rows)} x {len(columns)} numbers is expected")
     most = max(max(line) for table in panels.values() for line in table) or 1
     shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, KIND["forward"]])
-    left, side = 0.25 + 0.075 * max(map(len, rows)), WIDE * (len(columns) + sums)
-    across = min(across or len(panels), len(panels))
-    width = max(left + (side + 0.3) * across, pen.title_width(title))
-    high = TALL * (len(rows) + sums) + 0.65  # of a panel with its heading
-    height = high * -(-len(panels) // across) + 0.7
-    figure, ax = pen.sheet(width, height, title, note)
-    for number, (name, table) in enumerate(panels.items()):
-        x, top = left + number % across * (side + 0.3), height - 0.95 - number // across * high
-        for i, row in enumerate((*rows, "sum")[: len(rows) + sums] if not number % across else ()):
-            pen.text(ax, left - 0.1, top - TALL * (i + 0.5), row, ha="right", color=MUTED)
-        pen.text(ax, x, top + 0.4, name)
-        for j, column in enumerate((*columns, "sum")[: len(columns) + sums]):
-            pen.text(ax, x + WIDE * (j + 0.5), top + 0.13, column, ha="center", color=MUTED, size=8)
-        for i, line in enumerate(table):
-            for j, number_of in enumerate(line):
-                fill = colors.to_hex(shade(number_of / most))
-                at = x + WIDE * j, top - TALL * (i + 1)
-                pen.rectangle(ax, *at, WIDE, TALL, fc=fill, ec=pen.GRID, lw=0.8)
-                where = at[0] + WIDE / 2, at[1] + TALL / 2
-                pen.text(ax, *where, form.format(number_of), ha="center", size=8)
-        if sums:
-            ends = [(len(columns), i, sum(line)) for i, line in enumerate(table)]
-            ends += [
-                (j, len(rows), sum(column)) for j, column in enumerate(zip(*table, strict=True))
-            ]
-            for j, i, total in ends:
-                where = x + WIDE * (j + 0.5), top - TALL * (i + 0.5)
-                pen.text(ax, *where, form.format(total), ha="center", size=8.5, weight="bold")
+    inner = len(rows), len(columns)
+    if sums:
+        rows, columns = [*rows, "sum"], [*columns, "sum"]
+    figure, ax, corners = _tables([*panels], rows, columns, (0.52, 0.34), across, title, note)
+    for (x, top), table in zip(corners, panels.values(), strict=True):
+        lines = [[*line, sum(line)] for line in table]
+        lines.append([sum(column) for column in zip(*lines, strict=True)])
+        for i, j in product(range(len(rows)), range(len(columns))):
+            box = x + 0.52 * j, top - 0.34 * (i + 1), 0.52, 0.34
+            if i < inner[0] and j < inner[1]:
+                fill = colors.to_hex(shade(lines[i][j] / most))
+                pen.cell(ax, box, form.format(lines[i][j]), fill, ec=pen.GRID, lw=0.8)
+            elif i < inner[0] or j < inner[1]:
+                where, said = (box[0] + 0.26, box[1] + 0.17), form.format(lines[i][j])
+                pen.text(ax, *where, said, ha="center", size=8.5, weight="bold")
     return figure
+
+
+def choices(
+    panels: Mapping[str, Table],
+    *,
+    marked: Collection[Cell],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str = "",
+    note: str = "",
+) -> Figure:
+    """Draw tables of choices, a dot for each 1; the cells `marked`, (row, column), are framed."""
+    side = 0.25
+    shape = (side, side), len(panels)
+    figure, ax, corners = _tables([*panels], rows, columns, *shape, title, note)
+    for (x, top), table in zip(corners, panels.values(), strict=True):
+        for i, j in product(range(len(rows)), range(len(columns))):
+            at, is_marked = (x + side * j, top - side * (i + 1)), (i, j) in marked
+            edge = {"ec": INK, "lw": 2.2, "zorder": 5} if is_marked else {"ec": pen.GRID, "lw": 0.8}
+            pen.rectangle(ax, *at, side, side, fc="none", **edge)
+            if table[i][j]:
+                ink = INK if is_marked else KIND["forward"]
+                ax.plot(at[0] + side / 2, at[1] + side / 2, "o", color=ink, ms=8)
+    return figure
+
+
+def _tables(
+    names: Sequence[str],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cell: tuple[float, float],
+    across: int,
+    title: str,
+    note: str,
+) -> tuple[Figure, Axes, list[pen.Point]]:
+    """Draw names of tables, rows and columns; return the upper left corner of each table."""
+    (wide, tall), left = cell, 0.25 + 0.08 * max(map(len, rows))
+    pitch, high = wide * len(columns) + 0.35, tall * len(rows) + 0.65
+    width = max(left + pitch * across, pen.title_width(title))
+    height = high * -(-len(names) // across) + 0.7
+    figure, ax = pen.sheet(width, height, title, note)
+    corners = []
+    for number, name in enumerate(names):
+        x, top = left + number % across * pitch, height - 0.95 - number // across * high
+        corners.append((x, top))
+        pen.text(ax, x, top + 0.38, name)
+        for i, row in enumerate(rows if number % across == 0 else ()):
+            pen.text(ax, x - 0.1, top - tall * (i + 0.5), row, ha="right", color=MUTED)
+        for j, column in enumerate(columns):
+            pen.text(ax, x + wide * (j + 0.5), top + 0.13, column, ha="center", color=MUTED, size=8)
+    return figure, ax, corners
 
 
 # ---------------------------------------------------------------------- who sums a gradient
@@ -235,39 +218,4 @@ def groups(
             ax.plot([middle[0], middle[-1]], [low, low], color=pen.readable(ink), lw=1.6)
             for x in middle:
                 ax.plot([x, x], [low, y], color=pen.readable(ink), lw=1.6)
-    return figure
-
-
-# ---------------------------------------------------------------------- experts that choose
-def choices(
-    panels: Mapping[str, Sequence[Sequence[float]]],
-    *,
-    marked: Collection[Cell],
-    rows: Sequence[str],
-    columns: Sequence[str],
-    title: str = "",
-    note: str = "",
-) -> Figure:
-    """Draw tables of choices, a dot for each 1; the cells `marked`, (row, column), are framed."""
-    side = 0.25
-    left, gap = 0.25 + 0.08 * max(map(len, rows)), 0.35
-    width = left + (side * len(columns) + gap) * len(panels)
-    height = side * len(rows) + 1.35
-    figure, ax = pen.sheet(max(width, pen.title_width(title)), height, title, note)
-    for number, (name, table) in enumerate(panels.items()):
-        x, top = left + (side * len(columns) + gap) * number, height - 1.0
-        pen.text(ax, x, top + 0.36, name)
-        for j, column in enumerate(columns):
-            pen.text(ax, x + side * (j + 0.5), top + 0.12, column, ha="center", size=8, color=MUTED)
-        for i, row in enumerate(rows):
-            if not number:
-                pen.text(ax, left - 0.1, top - side * (i + 0.5), row, ha="right", color=MUTED)
-            for j in range(len(columns)):
-                at, is_marked = (x + side * j, top - side * (i + 1)), (i, j) in marked
-                pen.rectangle(ax, *at, side, side, fc="none", ec=pen.GRID, lw=0.8)
-                if is_marked:
-                    pen.rectangle(ax, *at, side, side, fc="none", ec=INK, lw=2.2, zorder=5)
-                if table[i][j]:
-                    ink = INK if is_marked else KIND["forward"]
-                    ax.plot(at[0] + side / 2, at[1] + side / 2, "o", color=ink, ms=8)
     return figure

@@ -22,8 +22,6 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 
-MAX_BYTES = 300_000
-
 # `lines` are those of all frames, each once; a frame is a list of their numbers.
 PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
 <script>
@@ -69,44 +67,33 @@ PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
 class Flipbook:
     """Frames by the values of sliders; `choices` are their names with the values of each.
 
-    `frames` are in the order of `itertools.product(*choices.values())`, `start` has the values to
-    begin with. `html` is a part of a page that needs nothing else. Raises `ValueError` if
-    there are no frames, or if they take more than `MAX_BYTES`.
+    `frames` are in the order of `itertools.product(*choices.values())`, `start` has the numbers of
+    the values to begin with. `html` is a part of a page that needs nothing else.
     """
 
-    def __init__(self, choices: dict[str, list], frames: list[Figure], start: dict) -> None:
-        if not frames:
-            raise ValueError(f"{choices} leaves nothing to draw; give each slider some values")
-        self.choices, self.frames = choices, frames
-        self.start = {n: v.index(start[n]) if start.get(n) in v else 0 for n, v in choices.items()}
-        self.html = self._html()
-        size = len(self.html.encode())
-        if size > MAX_BYTES:
-            raise ValueError(
-                f"{len(frames)} frames take {size / 1000:.0f} kB, at most {MAX_BYTES / 1000:.0f} "
-                f"are for one notebook cell; use about {len(frames) * MAX_BYTES // size} of them"
-            )
-
-    def _html(self) -> str:
+    def __init__(
+        self, choices: dict[str, list], frames: list[Figure], start: dict[str, int]
+    ) -> None:
+        self.choices, self.frames, self.start = choices, frames, start
         lines: dict[str, int] = {}
-        frames = [
+        numbered = [
             [lines.setdefault(line, len(lines)) for line in small_svg(figure).split("\n")]
-            for figure in self.frames
+            for figure in frames
         ]
-        sizes = [[round(96 * inches) for inches in f.get_size_inches()] for f in self.frames]
+        sizes = [[round(96 * inches) for inches in f.get_size_inches()] for f in frames]
         widths, heights = zip(*sizes, strict=True)
         book = {
             "paper": [max(widths), max(heights)],  # pixels
             "widths": widths,
-            "choices": [[name, [f"{v}" for v in values]] for name, values in self.choices.items()],
-            "start": self.start,
-            "words": [pen.in_words(figure) for figure in self.frames],
+            "choices": [[name, [f"{v}" for v in values]] for name, values in choices.items()],
+            "start": start,
+            "words": [pen.in_words(figure) for figure in frames],
             "lines": list(lines),
-            "frames": frames,
+            "frames": numbered,
         }
         # In a script, only "<" could end it.
         text = json.dumps(book, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-        return PAGE % {"width": max(widths), "book": text}
+        self.html = PAGE % {"width": max(widths), "book": text}
 
     def __repr__(self) -> str:
         return f"Flipbook of {len(self.frames)} frames: {', '.join(self.choices)}"
@@ -128,7 +115,7 @@ def flip(draw_fn: Callable[..., Any], **choices: Iterable) -> Flipbook:
     """Draw `draw_fn` for all combinations of values; sliders turn from one to another.
 
     `draw_fn` returns a figure, or a figure and a text (which is left out), as for
-    `widgets.explore`. Raises `ValueError` if that is nothing, or too much for a notebook.
+    `widgets.explore`.
     """
     lists = {name: list(values) for name, values in choices.items()}
     drawn = [
@@ -136,7 +123,8 @@ def flip(draw_fn: Callable[..., Any], **choices: Iterable) -> Flipbook:
     ]
     frames = [one[0] if isinstance(one, tuple) else one for one in drawn]
     defaults = {n: p.default for n, p in inspect.signature(draw_fn).parameters.items()}
-    return Flipbook(lists, frames, defaults)
+    start = {n: v.index(defaults[n]) if defaults[n] in v else 0 for n, v in lists.items()}
+    return Flipbook(lists, frames, start)
 
 
 def small_svg(figure: Figure) -> str:

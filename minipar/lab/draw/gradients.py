@@ -8,27 +8,18 @@ from torch import Tensor
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED
 
+COUNT = 96  # numbers in a row
 
-def kept(
-    versions: Mapping[str, Tensor], *, start: int = 0, count: int = 96, title: str = ""
-) -> Figure:
+
+def kept(versions: Mapping[str, Tensor], *, start: int = 0, title: str = "") -> Figure:
     """Draw some numbers of a gradient, and what compressors make of them: a row for each.
 
     The first version is the truth; it stands pale behind the others. Red is what became zero. Shown
-    are `count` numbers from `start` on; the error |version - truth| / |truth| is over all of them.
-    Raises `ValueError` for versions of different lengths, or a stretch without any number.
+    are `COUNT` numbers from `start` on; the error |version - truth| / |truth| is over all of them.
     """
-    (first, truth), *_ = versions.items()
     flat = {name: tensor.detach().double().flatten() for name, tensor in versions.items()}
-    for name, values in flat.items():
-        if len(values) != truth.numel():
-            raise ValueError(
-                f"{name!r} has {len(values)} numbers and {first!r} {truth.numel()}; give versions "
-                f"of one gradient"
-            )
-    there = flat[first][start : start + count]
-    if not len(there) or not there.any():
-        raise ValueError(f"numbers {start} to {start + count} of {first!r} show nothing")
+    truth, *_ = flat.values()
+    there = truth[start : start + COUNT]
     left, right, row, width = 1.15, 1.35, 0.74, 9.6  # inches
     height = 0.62 + row * len(flat) + 0.3
     note = f"pale: the truth; red: became zero; {len(there)} numbers in a row, error over all"
@@ -38,12 +29,12 @@ def kept(
     ax.set_ylim(0, len(flat))
     ax.set_xticks([])
     ax.set_yticks([])
-    largest = max(values[start : start + count].abs().max().item() for values in flat.values())
+    largest = max(values[start : start + COUNT].abs().max().item() for values in flat.values())
     scale, places = 0.46 / largest, range(len(there))
     truths = [scale * value for value in there.tolist()]
     for i, (name, values) in enumerate(flat.items()):
         middle = len(flat) - 1 - i + 0.5
-        shown = [scale * value for value in values[start : start + count].tolist()]
+        shown = [scale * value for value in values[start : start + COUNT].tolist()]
         ax.plot([-1, len(there)], [middle, middle], color=GRID, lw=0.8, zorder=1)
         style = {"transform": ax.get_yaxis_transform()}
         pen.text(ax, -0.015, middle, name, ha="right", **style)
@@ -55,6 +46,6 @@ def kept(
         ax.bar(places, truths, 0.9, bottom=middle, color=KIND["forward"], alpha=0.6, zorder=2)
         ax.bar(places, lost, 0.9, bottom=middle, color=EXPOSED, alpha=0.75, zorder=3)
         ax.bar(places, shown, 0.45, bottom=middle, color=KIND["backward"], zorder=4)
-        error = ((values - flat[first]).norm() / flat[first].norm()).item()
+        error = ((values - truth).norm() / truth.norm()).item()
         pen.text(ax, 1.015, middle, f"{100 * error:.2g} % off", **style)
     return figure

@@ -4,7 +4,6 @@ Each is a plain function of a `LlamaConfig`, drawn by the same pen.
 """
 
 import math
-from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -71,17 +70,10 @@ def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, belo
     pen.text(ax, x, y - 0.35, below, color=MUTED, ha="center", size=8, zorder=3)
 
 
-def rotations(
-    config: LlamaConfig, pairs: Sequence[int] = (), positions: Sequence[int] = range(8)
-) -> Figure:
-    """Draw RoPE on a head: a dial per pair of coordinates (row) and position (column).
-
-    Raises ValueError for a pair that the head does not have.
-    """
+def rotations(config: LlamaConfig) -> Figure:
+    """Draw RoPE on a head: a dial per pair of coordinates (row) and position (column)."""
     turns = rope_frequencies(config).tolist()
-    pairs = pairs or [0, 2, 4, len(turns) - 1]
-    if not all(0 <= pair < len(turns) for pair in pairs):
-        raise ValueError(f"pairs={list(pairs)}: a head has pairs 0 to {len(turns) - 1}")
+    pairs, positions = [0, 2, 4, len(turns) - 1], range(8)
     cell, left = 0.78, 1.55
     width, height = left + cell * len(positions) + 0.2, 0.85 + cell * len(pairs)
     fast, slow = (_degrees(turns[i]) for i in (pairs[0], pairs[-1]))
@@ -91,10 +83,10 @@ def rotations(
         y = height - 0.95 - cell * row
         pen.text(ax, 0.18, y + 0.08, f"pair {pair}", weight="bold")
         pen.text(ax, 0.18, y - 0.12, f"{_degrees(turns[pair])} per token", color=MUTED)
-        for column, position in enumerate(positions):
-            _dial(ax, left + cell * (column + 0.5), y, 0.31, position * turns[pair])
-    for column, position in enumerate(positions):
-        x = left + cell * (column + 0.5)
+        for position in positions:
+            _dial(ax, left + cell * (position + 0.5), y, 0.31, position * turns[pair])
+    for position in positions:
+        x = left + cell * (position + 0.5)
         pen.text(ax, x, 0.16, f"t = {position}", color=MUTED, ha="center")
     return figure
 
@@ -113,41 +105,34 @@ def _dial(ax: Axes, x: float, y: float, radius: float, angle: float) -> None:
     ax.add_patch(Circle((x, y), 0.03, fc=KIND["backward"], lw=0, zorder=3))
 
 
-def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
+def attention(config: LlamaConfig) -> Figure:
     """Draw which query heads share a key/value head, and which tokens a token may look at."""
-    heads, groups = config.num_heads, config.num_kv_heads
-    side = 0.26  # inches of a cell of the mask
-    width = pen.WIDTH
-    height = 1.15 + side * num_tokens
-    share = heads // groups
+    heads, groups, tokens = config.num_heads, config.num_kv_heads, 8
+    side, share = 0.26, heads // groups  # inches of a cell of the mask
+    width, height = pen.WIDTH, 1.15 + side * tokens
     title = f"{share} query heads share one key/value head; no token sees a later one"
     figure, ax = pen.sheet(width, height, title)
-    inks = [RANK[i % len(RANK)] for i in range(groups)]
-    room = width - side * num_tokens - 2.4
+    room = width - side * tokens - 2.4
     top, bottom = height - 0.95, 0.8
     for head in range(heads):
-        x = 0.5 + room * (head + 0.5) / heads
-        group = head // share
-        centre = 0.5 + room * (group + 0.5) / groups
-        ax.plot((centre, x), (bottom + 0.2, top - 0.2), color=inks[group], lw=2.5, zorder=1)
-        _box(ax, x, top, 0.5, 0.4, f"q{head}", inks[group])
-    for group in range(groups):
-        centre = 0.5 + room * (group + 0.5) / groups
-        _box(ax, centre, bottom, 0.85, 0.4, f"k{group}  v{group}", inks[group])
-    pen.text(ax, 0.5 + room / 2, top + 0.42, f"{heads} query heads", color=MUTED, ha="center")
-    text = f"{groups} key/value heads"
-    pen.text(ax, 0.5 + room / 2, bottom - 0.42, text, color=MUTED, ha="center")
-    corner = width - 0.3 - side * num_tokens, 0.62
-    for query in range(num_tokens):
-        for key in range(num_tokens):
-            at = corner[0] + side * key, corner[1] + side * (num_tokens - 1 - query)
+        x, group = 0.5 + room * (head + 0.5) / heads, head // share
+        centre, ink = 0.5 + room * (group + 0.5) / groups, RANK[group % len(RANK)]
+        ax.plot((centre, x), (bottom + 0.2, top - 0.2), color=ink, lw=2.5, zorder=1)
+        _box(ax, x, top, 0.5, 0.4, f"q{head}", ink)
+        if head % share == 0:
+            _box(ax, centre, bottom, 0.85, 0.4, f"k{group}  v{group}", ink)
+    for y, text in ((top + 0.42, f"{heads} query"), (bottom - 0.42, f"{groups} key/value")):
+        pen.text(ax, 0.5 + room / 2, y, f"{text} heads", color=MUTED, ha="center")
+    left = width - 0.3 - side * tokens
+    for query in range(tokens):
+        y = 0.62 + side * (tokens - 1 - query)
+        for key in range(tokens):
             ink = KIND["backward"] if key == query else KIND["forward" if key < query else "idle"]
-            pen.rectangle(ax, *at, side - 0.03, side - 0.03, fc=ink)
-    middle = side * num_tokens / 2
-    pen.text(ax, corner[0] + middle, 0.42, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
-    for query in range(num_tokens):
-        y = corner[1] + side * (num_tokens - 0.5 - query) - 0.02
-        pen.text(ax, corner[0] - 0.1, y, f"token {query}", color=MUTED, ha="right", size=8)
+            pen.rectangle(ax, left + side * key, y, side - 0.03, side - 0.03, fc=ink)
+        y += side / 2 - 0.02
+        pen.text(ax, left - 0.1, y, f"token {query}", color=MUTED, ha="right", size=8)
+    middle = left + side * tokens / 2
+    pen.text(ax, middle, 0.42, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
     return figure
 
 

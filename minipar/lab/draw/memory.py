@@ -3,7 +3,6 @@
 The axis counts allocations, not milliseconds, and every phase of the step is equally wide.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -43,8 +42,7 @@ def memory(
     """Draw the memory of a rank's device as a stacked area; above it its timeline, if given.
 
     `closed_form` in bytes by category (`sim.memory.model_state(...).device`) is a bar at the right,
-    in the colours of the area. A line of text says what the host holds. Raises ValueError for a
-    history without a sample, and for a history whose device holds nothing.
+    in the colours of the area. A line of text says what the host holds.
     """
     timelines = {} if timeline is None else {title: timeline}
     forms = {title: closed_form} if closed_form else {}
@@ -62,14 +60,6 @@ def ladder(
 
     As `memory`, which draws one.
     """
-    for name, history in histories.items():
-        if not history.seconds:
-            raise ValueError(f"the history of {name or 'this rank'} has no sample")
-        if not history.peak:
-            raise ValueError(
-                f"the device of {name or 'this rank'} holds nothing in its history; open the "
-                f"ledger before tensors are made, or give it the model"
-            )
     timelines, forms = timelines or {}, closed_forms or {}
     warped = {name: _warped(t, histories[name]) for name, t in timelines.items()}
     peaks = [history.peak for history in histories.values()]
@@ -78,17 +68,17 @@ def ladder(
     area = 1.9 if len(histories) == 1 else 1.25  # inches
     heights = [area + STRIP * (name in timelines) for name in histories]
     entries = [(inks[c], NAMES.get(c, c)) for c in reversed(inks)]
-    entries += legend([*warped.values()], (0.0, math.inf))
+    entries += legend([*warped.values()], 1e3)
     right = 1.3 if forms else RIGHT  # inches beside the panels, for the bars
     phases = {name: _phases(history) for name, history in histories.items()}
     label = "each phase with its allocations in order"
     label = label if all(len(each) > 1 for each in phases.values()) else "% of the allocations"
-    figure, axes = pen.stack(heights, entries, label, [note or _labels(timelines)], right)
+    figure, axes = pen.stack(heights, entries, label, [note], right)
     for ax, (name, history) in zip(axes, histories.items(), strict=True):
         head = ax
         if name in timelines:
             head = _split(ax, area)
-            lanes(head, warped[name], (0, 1e3))
+            lanes(head, warped[name], 1e3)
             head.set_yticks([])
             head.set_xticks([])
         _area(ax, history, top, inks)
@@ -98,10 +88,6 @@ def ladder(
         if name in forms:
             _bar(ax, forms[name], top, inks)
     return figure
-
-
-def _labels(timelines: Mapping[str, Timeline]) -> str:
-    return pen.caption(*(t.label for t in timelines.values()))
 
 
 def _inks(held: list[Mapping]) -> dict[str, str]:
@@ -137,10 +123,6 @@ def _places(history: MemoryHistory) -> np.ndarray:
 def _warped(timeline: Timeline, history: MemoryHistory) -> Timeline:
     """Return the timeline of the history's rank on the axis of its allocations, 0 to 1."""
     mine = timeline.select(rank=history.rank)
-    if not mine.spans:
-        raise ValueError(
-            f"the timeline has no span of rank {history.rank}; it has ranks {timeline.ranks}"
-        )
 
     def at(seconds: float) -> float:
         return float(np.interp(seconds, history.seconds, _places(history), right=1.0))

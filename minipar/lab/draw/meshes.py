@@ -19,7 +19,7 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
 
     The last axis runs to the right, the one before it downward, a third makes panels to the right
     and a fourth panels below; between panels of many ranks, one line stands for all.
-    Raises ValueError for more axes, or more ranks than can be read.
+    Raises ValueError for more axes or ranks than can be read: then a mesh shows its text.
     """
     given = mesh.sizes if isinstance(mesh, Mesh) else mesh
     sizes = {name: size for name, size in given.items() if size > 1}
@@ -81,14 +81,12 @@ SENTENCE = {
     "scatter": "rank r gets block r of rank 0",
     "all_to_all": "block s of rank r becomes block r of rank s",
 }
+CELL, ROW = 0.44, 0.56  # inches: a block, and from rank to rank
 Cell = tuple[frozenset[int], int]  # (ranks whose data is summed in it, number of the block)
 
 
 def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[int, Cell]]]:
-    """Return the cells of each rank before and after `verb`: slot -> cell. Rank 0 is the root.
-
-    Raises ValueError for an unknown verb.
-    """
+    """Return the cells of each rank before and after `verb`: slot -> cell. Rank 0 is the root."""
     n = range(size)
     everyone = frozenset(n)
     own = [{b: (frozenset({r}), b) for b in n} for r in n]
@@ -96,7 +94,7 @@ def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[in
     total: dict[int, Cell] = {b: (everyone, b) for b in n}
     joined = {r: (frozenset({r}), r) for r in n}
     nothing: list[dict[int, Cell]] = [{} for _ in n[1:]]
-    pictures = {
+    return {
         "all_reduce": (own, [total for _ in n]),
         "reduce": (own, [total, *nothing]),
         "reduce_scatter": (own, [{r: total[r]} for r in n]),
@@ -105,34 +103,25 @@ def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[in
         "broadcast": ([own[0], *nothing], [own[0] for _ in n]),
         "scatter": ([own[0], *nothing], [{r: own[0][r]} for r in n]),
         "all_to_all": (own, [{s: (frozenset({s}), r) for s in n} for r in n]),
-    }
-    if verb not in pictures:
-        raise ValueError(f"no picture of {verb!r}; there are {', '.join(pictures)}")
-    return pictures[verb]
+    }[verb]
 
 
 def collective(verb: str, size: int = 4) -> Figure:
     """Draw what every rank holds before `verb`, and after. Rank 0 is the root of rooted verbs.
 
     A colour is the rank that data comes from, a number its block; a cell of all colours is the sum.
-    Raises ValueError for an unknown verb, or a size that makes no picture.
     """
     before, after = blocks_of(verb, size)
-    pen.check_ranks(size)
-    cell, row, left, middle = 0.44, 0.56, 0.8, 1.1  # inches
-    side = cell * size
-    width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + row * size
+    left, middle, side = 0.8, 1.1, CELL * size  # inches
+    width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + ROW * size
     share = wire_bytes(verb, 1200, size) / 1200
     note = f"of a tensor of N bytes, the ledger counts {share:.3g} N at the busiest rank"
     title = f"{verb.replace('_', '-')}: {SENTENCE[verb]}"
     figure, ax = pen.sheet(width, height, title, note)
-    top = height - 0.8
-    for x, word, held in ((left, "before", before), (left + side + middle, "after", after)):
-        _ranks(ax, x, top, word, held, range(size), (cell, row))
-    for rank in range(size):
-        y = top - row * rank - cell / 2
-        pen.text(ax, left - 0.12, y, f"rank {rank}", color=MUTED, ha="right")
-    x, y = left + side, top - (row * size - (row - cell)) / 2
+    x, top = left + side, height - 0.8
+    _ranks(ax, left, top, "before", before, slots=size, named=True)
+    _ranks(ax, x + middle, top, "after", after, slots=size)
+    y = top - (ROW * size - (ROW - CELL)) / 2
     pen.arrow(ax, (x + 0.28, y), (x + middle - 0.28, y), 16, color=INK, lw=1.4)
     return figure
 
@@ -145,30 +134,20 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
     """Draw an algorithm round by round: `{"after round 1": held, ...}`, a panel for each.
 
     Colours are as in `collective`. What has just arrived at a rank has a frame.
-
-    Raises ValueError when there is nothing to draw, or for sizes that cannot be read.
     """
     panels = list(history.items())
-    ranks = len(panels[0][1]) if panels else 0
-    blocks = max((len(row) for _, held in panels for row in held), default=0)
-    if not (1 <= ranks <= len(RANK) and 1 <= blocks <= 8):
-        raise ValueError(f"{ranks} ranks of {blocks} blocks: at most {len(RANK)} and 8 can be read")
-    cell, row, left, gap = 0.42, 0.54, 0.75, 0.34  # inches
-    side = cell * blocks
+    ranks, blocks = len(panels[0][1]), max(len(row) for _, held in panels for row in held)
+    left, gap, side = 0.75, 0.34, CELL * blocks  # inches
     columns = min(len(panels), max(1, int((WIDTH - left) / (side + gap))))
-    lines = math.ceil(len(panels) / columns)
-    panel = row * ranks + 0.42
+    lines, panel = math.ceil(len(panels) / columns), ROW * ranks + 0.42
     width, height = max(left + columns * (side + gap), 5.2), 0.55 + panel * lines + 0.2
     figure, ax = pen.sheet(width, height, title, note)
     before: list[dict[int, Cell]] | None = None
     for i, (word, held) in enumerate(panels):
         x, top = left + (i % columns) * (side + gap), height - 0.85 - (i // columns) * panel
         cells = [{b: (frozenset(whose), b) for b, whose in enumerate(r) if whose} for r in held]
-        _ranks(ax, x, top, word, cells, range(blocks), (cell, row), before)
+        _ranks(ax, x, top, word, cells, before, slots=blocks, named=x == left)
         before = cells
-        for rank in range(ranks if x == left else 0):
-            y = top - row * rank - cell / 2
-            pen.text(ax, left - 0.12, y, f"rank {rank}", color=MUTED, ha="right")
     return figure
 
 
@@ -178,53 +157,45 @@ def _ranks(
     top: float,
     word: str,
     held: Sequence[Mapping[int, Cell]],
-    slots: range,
-    sides: tuple[float, float],
     before: Sequence[Mapping[int, Cell]] | None = None,
+    *,
+    slots: int,
+    named: bool = False,
 ) -> None:
-    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before.
-
-    `sides` in inches: of a cell, and from row to row.
-    """
-    cell, row = sides
+    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before."""
     pen.text(ax, left + 0.03, top + 0.14, word, color=MUTED)
     for rank, contents in enumerate(held):
-        for slot in slots:
-            x, y = left + slot * cell, top - row * rank - cell
-            _cell(ax, x, y, cell, contents.get(slot))
+        y = top - ROW * rank - CELL
+        if named:
+            pen.text(ax, left - 0.12, y + CELL / 2, f"rank {rank}", color=MUTED, ha="right")
+        for slot in range(slots):
+            x = left + slot * CELL
+            _cell(ax, x, y, contents.get(slot))
             if before and slot in contents and contents[slot] != before[rank].get(slot):
-                inner = cell - 0.06
                 frame = {"fill": False, "ec": INK, "lw": 1.6, "zorder": 4}
-                pen.rectangle(ax, x + 0.03, y + 0.03, inner, inner, **frame)
+                pen.rectangle(ax, x + 0.03, y + 0.03, CELL - 0.06, CELL - 0.06, **frame)
 
 
-def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> None:
+def _cell(ax: Axes, x: float, y: float, content: Cell | None) -> None:
     """Draw a block at (x, y): its colours from top to bottom are the ranks that it comes from."""
-    pad = 0.03
+    side = CELL - 0.06
     sources, block = content or (frozenset({-1}), "")
     summed = len(sources) > 1
-    stripe = (cell - 2 * pad) / len(sources)
     for i, source in enumerate(sorted(sources, reverse=True)):
-        fill = RANK[source] if content else KIND["idle"]
-        pen.rectangle(ax, x + pad, y + pad + i * stripe, cell - 2 * pad, stripe, fc=fill)
+        fill, low = RANK[source] if content else KIND["idle"], y + 0.03 + i * side / len(sources)
+        pen.rectangle(ax, x + 0.03, low, side, side / len(sources), fc=fill)
     box = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
     style = {"size": 10, "weight": "bold", "ha": "center", "bbox": box if summed else None}
     text = f"Σ{block}" if summed else block
-    pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, text, **style)
+    pen.text(ax, x + CELL / 2, y + CELL / 2 - 0.01, text, **style)
 
 
 # ---------------------------------------------------------------------- shares of the data
 def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
     """Draw an epoch: a row per batch, its samples in order, coloured by their rank.
 
-    Sample i of a batch belongs to rank i mod `size`, as `train.data.share` deals them out. Raises
-    ValueError for an order, size or batch that makes no picture.
+    Sample i of a batch belongs to rank i mod `size`, as `train.data.share` deals them out.
     """
-    if not 2 <= size <= len(RANK) or not 1 <= batch_size <= 20 or not 1 <= len(order) <= 200:
-        raise ValueError(
-            f"{len(order)} samples in batches of {batch_size} for {size} ranks make no picture "
-            f"that can be read; use up to 200, up to 20, and 2 to {len(RANK)}"
-        )
     cell, left, batches = 0.46, 0.95, math.ceil(len(order) / batch_size)
     width = max(left + cell * batch_size + 0.25, 5.2)
     height = 0.98 + cell * batches

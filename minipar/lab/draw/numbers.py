@@ -40,10 +40,8 @@ def bits_of(value: float, dtype: torch.dtype) -> str:
 def bits(value: float, *, title: str = "") -> Figure:
     """Draw one number in all `FORMATS`: a row of bits for each, and what is really stored."""
     cell, row, left = 0.19, 0.46, 0.95  # inches
-    longest = max(8 * torch.tensor([], dtype=dtype).element_size() for dtype in FORMATS.values())
-    width = left + cell * longest + 1.6
+    width = left + cell * 32 + 1.6
     height = 0.62 + row * len(FORMATS) + 0.5
-    title = title or f"The number {value:g} in {len(FORMATS)} formats"
     figure, ax = pen.sheet(width, height, title)
     for i, (name, dtype) in enumerate(FORMATS.items()):
         y = height - 0.55 - row * (i + 1)
@@ -64,7 +62,7 @@ def magnitudes(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
     *,
-    name: str = "",
+    name: str,
     title: str = "",
     note: str = "",
     exponents: tuple[int, int] | None = None,
@@ -73,15 +71,10 @@ def magnitudes(
 
     One bar per power of two; what would round to zero or overflow is red, and stands as a share of
     all values that are not zero. `exponents` are the first and last power of two that are shown.
-    Raises `ValueError` for a tensor without any value that is finite and not zero.
     """
     info, low = torch.finfo(dtype), smallest(dtype)
-    sizes = {}
-    for word, tensor in tensors.items():
-        flat = tensor.detach().double().abs().flatten()
-        sizes[word] = flat[(flat > 0) & flat.isfinite()]
-        if not len(sizes[word]):
-            raise ValueError(f"{word!r} has no value that is finite and not zero")
+    flat = {word: tensor.detach().double().abs().flatten() for word, tensor in tensors.items()}
+    sizes = {word: values[(values > 0) & values.isfinite()] for word, values in flat.items()}
     if exponents is None:
         every = torch.cat([*sizes.values(), torch.tensor([low, info.max], dtype=torch.float64)])
         exponents = math.floor(every.min().log2()), math.ceil(every.max().log2())
@@ -93,17 +86,16 @@ def magnitudes(
     ax.set_xlim(first, last + 1)
     ax.set_ylim(0, len(sizes))
     ax.set_yticks([])
-    _zones(ax, info, low, name or str(dtype).removeprefix("torch."))
+    _zones(ax, info, low, name)
     for i, (word, values) in enumerate(sizes.items()):
         at = len(sizes) - 1 - i
         powers = values.log2().floor().long()
         shown, counts = powers.unique(return_counts=True)
         # Halfway between zero and the smallest number, the tie goes to zero.
         too_small, too_large = values <= low / 2, values > _overflow(dtype)
-        lost = {int(p) for p in powers[too_small | too_large].unique()}
-        kept = {int(p) for p in powers[~(too_small | too_large)].unique()}
+        kept = {*powers[~(too_small | too_large)].tolist()}
         for power, count in zip(shown.tolist(), counts.tolist(), strict=True):
-            ink = EXPOSED if power in lost and power not in kept else KIND["backward"]
+            ink = KIND["backward"] if power in kept else EXPOSED
             tall = 0.86 * count / counts.max().item()
             pen.rectangle(ax, power + 0.06, at, 0.88, tall, fc=ink, zorder=3)
         ax.plot([first, last + 1], [at, at], color=pen.GRID, lw=0.8, zorder=2)

@@ -229,6 +229,15 @@ def stack(
     return paper, axes
 
 
+def bar_rows(ax: Axes, names: Iterable[str], end: float, count: int = 0) -> None:
+    """Prepare `ax` for horizontal bars up to `end`: a row for each name, `count` at least."""
+    names = [*names]
+    ax.set_xlim(0, end)
+    ax.set_ylim(max(count, len(names)) - 0.5, -0.5)
+    ax.set_xticks([])
+    ax.set_yticks(range(len(names)), names, color=INK, fontsize=9)
+
+
 def rectangle(ax: Axes, x: float, y: float, width: float, height: float, **style: Any) -> None:
     """Draw a rectangle from its lower left corner, without an edge unless `style` has one."""
     edge = {} if style.keys() & {"ec", "lw"} else {"lw": 0}
@@ -263,12 +272,6 @@ def arrow(ax: Axes, start: Point, end: Point, head: float, **style: Any) -> None
     """Draw an arrow from point to point, with a head of so many points."""
     ends = {"arrowstyle": "-|>", "mutation_scale": head, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch(start, end, **ends, **style))
-
-
-def check_ranks(size: int) -> None:
-    """Raise `ValueError` unless there is a colour for each of `size` ranks, two at least."""
-    if not 2 <= size <= len(RANK):
-        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
 
 
 def of_ranks(size: int) -> list[tuple[str, str]]:

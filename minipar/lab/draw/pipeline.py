@@ -18,13 +18,11 @@ from matplotlib.ticker import MaxNLocator
 from minipar.lab.draw import display, pen
 from minipar.lab.draw.charts import label_points
 from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
-from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
 from minipar.parallel.pipeline.simulate import SPAN_KIND, Costs, bubble, simulate
 
-Plan = tuple[Schedule, Timeline]
 LETTERS = 6.0  # points; smaller numbers are left out
 
 
@@ -37,20 +35,18 @@ def schedule(
     Raises ValueError if the schedule deadlocks.
     """
     figure = compare({title or schedule.name: schedule}, costs)
-    if pairs:
-        _frame_pairs(figure.axes[0], simulate(schedule, (costs or Costs()).per_rank(schedule)))
-    return figure
-
-
-def _frame_pairs(ax: Axes, timeline: Timeline) -> None:
-    for rank in timeline.ranks:
-        row = [span for span in timeline.select(rank=rank).spans if span.kind != "comm"]
+    if not pairs:
+        return figure
+    t = simulate(schedule, (costs or Costs()).per_rank(schedule))
+    for rank in t.ranks:
+        row = [s for s in t.select(rank=rank) if s.kind != "comm"]
         for one, other in pairwise(row):
-            f, b = _action(one), _action(other)
+            f, b = Action.parse(one.name), Action.parse(other.name)
             touch = other.start - one.end < 1e-9
             if touch and (f.kind, b.kind) == ("F", "B") and f.stage != b.stage:
                 box = one.start, rank + 0.06, other.end - one.start, 0.88
-                pen.rectangle(ax, *box, fc="none", ec=INK, lw=1.3, zorder=5)
+                pen.rectangle(figure.axes[0], *box, fc="none", ec=INK, lw=1.3, zorder=5)
+    return figure
 
 
 def compare(
@@ -64,15 +60,13 @@ def compare(
     A schedule alone is simulated under `costs`; a pair (schedule, timeline) shows that timeline,
     such as a measured one. `unit` names what the axis counts: by default forwards of a rank's whole
     share, which take 1 in `Costs()`; with "ms", seconds become milliseconds.
-    Raises ValueError for no panels, for a deadlock, and for a timeline without spans of actions.
+    Raises ValueError for a deadlock.
     """
-    if not panels:
-        raise ValueError("there is no schedule to draw")
     shown = {}
     for title, panel in panels.items():
         if isinstance(panel, Schedule):
             panel = panel, simulate(panel, (costs or Costs()).per_rank(panel))
-        shown[title] = panel[0], _actions(panel[1], title)
+        shown[title] = panel[0], _actions(panel[1])
     scale = 1e3 if unit == "ms" else 1.0
     end = 1.005 * scale * max(t.duration for _, t in shown.values())
     row = min(0.34, max(0.16, 6.5 / sum(s.num_ranks for s, _ in shown.values())))  # inches
@@ -103,16 +97,12 @@ def finding(schedule: Schedule, timeline: Timeline) -> str:
     return f"idle {100 * share / (1 + share):.0f} % of the time, {live}"
 
 
-def memory_against_bubble(
-    schedules: Mapping[str, Schedule], *, title: str = "Activations held against idle time"
-) -> Figure:
+def memory_against_bubble(schedules: Mapping[str, Schedule], *, title: str) -> Figure:
     """Draw a point per schedule: activations held at most, and its bubble in percent.
 
     Activations of one microbatch in 1/p of the model count as one. The line joins the schedules
-    that no other beats in both. Raises ValueError for no schedules.
+    that no other beats in both.
     """
-    if not schedules:
-        raise ValueError("there is no schedule to draw")
     points: dict[tuple[float, float], list[str]] = {}
     for name, plan in schedules.items():
         t = simulate(plan, Costs().per_rank(plan))
@@ -143,19 +133,10 @@ def _held(schedule: Schedule) -> float:
 
 
 # ---------------------------------------------------------------------- rows and cells
-def _actions(timeline: Timeline, title: str) -> Timeline:
-    """Return the spans that are actions, from 0 s on."""
-    spans = [span for span in timeline if _action(span) is not None]
-    if not any(span.kind != "comm" for span in spans):
-        raise ValueError(f"{title} has no spans named as actions, such as 2F0")
+def _actions(timeline: Timeline) -> Timeline:
+    """Return the spans that are named as actions, from 0 s on."""
+    spans = [span for span in timeline if span.name[0].isdigit()]
     return Timeline(spans, timeline.label).shifted()
-
-
-def _action(span: Span) -> Action | None:
-    try:
-        return Action.parse(span.name)
-    except ValueError:
-        return None
 
 
 def _letters(t: Timeline, inch: float, row: float) -> float:
@@ -164,7 +145,7 @@ def _letters(t: Timeline, inch: float, row: float) -> float:
     `inch` is the length of a unit of the timeline, `row` the height of a row in inches.
     """
     spans = [span for span in t if span.kind != "comm"]
-    digits = max(len(str(_action(span).microbatch)) for span in spans)
+    digits = max(len(str(Action.parse(span.name).microbatch)) for span in spans)
     size = min(8.0, 36 * row, 72 * inch * min(s.duration for s in spans) / (0.66 * digits + 0.3))
     return size if size >= LETTERS else 0.0
 
@@ -176,7 +157,7 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float, size:
     for rank in range(p):
         ax.broken_barh([(0, end)], (rank + 0.06, 0.88), **pen.WAITS)
     for span in timeline:
-        action, at = _action(span), span.rank
+        action, at = Action.parse(span.name), span.rank
         start, wide = scale * span.start, scale * span.duration
         if span.kind == "comm":  # from the edge of one row to the near edge of the other
             down = schedule.peer(action) > at
@@ -202,23 +183,23 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float, size:
     ax.add_collection(LineCollection(lines, colors=AXIS["pp"], lw=1.1, zorder=1.5))
 
 
-def _legend(shown: Iterable[Plan], size: float) -> list[pen.Entry]:
+def _legend(shown: Iterable[tuple[Schedule, Timeline]], size: float) -> list[pen.Entry]:
     shown = list(shown)
-    seen = {_action(span).kind for _, t in shown for span in t}
-    entries: list[pen.Entry] = [(KIND["forward"], "forward")]
-    if seen & {"B", "I"}:
-        split = " of the input" if "B" not in seen else " (of the input where split)"
-        entries.append((KIND["backward"], "backward" + (split if "I" in seen else "")))
-    if "W" in seen:
-        entries.append((KIND["weight_gradient"], "weight gradient"))
-    entries.append((pen.WAITS, "waits"))
+    seen = {Action.parse(span.name).kind for _, t in shown for span in t}
+    split = " of the input" if "B" not in seen else " (of the input where split)"
+    entries = {
+        "F": (KIND["forward"], "forward"),
+        "BI": (KIND["backward"], "backward" + split * ("I" in seen)),
+        "W": (KIND["weight_gradient"], "weight gradient"),
+    }
+    drawn = [entry for kinds, entry in entries.items() if seen & {*kinds}] + [(pen.WAITS, "waits")]
     if seen & {"SF", "SB"}:
-        entries.append((AXIS["pp"], "pp message"))
+        drawn.append((AXIS["pp"], "pp message"))
     if size:
-        entries.append(("", "number: microbatch"))
+        drawn.append(("", "number: microbatch"))
     if size and any(len(plan.stages_on(0)) > 1 for plan, _ in shown):
-        entries.append(("", "▪ second stage of its rank, ▪▪ third ..."))
-    return entries
+        drawn.append(("", "▪ second stage of its rank, ▪▪ third ..."))
+    return drawn
 
 
 display.register(Schedule, schedule)

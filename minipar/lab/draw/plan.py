@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,34 +17,19 @@ PIECE = HELD["weights"]  # what a rank has of a parameter
 
 
 # ---------------------------------------------------------------------- parameters by axis
-@dataclass(frozen=True)
-class Family:
-    """Parameters that a plan treats alike, such as keys and values of all layers."""
-
-    names: tuple[str, ...]  # "k", "v"
-    count: int
-    row: Row  # one of them
-    sent: dict[str, int]  # axis -> bytes of all of them, each on the ranks that have it
-
-    @property
-    def label(self) -> str:
-        """Return "8 x k, v"."""
-        return f"{self.count} x {', '.join(self.names)}" if self.count > 1 else self.names[0]
-
-
-def families(explained: Explanation) -> list[Family]:
+def families(explained: Explanation) -> list[list[Row]]:
     """Return the rows of an explanation; rows with the same shapes, cuts and sums are together."""
     alike: dict[tuple, list[Row]] = {}
     for row in explained.rows:
         key = (row.full_shape, row.shape, row.cut_over, tuple(row.summed.items()))
         alike.setdefault(key, []).append(row)
-    found = []
-    for rows in alike.values():
-        names = tuple(dict.fromkeys(_short(row.name) for row in rows))
-        axes = dict.fromkeys(axis for row in rows for axis in row.sent)
-        sent = {axis: sum(row.sent.get(axis, 0) for row in rows) for axis in axes}
-        found.append(Family(names, len(rows), rows[0], sent))
-    return found
+    return [*alike.values()]
+
+
+def label_of(family: list[Row]) -> str:
+    """Return "8 x k, v" for the keys and values of four layers."""
+    names = ", ".join(dict.fromkeys(_short(row.name) for row in family))
+    return f"{len(family)} x {names}" if len(family) > 1 else names
 
 
 def _short(name: str) -> str:
@@ -64,11 +48,10 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
     each rank has a piece of its own. Grey: all have the same, and nothing is to be done. On the
     left stands the whole parameter, and in blue what a rank of tp has of it.
     """
-    kinds = families(explained)
-    columns = _columns(explained)
+    kinds, columns = families(explained), explained.plan.mesh_sizes()
     left, wide, row = 2.95, 1.62, 0.46  # inches
     width = max(left + wide * len(columns) + 0.2, pen.title_width(title), 5.2)
-    height = 1.22 + row * len(kinds) + (0.12 if note else 0)
+    height = 1.34 + row * len(kinds)
     figure, ax = pen.sheet(width, height, title, note)
     top = height - 0.82
     for i, (axis, size) in enumerate(columns.items()):
@@ -77,23 +60,13 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
     for i, family in enumerate(kinds):
         y = top - row * (i + 1)
         ax.plot([0.15, width - 0.15], [y + row, y + row], color=GRID, lw=0.8)
-        pen.text(ax, 0.15, y + row / 2, family.label, weight="bold")
-        _whole_and_piece(ax, family.row, 1.85, y + row / 2)
+        pen.text(ax, 0.15, y + row / 2, label_of(family), weight="bold")
+        _whole_and_piece(ax, family[0], 1.85, y + row / 2)
         for j, axis in enumerate(columns):
             _box(ax, family, axis, left + wide * j, y + 0.06, wide - 0.12, row - 0.12)
     legend = [(PIECE, "what a rank has, before dp and cp cut it")]
-    pen.key(figure, legend, 0.15, 0.14 + (0.12 if note else 0), width - 0.4)
+    pen.key(figure, legend, 0.15, 0.26, width - 0.4)
     return figure
-
-
-def _columns(explained: Explanation) -> dict[str, int]:
-    """Return axes and sizes; dp and cp are one axis to a gradient."""
-    sizes = explained.plan.mesh_sizes()
-    if "dp" not in sizes or "cp" not in sizes:
-        return sizes
-    joint = sizes.pop("dp") * sizes.pop("cp")
-    last = {"tp": sizes.pop("tp")} if "tp" in sizes else {}
-    return sizes | {"dp+cp": joint} | last
 
 
 def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
@@ -110,32 +83,25 @@ def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
     pen.text(ax, x + 0.28, y, shape, size=8, color=MUTED)
 
 
-def _box(ax: Axes, family: Family, axis: str, x: float, y: float, wide: float, tall: float) -> None:
-    verb, is_cut = family.row.summed.get(axis), axis in family.row.cut_over
-    fill = pen.colour(axis) if verb else PAPER if is_cut else GRID
-    edge = pen.colour(axis) if verb or is_cut else GRID
-    pen.rounded(ax, x, y, wide, tall, 0.2 * tall, fc=fill, ec=edge, lw=1.2)
-    text = "the same on all"
+def _box(
+    ax: Axes, family: list[Row], axis: str, x: float, y: float, wide: float, tall: float
+) -> None:
+    verb, is_cut = family[0].summed.get(axis), axis in family[0].cut_over
+    text, fill, edge, ink = "the same on all", GRID, GRID, MUTED
     if is_cut:
-        text = "on one stage" if axis == "pp" else "a piece each"
-    ink = INK if is_cut else MUTED
+        text, fill = "on one stage" if axis == "pp" else "a piece each", PAPER
+        edge, ink = pen.colour(axis), INK
     if verb:
-        text, ink = f"{verb}\n{family.sent[axis]:,} bytes", pen.ink_on(fill)
+        fill = edge = pen.colour(axis)
+        sent = sum(row.sent.get(axis, 0) for row in family)
+        text, ink = f"{verb}\n{sent:,} bytes", pen.ink_on(fill)
+    pen.rounded(ax, x, y, wide, tall, 0.2 * tall, fc=fill, ec=edge, lw=1.2)
     pen.text(ax, x + wide / 2, y + tall / 2 - 0.01, text, size=7.5, color=ink, ha="center")
 
 
 # ---------------------------------------------------------------------- axes on nodes
 def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
-    """Return for each axis of a mesh if a group along it spans nodes.
-
-    Raises `ValueError` where the mesh has not as many ranks as the topology.
-    """
-    ranks, places = math.prod(sizes.values()), topology.nodes * topology.ranks_per_node
-    if ranks != places:
-        raise ValueError(
-            f"mesh {dict(sizes)} has {ranks} ranks, and {topology.nodes} nodes of "
-            f"{topology.ranks_per_node} have {places}; make the two equal"
-        )
+    """Return for each axis of a mesh if a group along it spans nodes."""
     node = topology.ranks_per_node
     return {
         axis: any(len({r // node for r in group}) > 1 for group in groups_along([axis], sizes))
@@ -144,14 +110,9 @@ def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
 
 
 def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") -> Figure:
-    """Draw all ranks in a line per axis: bows join who talks, outlined in red across nodes.
-
-    Raises `ValueError` as `crossing`, or for more than 32 ranks.
-    """
+    """Draw all ranks in a line per axis: bows join who talks, outlined in red across nodes."""
     crosses = crossing(sizes, topology)
     ranks, node = math.prod(sizes.values()), topology.ranks_per_node
-    if ranks > 32:
-        raise ValueError(f"{ranks} ranks make no picture that can be read; use at most 32")
     left, cell, gap = 0.75, min(0.62, 6.6 / ranks), 0.24
     right = left + cell * ranks + gap * topology.nodes
     width, row = max(right + 1.5, pen.title_width(title)), 0.92

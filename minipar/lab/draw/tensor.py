@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,7 +16,6 @@ from minipar.parallel.matrices import by_heads
 SAME = "#d5d8e0"  # what all ranks have alike
 LENGTHS = {"T": 0.95, "D": 0.75, "F": 1.5, "V": 1.9}  # inches
 SHEET = 0.13  # inches between the sheets of a pending sum
-CUTS = ("", "rows", "columns")
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,13 @@ class Matrix:
 
     `cut` says along what ranks have pieces ("rows" or "columns"; "" is all of it on every rank).
     With `pending` every rank has a summand of full size, and the value is their sum.
-    Raises `ValueError` for another cut, or for a sum of pieces.
     """
 
     name: str
     rows: str
     columns: str
-    cut: str = ""
+    cut: Literal["", "rows", "columns"] = ""
     pending: bool = False
-
-    def __post_init__(self) -> None:
-        if self.cut not in CUTS:
-            raise ValueError(f"cut={self.cut!r} of {self.name}; use one of {CUTS}")
-        if self.cut and self.pending:
-            raise ValueError(f"{self.name} is cut and pending; draw one of the two")
 
     @property
     def label(self) -> str:
@@ -55,24 +48,18 @@ def formula(
     *,
     lengths: Mapping[str, float] | None = None,
     title: str = "",
-    note: str = "",
 ) -> Figure:
     """Draw matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
 
     A colour is a rank, grey what all have alike. A pending sum is a pile of sheets of full size,
-    one per rank, marked with Σ. `lengths` gives inches for letters that `LENGTHS` does not know.
-    Raises `ValueError` for an unknown letter, or for more ranks than there are colours.
+    one per rank, marked with Σ. `lengths` gives other inches for some letters than `LENGTHS`.
     """
-    pen.check_ranks(size)
     inches = {**LENGTHS, **(lengths or {})}
-    for part in parts:
-        if isinstance(part, Matrix) and not {part.rows, part.columns} <= set(inches):
-            raise ValueError(f"{part.label}: give `lengths` for its letters; known: {set(inches)}")
     wide = [_width(part, size, inches) for part in parts]
     tall = max(inches[part.rows] for part in parts if isinstance(part, Matrix))
     width = max(0.3 + sum(wide), pen.title_width(title), 5.2)
     height = tall + SHEET * (size - 1) + 1.42
-    figure, ax = pen.sheet(width, height, title, note)
+    figure, ax = pen.sheet(width, height, title)
     x, middle = 0.15 + (width - 0.3 - sum(wide)) / 2, 0.74 + tall / 2
     for part, room in zip(parts, wide, strict=True):
         centre = x + room / 2
@@ -123,11 +110,8 @@ def _matrix(
 def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figure:
     """Draw which rank has which heads, for some numbers of ranks.
 
-    A head of several colours has a copy on each of these ranks. Raises `ValueError` for more ranks
-    than there are colours.
+    A head of several colours has a copy on each of these ranks.
     """
-    if not sizes or max(sizes) > len(RANK):
-        raise ValueError(f"sizes={list(sizes)}: at least one, and at most {len(RANK)} ranks")
     rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
     cell, beside, high = 0.52, 1.15, 1.28  # inches: a head, the names beside heads, a panel
     panel = beside + cell * config.num_heads + 0.2
@@ -171,46 +155,43 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
 
     A colour is the rank that has a block; a number is the rank that it goes to, or, behind the
     all-to-all, the one that it came from. A block without a number stays. Key/value heads are
-    repeated where `size` asks for it. Raises `ValueError` for more ranks than there are colours, or
-    a size that does not divide the heads.
+    repeated where `size` asks for it.
     """
-    if not 2 <= size <= len(RANK) or config.num_heads % size:
-        raise ValueError(
-            f"size={size} for {config.num_heads} heads; use a divisor from 2 to {len(RANK)}"
-        )
     heads, kv_heads = config.num_heads, config.num_kv_heads
     sent = math.lcm(kv_heads, size)  # key/value heads, repeated so that each rank gets as many
-    apart = {"q": _tokens_apart(heads, heads, size), "k, v": _tokens_apart(kv_heads, sent, size)}
-    whole = {"q": _heads_apart(heads, size), "k, v": _heads_apart(sent, size)}
-    out = [[(row, "") for _ in range(heads)] for row in range(size)]
-    parts: list[tuple[str, dict[str, Grid]] | str] = [
-        ("tokens apart (number: goes to)", apart),
-        "all-to-all\n→",
-        ("heads apart (number: came from)", whole),
-        "attention,\nall-to-all\n→",
-        ("tokens apart", {"out": out}),
-    ]
+    parts: dict[str, dict[str, Grid]] = {  # by the words above
+        "tokens apart (number: goes to)": {
+            "q": _tokens_apart(heads, heads, size),
+            "k, v": _tokens_apart(kv_heads, sent, size),
+        },
+        "heads apart (number: came from)": {
+            "q": _heads_apart(heads, size),
+            "k, v": _heads_apart(sent, size),
+        },
+        "tokens apart": {"out": [[(row, "") for _ in range(heads)] for row in range(size)]},
+    }
+    arrows = ["all-to-all\n→", "attention,\nall-to-all\n→"]
     cell, gap, arrow = 0.34, 0.28, 0.95
-    wide = [
-        arrow if isinstance(part, str) else sum(cell * len(g[0]) + gap for g in part[1].values())
-        for part in parts
-    ]
-    width, height = max(0.5 + sum(wide), pen.title_width(title)), 1.75 + cell * size
-    figure, ax = pen.sheet(width, height, title, note)
+    grids = [grid for part in parts.values() for grid in part.values()]
+    wide = 0.5 + sum(cell * len(grid[0]) + gap for grid in grids) + arrow * len(arrows)
+    height = 1.75 + cell * size
+    figure, ax = pen.sheet(max(wide, pen.title_width(title)), height, title, note)
     x, top = 0.25 + gap / 2, 0.8 + cell * size
-    for part, room in zip(parts, wide, strict=True):
-        if isinstance(part, str):
-            pen.text(ax, x + (room - gap) / 2, top - cell * size / 2, part, ha="center", size=9)
-        else:
-            pen.text(ax, x, top + 0.17, part[0], weight="bold")
-            left = x
-            for name, grid in part[1].items():
-                _blocks(ax, grid, left, top, cell)
-                centre = left + cell * len(grid[0]) / 2
-                pen.text(ax, centre, top - cell * size - 0.16, name, ha="center")
-                left += cell * len(grid[0]) + gap
-        x += room
-    pen.key(figure, pen.of_ranks(size), 0.25, 0.2, width - 0.4)
+    for words, part in parts.items():
+        pen.text(ax, x, top + 0.17, words, weight="bold")
+        for name, grid in part.items():
+            for i, row in enumerate(grid):
+                for j, (rank, number) in enumerate(row):
+                    box = x + cell * j, top - cell * (i + 1), cell, cell
+                    pen.cell(ax, box, number, RANK[rank], ec=PAPER, lw=1.2)
+            centre = x + cell * len(grid[0]) / 2
+            pen.text(ax, centre, top - cell * size - 0.16, name, ha="center")
+            x += cell * len(grid[0]) + gap
+        if arrows:
+            middle = x + (arrow - gap) / 2, top - cell * size / 2
+            pen.text(ax, *middle, arrows.pop(0), ha="center", size=9)
+            x += arrow
+    pen.key(figure, pen.of_ranks(size), 0.25, 0.2, ax.get_xlim()[1] - 0.4)
     return figure
 
 
@@ -231,10 +212,3 @@ def _heads_apart(sent: int, size: int) -> Grid:
     """Return the grid after the all-to-all: each rank has its share of the `sent` heads."""
     owners = [head * size // sent for head in range(sent)]
     return [[(own, str(row) if row != own else "") for own in owners] for row in range(size)]
-
-
-def _blocks(ax: Axes, grid: Grid, left: float, top: float, cell: float) -> None:
-    for i, row in enumerate(grid):
-        for j, (rank, number) in enumerate(row):
-            box = left + cell * j, top - cell * (i + 1), cell, cell
-            pen.cell(ax, box, number, RANK[rank], ec=PAPER, lw=1.2)

@@ -10,52 +10,42 @@ from matplotlib.ticker import MaxNLocator
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
-from minipar.observe.spans import NOT_COMPUTE, Interval, Span, intersect, measure, subtract, union
+from minipar.observe.spans import NOT_COMPUTE, intersect, measure, subtract, union
 from minipar.observe.timeline import Timeline
 
-Piece = tuple[float, float, str]  # start and end in seconds, name
+Piece = tuple[float, float, str]  # start and end in milliseconds, name
 Lane = tuple[str, str]  # "work", "waits", "hidden" or "exposed"; and the kind or the axis
 UNEVEN = 0.2
 """Ranks whose waiting differs by more than this share of the time are the finding."""
+ACROSS = WIDTH - LEFT - RIGHT  # inches of a panel
 
 
-def timeline(
-    timeline: Timeline,
-    *,
-    title: str = "",
-    xlim: tuple[float, float] | None = None,
-    unit: str = "a step",
-) -> Figure:
+def timeline(timeline: Timeline, *, title: str = "", unit: str = "a step") -> Figure:
     """Draw who computes, who talks and who waits: a row per rank, compute above communication.
 
-    `xlim` in milliseconds zooms; `unit` is what was recorded, for the finding "308 ms a step, 87 %
-    of communication hidden", which is the title, or stands opposite of `title`. Raises ValueError
-    when there are no spans.
+    `unit` is what was recorded, for the finding "308 ms a step, 87 % of communication hidden",
+    which is the title, or stands opposite of `title`. Raises ValueError when there are no spans.
     """
-    return before_after({title: timeline}, xlim=xlim, unit=unit)
+    return before_after({title: timeline}, unit=unit)
 
 
-def before_after(
-    timelines: Mapping[str, Timeline],
-    *,
-    xlim: tuple[float, float] | None = None,
-    unit: str = "a step",
-) -> Figure:
+def before_after(timelines: Mapping[str, Timeline], *, unit: str = "a step") -> Figure:
     """Draw timelines one below the other on one time axis: `{"After backward": a, ...}`.
 
     Arguments and errors are those of `timeline`.
     """
-    _check_spans(timelines)
+    for title, t in timelines.items():
+        if not t.duration > 0:
+            raise ValueError(f"{title or 'the timeline'} has no spans, or they take no time")
     shown = [t.shifted() for t in timelines.values()]
-    xlim = xlim or (0.0, 1.005e3 * max(t.duration for t in shown))
+    end = 1.005e3 * max(t.duration for t in shown)
     row = min(0.42, max(0.09, 6.5 / sum(len(t.ranks) for t in shown)))  # inches
-    inch = (WIDTH - LEFT - RIGHT) / (xlim[1] - xlim[0])  # of a millisecond
-    numbered = _layers_fit(shown, 1e3 * inch, 0.44 * row)
+    numbered = _layers_fit(shown, ACROSS / end, _letters(0.44 * row))
     heights = [row * len(t.ranks) + 0.08 for t in shown]
-    entries = legend(shown, xlim) + [("", "number: layer")] * numbered
+    entries = legend(shown, end) + [("", "number: layer")] * numbered
     figure, panels = pen.stack(heights, entries, "milliseconds", [t.label for t in shown])
-    for ax, title, t in zip(panels, timelines, shown, strict=True):
-        lanes(ax, t, xlim, numbered)
+    for ax, (title, t) in zip(panels, zip(timelines, shown, strict=True), strict=True):
+        lanes(ax, t, end, numbered)
         is_loud = t.hidden_fraction < 0.5 and not _waiting(t)  # nan, without communication, is not
         pen.headline(ax, title, finding(t, unit), EXPOSED if is_loud else INK)
     return figure
@@ -73,12 +63,13 @@ def finding(timeline: Timeline, unit: str = "a step") -> str:
     elif hidden < 0.005:
         said = "nothing hidden"
     if waiting := _waiting(timeline):
-        ranks = [str(rank) for rank in waiting]
-        who = f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} wait" if ranks[1:] else ""
-        if len(ranks) > 4:
-            who = f"{len(ranks)} of {len(timeline.ranks)} ranks wait"
-        share = sum(waiting.values()) / len(waiting)
-        said = f"{who or f'rank {ranks[0]} waits'} {100 * share:.0f} % of it"
+        first, *others = map(str, waiting)
+        who = f"rank {first} waits"
+        if others:
+            who = f"ranks {', '.join([first, *others[:-1]])} and {others[-1]} wait"
+        if len(waiting) > 4:
+            who = f"{len(waiting)} of {len(timeline.ranks)} ranks wait"
+        said = f"{who} {100 * sum(waiting.values()) / len(waiting):.0f} % of it"
     return f"{pen.milliseconds(1e3 * timeline.duration)} {unit}".strip() + f", {said}"
 
 
@@ -89,32 +80,19 @@ def _waiting(t: Timeline) -> dict[int, float]:
     return {rank: share for rank, share in waits.items() if share > limit}
 
 
-def _check_spans(timelines: Mapping[str, Timeline]) -> None:
-    for title, t in timelines.items():
-        if not t.spans:
-            raise ValueError(
-                f"{title or 'the timeline'} has no spans; was `record` around any work?"
-            )
-        if not t.duration > 0:
-            raise ValueError(f"{title or 'the timeline'} has no length: its spans take no time")
-    if not timelines:
-        raise ValueError("there is no timeline to draw")
-
-
 # ---------------------------------------------------------------------- bars
-def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = False) -> None:
-    """Draw the ranks of a timeline that starts at 0 s; `xlim` in milliseconds.
+def lanes(ax: Axes, t: Timeline, end: float, numbered: bool = False) -> None:
+    """Draw the ranks of a timeline that starts at 0 s; the axis ends after `end` milliseconds.
 
     `numbered`: each block of a model says its number.
     """
-    ax.set_xlim(xlim)
+    ax.set_xlim(0, end)
     ax.set_ylim(-0.06, len(t.ranks) + 0.06)
     axes = {s.axis for s in t if s.kind == "comm"}
-    gap = 0.003 * (xlim[1] - xlim[0])
-    inch = 1e3 * ax.get_position().width * ax.figure.get_figwidth() / (xlim[1] - xlim[0])
+    gap = 0.003 * end
     two_lanes = "host" in axes and len(axes) > 1  # copies run below what ranks say to each other
     for row, rank in enumerate(reversed(t.ranks)):
-        for (lane, name), pieces in _pieces(t.select(rank=rank), (t.start, t.end)).items():
+        for (lane, name), pieces in _pieces(t, rank).items():
             ink = pen.colour(name)
             low, high = {"hidden": (0.16, 0.2), "exposed": (0.08, 0.36)}.get(lane, (0.46, 0.44))
             if two_lanes and lane in ("hidden", "exposed"):
@@ -125,12 +103,11 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
                 "hidden": pen.hidden(ink),
                 "exposed": {"fc": ink, "ec": PAPER, "lw": 0.5},
             }[lane]
-            if lane == "work":
-                pieces = _named(pieces, numbered, inch, 0.44 * pen.inches_of(ax) / len(t.ranks))
+            if not numbered:
+                pieces = [(s, e, "" if word.isdigit() else word) for s, e, word in pieces]
             _bars(ax, row + low, high, pieces, style)
             if lane == "exposed":  # one outline around what follows without a gap to be seen
-                joined = union((1e3 * s, 1e3 * e + gap) for s, e, _ in pieces)
-                joined = [(s, e - gap - s) for s, e in joined]
+                joined = [(s, e - gap - s) for s, e in union((s, e + gap) for s, e, _ in pieces)]
                 style = {"facecolor": "none", "edgecolor": EXPOSED, "lw": 1.1, "zorder": 3}
                 ax.broken_barh(joined, (row + low, high), **style)
     pen.quiet(ax)
@@ -139,37 +116,40 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float], numbered: bool = Fal
     ax.set_yticks([y for y, _ in ticks], [name for _, name in ticks], color=MUTED, fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(10))
     ax.grid(axis="x", color=GRID, lw=0.8)
-    end = 1e3 * t.end
-    if xlim[0] <= end <= xlim[1]:
-        ax.axvline(end, color=INK, lw=0.9)
+    ax.axvline(1e3 * t.end, color=INK, lw=0.9)
 
 
-def _pieces(mine: Timeline, whole: Interval) -> dict[Lane, list[Piece]]:
-    """Return the bars of one rank by what gives their look; `whole` is the time of all ranks."""
+def _pieces(t: Timeline, rank: int) -> dict[Lane, list[Piece]]:
+    """Return the bars of one rank by what gives their look."""
+    mine = t.select(rank=rank)
     busy = union((s.start, s.end) for s in mine if s.kind not in NOT_COMPUTE)
     pieces: dict[Lane, list[Piece]] = defaultdict(list)
-    pieces["waits", ""] = [(*gap, "") for gap in subtract([whole], busy)]
+
+    def add(lane: str, kind: str, times: Iterable[tuple[float, float]], name: str = "") -> None:
+        pieces[lane, kind] += [(1e3 * start, 1e3 * end, name) for start, end in times]
+
+    add("waits", "", subtract([(t.start, t.end)], busy))
     for s in mine:
+        times = [(s.start, s.end)]
         if s.kind != "comm":
-            known = s.kind if s.kind in KIND else "compute"
-            pieces["work", known].append((s.start, s.end, _short(s.name)))
+            name = "" if s.name in ("forward", "backward", "step") else s.name.rsplit(".", 1)[-1]
+            add("work", s.kind if s.kind in KIND else "compute", times, name)
             continue
-        message, axis = [(s.start, s.end)], s.axis or "world"
-        pieces["hidden", axis] += [(*p, _message(s)) for p in intersect(message, busy)]
-        pieces["exposed", axis] += [(*p, _message(s)) for p in subtract(message, busy)]
+        name = s.name.replace("_", "-") + (f" {pen.num_bytes(s.num_bytes)}" if s.num_bytes else "")
+        add("hidden", s.axis or "world", intersect(times, busy), name)
+        add("exposed", s.axis or "world", subtract(times, busy), name)
     return pieces
 
 
 def _bars(ax: Axes, y: float, height: float, pieces: Iterable[Piece], style: pen.Style) -> None:
-    """Draw bars (start and end in seconds, name), with their names where they fit.
+    """Draw bars, with their names where they fit.
 
     Pieces too narrow to see are joined with what touches them: so a trace of 100,000 kernels is
     drawn in a moment, and in its true colours.
     """
-    left, right = ax.get_xlim()
-    pixel = (right - left) / (ax.get_position().width * ax.figure.get_figwidth() * pen.DPI)
+    pixel = ax.get_xlim()[1] / (ax.get_position().width * ax.figure.get_figwidth() * pen.DPI)
     joined: list[Piece] = []
-    for start, end, name in sorted((1e3 * s, 1e3 * e, n) for s, e, n in pieces):
+    for start, end, name in sorted(pieces):
         if joined:
             last_start, last_end, last_name = joined[-1]
             if end <= last_end:
@@ -177,11 +157,7 @@ def _bars(ax: Axes, y: float, height: float, pieces: Iterable[Piece], style: pen
             start = max(start, last_end)  # collectives in flight together are drawn as a queue
             small = min(end - start, last_end - last_start) < 3 * pixel
             if small and start - last_end < pixel / 2:
-                # The sum keeps a name only if nearly all of it has that name.
-                own, longest = max((end - start, name), (last_end - last_start, last_name))
-                end = max(last_end, end)
-                same = name == last_name or own > 0.8 * (end - last_start)
-                joined[-1] = (last_start, end, longest if same else "")
+                joined[-1] = (last_start, end, name if name == last_name else "")
                 continue
         joined.append((start, end, name))
     wide = [(s, e - s) for s, e, _ in joined if e - s >= 4 * pixel]
@@ -208,57 +184,31 @@ def _inches_of(name: str, size: float) -> float:
     return (0.68 * len(name) + 0.6) * size / 72
 
 
-def _layers_fit(shown: Sequence[Timeline], inch: float, tall: float) -> bool:
-    """True if every block has room for its number: all boxes have one, or none.
-
-    `inch` is the length of a second, `tall` the height of a box in inches. Lines do not count.
-    """
-    size = _letters(tall)
-    blocks = [(s.duration, _short(s.name)) for t in shown for s in t if s.kind in KIND]
-    blocks = [(seconds, number) for seconds, number in blocks if number.isdigit()]
-    wide = [(seconds * inch, number) for seconds, number in blocks if seconds * inch > 0.04]
-    fit = all(inches > _inches_of(number, size) for inches, number in wide)
-    return bool(wide and size and fit)
-
-
-def _named(pieces: list[Piece], numbered: bool, inch: float, tall: float) -> list[Piece]:
-    """Return the pieces with names that all boxes of one name have room for; lines do not count."""
-    need = {name: _inches_of(name, _letters(tall)) for _, _, name in pieces}
-    left_out = {n for s, e, n in pieces if 0.04 < (e - s) * inch < need[n]}
-    if not numbered:
-        left_out |= {name for name in need if name.isdigit()}
-    return [(s, e, "" if name in left_out else name) for s, e, name in pieces]
-
-
-def _short(name: str) -> str:
-    """Return "3" for layers.3 of a Llama; time between blocks has no name."""
-    return "" if name in ("forward", "backward", "step") else name.rsplit(".", 1)[-1]
-
-
-def _message(span: Span) -> str:
-    size = f" {pen.num_bytes(span.num_bytes)}" if span.num_bytes else ""
-    return _verb(span) + size
-
-
-def _verb(span: Span) -> str:
-    return span.name.replace("_", "-")
+def _layers_fit(shown: Sequence[Timeline], inch: float, size: float) -> bool:
+    """True if every block of a model has room for its number; `inch` is a millisecond's length."""
+    pieces = (p for t in shown for rank in t.ranks for p in _pieces(t, rank).items())
+    blocks = [
+        ((end - start) * inch, name)
+        for (lane, _), of in pieces
+        for start, end, name in of
+        if lane == "work" and name.isdigit() and (end - start) * inch > 0.04  # else a line
+    ]
+    fit = all(inches > _inches_of(name, size) for inches, name in blocks)
+    return bool(blocks and size and fit)
 
 
 # ---------------------------------------------------------------------- legend
-def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[pen.Entry]:
+def legend(shown: Sequence[Timeline], end: float) -> list[pen.Entry]:
     """Return the entries of what can be seen: work, waiting, then communication.
 
-    What takes less than two pixels in all is left out; each bar takes one at least. `xlim` may end
-    at infinity, for whole timelines.
+    What takes less than two pixels of `end` milliseconds in all is left out; each bar takes one.
     """
-    last = min(xlim[1], 1.005e3 * max((t.duration for t in shown), default=0.0))
-    pixel = (last - xlim[0]) / ((WIDTH - LEFT - RIGHT) * pen.DPI)
+    pixel = end / (ACROSS * pen.DPI)
     length: Counter[Lane] = Counter()  # milliseconds of all pieces in the picture
     for t in shown:
         for rank in t.ranks:
-            for key, pieces in _pieces(t.select(rank=rank), (t.start, t.end)).items():
-                inside = (min(1e3 * e, xlim[1]) - max(1e3 * s, xlim[0]) for s, e, _ in pieces)
-                length[key] += sum(max(ms, pixel) for ms in inside if ms > 0)
+            for key, pieces in _pieces(t, rank).items():
+                length[key] += sum(max(e - s, pixel) for s, e, _ in pieces)
     seen = {key for key, ms in length.items() if ms >= 2 * pixel}
     names = {kind: kind.replace("_", " ") for kind in KIND}
     work = {s.name for t in shown for s in t if s.kind == "compute"}
@@ -270,17 +220,16 @@ def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[pen.Ent
     ]
     if ("waits", "") in seen:
         entries.append((pen.WAITS, "waits"))
-    axes = {axis for lane, axis in seen if lane in ("hidden", "exposed")}
-    looks = {lane for lane, _ in seen & {(w, a) for w in ("hidden", "exposed") for a in axes}}
-    said = {axis: _talk(axis, shown) for axis in sorted(axes, key=lambda a: [*AXIS, a].index(a))}
+    talks = {(lane, axis) for lane, axis in seen if lane in ("hidden", "exposed")}
+    looks = sorted({lane for lane, _ in talks}, reverse=True)  # "hidden" before "exposed"
+    axes = sorted({axis for _, axis in talks}, key=lambda a: [*AXIS, a].index(a))
     draw = {"hidden": pen.hidden, "exposed": pen.exposed}
-    if len(said) == 1:
-        ((axis, what),) = said.items()
-        looks_of = {what + f", {look}": draw[look](pen.colour(axis)) for look in sorted(looks)}
-        return entries + [(style, text) for text, style in reversed(looks_of.items())]
-    entries += [(pen.colour(axis), what) for axis, what in said.items()]
+    if len(axes) == 1:
+        what, ink = _talk(axes[0], shown), pen.colour(axes[0])
+        return entries + [(draw[look](ink), f"{what}, {look}") for look in looks]
+    entries += [(pen.colour(axis), _talk(axis, shown)) for axis in axes]
     generic = {"hidden": "pale: hidden", "exposed": "red outline: exposed"}
-    return entries + [(draw[k](MUTED), text) for k, text in generic.items() if k in looks]
+    return entries + [(draw[look](MUTED), generic[look]) for look in looks]
 
 
 def _talk(axis: str, shown: Sequence[Timeline]) -> str:
@@ -288,6 +237,6 @@ def _talk(axis: str, shown: Sequence[Timeline]) -> str:
     if axis == "host":
         return "copies from and to the host"
     spans = (s for t in shown for s in t if s.kind == "comm")
-    verbs = {_verb(s) for s in spans if (s.axis or "world") == axis}
+    verbs = {s.name.replace("_", "-") for s in spans if (s.axis or "world") == axis}
     what = verbs.pop() if len(verbs) == 1 else "communication"
     return what if axis == "world" else f"{axis} {what}"
