@@ -90,7 +90,7 @@ def both(ranks, monkeypatch):
             ran = emulate.step(pool, config, plan, seq_len=SEQ_LEN)
             wall = time.monotonic() - start
         machine = emulate.Emulated(DEVICE, wire.scaled(slower))
-        sim = replay(trace(config, plan, seq_len=SEQ_LEN, every_cp=True), machine)
+        sim = replay(trace(config, plan, seq_len=SEQ_LEN), machine)
         return Both(ran, sim, wall)
 
     return run
@@ -129,7 +129,7 @@ def test_every_schedule_is_replayed_to_its_end(text):
     """
     plan = Plan.parse(text)
     step = replay(
-        trace(CONFIG, plan, seq_len=SEQ_LEN, every_cp=True),
+        trace(CONFIG, plan, seq_len=SEQ_LEN),
         emulate.Emulated(DEVICE, LINKS["ib-ndr"]),
     )
     serial = trace(CONFIG, Plan(microbatches=plan.microbatches), seq_len=SEQ_LEN)
