@@ -377,11 +377,10 @@ def train(
     """
     place, world = Path(folder), Mesh(**config.as_plan().mesh_sizes()).world
     stalls = watchdog.watch(STALL_SECONDS, dump=place / STALLED)
-    holding, explained = held(place, world), out_of_memory.explained()
-    with StopRequest() as request, stalls, holding, explained as known:
+    with StopRequest() as request, stalls, held(place, world), out_of_memory.explained():
         if config.backend == "link":
             link.use(config.link)
-        known.append(trainer := Trainer(config, place))
+        trainer = Trainer(config, place)
         if start is not None:
             trainer.load(Path(start))
         if trainer.is_first:
