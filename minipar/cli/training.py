@@ -25,15 +25,15 @@ from minipar.train.stop import pass_on
 from minipar.train.trainer import Trainer
 
 
-def defaults(resume: str, file: str) -> TrainConfig:
-    """Return the defaults of all flags: those of the run to resume, then those of a TOML file."""
+def defaults(resume: str) -> TrainConfig:
+    """Return the defaults of all flags: those of the run to resume."""
     config = TrainConfig()
     if resume and resume != "latest":
         run, _ = found(resume)
         config = TrainConfig.load(run / "config.json")
         if config.tokenizer and (run / "tokenizer.json").exists():
             config = replace(config, tokenizer=str(run / "tokenizer.json"))
-    return config.updated_from(file) if file else config
+    return config
 
 
 def train(config: TrainConfig) -> None:
@@ -250,13 +250,6 @@ def summary(report: Report) -> str:
         )
         rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
-    if report.experts:
-        slots = [n for layer in report.experts["tokens_per_expert"].values() for n in layer]
-        rows["experts"] = (
-            f"{min(slots):,} to {max(slots):,} tokens each, the busiest had "
-            f"{report.experts['expert_load']:.2f} times the mean load, "
-            f"{report.experts['dropped_slots']:,} slots were dropped, in the last step"
-        )
     if report.hidden_fraction is not None:
         rows["communication"] = (
             f"{report.sent_bytes / 1e6:,.0f} MB sent by each rank; "

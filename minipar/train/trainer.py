@@ -1,9 +1,8 @@
 """A whole run: a loop around the training step of step.py, and all that a real run needs."""
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm.collectives import all_gather_object, all_reduce, broadcast
+from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.model import hf
@@ -32,8 +31,6 @@ from minipar.train.report import (
     PROFILED_STEPS,
     Report,
     StepRecorder,
-    expert_figures,
-    expert_slots,
     peak_memory,
     profiler,
     training_figures,
@@ -85,7 +82,6 @@ class Trainer:
             keep=config.keep,
             in_background=config.async_save,
         )
-        self.save_seconds = 0.0  # that training has waited for checkpoints
         self.step = self.first_step = 0  # steps done; those done when this run began, or went on
         self.timeline = Timeline()
 
@@ -140,9 +136,9 @@ class Trainer:
                     self.save()
                     log.restart_clock()
                 if is_to_stop and not is_last:
-                    self._finish_save()
+                    self.saver.finish()
                     return None
-            self._finish_save()
+            self.saver.finish()
             validation_loss = self.validate()
             if log.lines:
                 log.add(validation_loss=validation_loss)
@@ -167,7 +163,7 @@ class Trainer:
     def _line(self, result: StepResult, is_recorded: bool) -> dict[str, Any]:
         """Return the metrics of a step: numbers are tensors, and no device is waited for."""
         line = {"step": self.step, "lr": self.learning_rate(self.step - 1), **result.numbers()}
-        line |= self.precision.report() | expert_slots(self.model, self.mesh, self.device)
+        line |= self.precision.report()
         return line | ({"recorded": True} if is_recorded else {})
 
     def _recorder(self) -> StepRecorder:
@@ -189,7 +185,7 @@ class Trainer:
         # A gradient that overflows because the loss was scaled up is no accident.
         is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
         if not math.isfinite(loss) or not is_sound:
-            self._finish_save()  # of a step before, which was finite
+            self.saver.finish()  # of a step before, which was finite
             remedy = f"Try a lower --lr than {self.config.lr:g}"
             if 0 < self.first_step == step - 1:
                 remedy = f"Resume from a checkpoint before step {self.first_step}. {remedy}"
@@ -200,8 +196,6 @@ class Trainer:
         line["tokens_per_second"] = num_tokens / line["seconds"]
         line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
         line["peak_memory"] = peak_memory(self.device)
-        if "slots" in line:
-            line |= expert_figures(line.pop("slots"), self.model.config)
 
     def _agree(self, is_asked: bool) -> bool:
         """Return True if any rank was asked to stop; a collective of 16 bytes.
@@ -211,14 +205,16 @@ class Trainer:
         flags = torch.tensor([is_asked, self.saver.is_writing], dtype=torch.int64)  # on the host
         is_to_stop, is_writing = all_reduce(flags, self.mesh.world, "max").tolist()
         if self.saver.in_progress and not is_writing:
-            self._finish_save()
+            self.saver.finish()
         return bool(is_to_stop)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        steps, warmup_steps = self.config.steps, min(self.config.warmup_steps, self.config.steps)
-        common = dict(peak=self.config.lr, total_steps=steps, warmup_steps=warmup_steps)
-        return warmup_cosine(step, **common)
+        steps = self.config.steps
+        warmup_steps = min(self.config.warmup_steps, steps)
+        return warmup_cosine(
+            step, peak=self.config.lr, total_steps=steps, warmup_steps=warmup_steps
+        )
 
     def validate(self) -> float:
         """Return the loss on the same sample of text every time."""
@@ -243,18 +239,7 @@ class Trainer:
             "validation": self.validation.fingerprint,
             "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
         }
-        with self._waiting_for_files():
-            self.setup.save(self.saver, self.step, state)
-
-    def _finish_save(self) -> None:
-        with self._waiting_for_files():
-            self.saver.finish()
-
-    @contextmanager
-    def _waiting_for_files(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.save_seconds += time.perf_counter() - start
+        self.setup.save(self.saver, self.step, state)
 
     def load(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`: exactly, unless a printed line says not.
@@ -319,40 +304,29 @@ class Trainer:
             validation_loss=validation_loss,
             mfu=speed and self.peak.utilisation(self.flops_per_token, speed, seconds=1),
             peak=self.peak.source,
-            save_seconds=self.save_seconds,
             sent_bytes=sent_bytes,
             communication_seconds=communication_seconds,
             hidden_fraction=hidden_fraction,
-            experts=lines[-1] if lines and "expert_load" in lines[-1] else {},
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
         )
 
     def sample(self) -> tuple[str, str]:
         """Return a prompt, and the text that the model writes, on the first rank; a collective.
 
-        The prompt is the beginning of the validation text. Under ZeRO 3 all ranks write together,
-        unless they have different layers, or parts of a sequence.
+        The prompt is the beginning of the validation text.
         """
         count, prompt = self.config.sample_tokens, self.corpus.validation[:32]
         if not count:
             return "", ""
-        model, agreeing = self.model, nullcontext()
         if self.plan.zero == 3:
-            if self.plan.pp * self.plan.cp > 1:
-                return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
-            # All go on by the token of the first rank, whose rounding may differ from the others'.
-            agreeing = model.register_forward_hook(
-                lambda model, tokens, logits: broadcast(logits[:, -1:], self.mesh.world)
-            )
-        else:
-            weights = self.strategy.full_state_dict()
-            if not self.is_first:
-                return "", ""
-            with torch.device("meta"):
-                model = Llama(self.model.config)
-            model = hf.fill(model, weights).to(self.device, getattr(torch, self.config.dtype))
-        with agreeing:
-            return write(model.eval(), self.tokenizer, prompt, count, self.config.seed)
+            return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
+        weights = self.strategy.full_state_dict()
+        if not self.is_first:
+            return "", ""
+        with torch.device("meta"):
+            model = Llama(self.model.config)
+        model = hf.fill(model, weights).to(self.device, getattr(torch, self.config.dtype))
+        return write(model.eval(), self.tokenizer, prompt, count, self.config.seed)
 
 
 def _check_shape(saved: dict[str, Any], own: dict[str, Any]) -> None:
