@@ -21,7 +21,6 @@ from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.report import Report
-from minipar.train.stop import pass_on
 from minipar.train.trainer import Trainer
 
 
@@ -54,16 +53,13 @@ def train(config: TrainConfig) -> None:
     folder, start = _place(config)
     print(_headline(config, folder, start), flush=True)
     try:
-        with (
-            Ranks(
-                config.num_ranks,
-                backend=backend,
-                timeout=config.timeout,
-                sink=None,
-                preload=(__name__,),  # with the trainer: once, and not in each rank
-            ) as ranks,
-            pass_on(ranks.pids),
-        ):
+        with Ranks(
+            config.num_ranks,
+            backend=backend,
+            timeout=config.timeout,
+            sink=None,
+            preload=(__name__,),  # with the trainer: once, and not in each rank
+        ) as ranks:
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
     except (KeyboardInterrupt, SystemExit, RankError) as error:
         if not (isinstance(error, RankError) and is_bad_input([*error.failures.values()])):
@@ -209,14 +205,8 @@ class Progress:
             self.bar.close()
 
 
-def conclude(report: Report | None, folder: Path) -> None:
-    """Draw the pictures of a run and print the table at its end.
-
-    Without a report, the run was asked to stop: say how to go on.
-    """
-    if report is None:
-        print(f"\n{how_to_go_on(folder)}")
-        return
+def conclude(report: Report, folder: Path) -> None:
+    """Draw the pictures of a run and print the table at its end."""
     from minipar.lab import draw  # takes a second, of which training knows nothing
 
     steps = read(folder / "metrics.jsonl")
