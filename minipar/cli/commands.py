@@ -6,7 +6,9 @@ A command is imported when it is asked for: `minipar --help` needs none of them,
 import difflib
 import importlib
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import tyro
@@ -74,8 +76,9 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         raise ValueError(f"{argv[0]!r} is no command; {hint} {', '.join(COMMANDS)}")
     flags, default = argv[len(name.split()) :], tyro.MISSING_NONPROP
     if name == "train":
-        asked = [_value_of(flag, flags) for flag in ("--resume", "--config")]
-        default = importlib.import_module("minipar.cli.training").defaults(*asked)
+        resume, file = (_value_of(flag, flags) for flag in ("--resume", "--config"))
+        flags = _flags_of(file) + flags if file else flags
+        default = importlib.import_module("minipar.cli.training").defaults(resume)
     kind = COMMANDS[name].flags
     return name, tyro.cli(kind, default=default, prog=f"minipar {name}", args=flags)
 
@@ -88,6 +91,21 @@ def usage() -> str:
         lines += [f"  minipar {name:18} {command.summary}" for name, command in group.items()]
     how = "`minipar COMMAND --help` lists the flags; `minipar --version` says which this is."
     return "\n".join([*lines, "", how])
+
+
+def _flags_of(file: str) -> list[str]:
+    """Return the flags of a TOML file, as they would be typed."""
+    try:
+        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {file}: {error}") from None
+    typed = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            typed.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            typed += [f"--{name}", str(value)]
+    return typed
 
 
 def _value_of(flag: str, argv: list[str]) -> str:

@@ -21,19 +21,18 @@ from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.report import Report
-from minipar.train.stop import pass_on
 from minipar.train.trainer import Trainer
 
 
-def defaults(resume: str, file: str) -> TrainConfig:
-    """Return the defaults of all flags: those of the run to resume, then those of a TOML file."""
+def defaults(resume: str) -> TrainConfig:
+    """Return the defaults of all flags: those of the run to resume."""
     config = TrainConfig()
     if resume and resume != "latest":
         run, _ = found(resume)
         config = TrainConfig.load(run / "config.json")
         if config.tokenizer and (run / "tokenizer.json").exists():
             config = replace(config, tokenizer=str(run / "tokenizer.json"))
-    return config.updated_from(file) if file else config
+    return config
 
 
 def train(config: TrainConfig) -> None:
@@ -54,16 +53,13 @@ def train(config: TrainConfig) -> None:
     folder, start = _place(config)
     print(_headline(config, folder, start), flush=True)
     try:
-        with (
-            Ranks(
-                config.num_ranks,
-                backend=backend,
-                timeout=config.timeout,
-                sink=None,
-                preload=(__name__,),  # with the trainer: once, and not in each rank
-            ) as ranks,
-            pass_on(ranks.pids),
-        ):
+        with Ranks(
+            config.num_ranks,
+            backend=backend,
+            timeout=config.timeout,
+            sink=None,
+            preload=(__name__,),  # with the trainer: once, and not in each rank
+        ) as ranks:
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
     except (KeyboardInterrupt, SystemExit, RankError) as error:
         if not (isinstance(error, RankError) and is_bad_input([*error.failures.values()])):
@@ -209,14 +205,8 @@ class Progress:
             self.bar.close()
 
 
-def conclude(report: Report | None, folder: Path) -> None:
-    """Draw the pictures of a run and print the table at its end.
-
-    Without a report, the run was asked to stop: say how to go on.
-    """
-    if report is None:
-        print(f"\n{how_to_go_on(folder)}")
-        return
+def conclude(report: Report, folder: Path) -> None:
+    """Draw the pictures of a run and print the table at its end."""
     from minipar.lab import draw  # takes a second, of which training knows nothing
 
     steps = read(folder / "metrics.jsonl")
@@ -250,13 +240,6 @@ def summary(report: Report) -> str:
         )
         rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
-    if report.experts:
-        slots = [n for layer in report.experts["tokens_per_expert"].values() for n in layer]
-        rows["experts"] = (
-            f"{min(slots):,} to {max(slots):,} tokens each, the busiest had "
-            f"{report.experts['expert_load']:.2f} times the mean load, "
-            f"{report.experts['dropped_slots']:,} slots were dropped, in the last step"
-        )
     if report.hidden_fraction is not None:
         rows["communication"] = (
             f"{report.sent_bytes / 1e6:,.0f} MB sent by each rank; "

@@ -24,14 +24,14 @@ distance and no other users, and no trees or switches that reduce; no law knows 
 import difflib
 import math
 import tomllib
-from collections.abc import Collection
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from minipar.comm.collectives import wire_bytes
+from minipar.text import one_line
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
 """Bytes of an element, by the name that peaks and ceilings have in the files."""
@@ -267,17 +267,7 @@ def type_name(dtype: str) -> str:
 _FOLDER = resources.files("minipar.sim") / "machines"
 _PARTS = {"device": Device, "network": Network, "software": Software, "node": Machine}
 _REFERS = {"device": "device", "inside": "network", "between": "network"}
-_ABOVE_0 = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficiency", "bandwidth"}
-_ABOVE_0 |= {"share", "gpus", "peak", "ceiling", "passes", "attention", "bucket"}
-Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
-"""By kind and name: file and name, for errors, and the table."""
-
-
-class HardwareError(ValueError):
-    """Hardware that cannot be used: one line with the file, the key and the rule."""
-
-    def __init__(self, where: str, problem: str):
-        super().__init__(" ".join(f"{where}: {problem}".split()))
+Known = dict[tuple[str, str], dict[str, Any]]  # tables by kind and name
 
 
 def load(name: str | Path) -> Machine:
@@ -286,44 +276,43 @@ def load(name: str | Path) -> Machine:
     A name is a node's with a network's, "h100-ndr" say, or a node's alone, which brings its own
     network (`names` has them all). A file ends in ``.toml``, holds tables like those of
     ``machines/*.toml``, on top of these, and one ``[node.NAME]``: the machine. Each number is
-    written ``[number, "source"]``; ``like`` takes over what another table has. Raises
-    `HardwareError`, a `ValueError`.
+    written ``[number, "source"]``; ``like`` takes over what another table has. Raises `ValueError`.
     """
     known, node, network = _built_in(), str(name), ""
     if node.endswith(".toml"):
-        own = _read(Path(name))
-        nodes = [key[1] for key in own if key[0] == "node"]
-        if len(nodes) != 1:
-            raise HardwareError(str(name), f"has {len(nodes)} tables [node.NAME], not 1")
-        known, node = known | own, nodes[0]
+        try:
+            own = _read(Path(name))
+            (node,) = [key[1] for key in own if key[0] == "node"]
+            machine = _make("node", node, known | own)
+        except (AttributeError, OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{name} is no machine: {one_line(error)}") from None
     elif node in names():
         node, network = names()[node]
+        machine = _make("node", node, known)
     else:
         near = difflib.get_close_matches(node, names(), 3, 0.0)
-        raise HardwareError(f"no machine {node!r}", f"the nearest names are {', '.join(near)}")
-    machine = _make("node", node, known, str(name))
+        raise ValueError(f"no machine {node!r}: the nearest names are {', '.join(near)}")
     if network:
-        between = _make("network", network, known, str(name))
-        machine = replace(machine, name=node + _suffix(network), between=between)
+        machine = replace(machine, name=node + _suffix(network), between=networks()[network])
     return replace(machine, gpus=int(machine.gpus))
 
 
 def software(name: str) -> Software:
-    """Return a family of training software. Raises `HardwareError` for an unknown one."""
-    return _make("software", name, _built_in(), "software")
+    """Return a family of training software. Raises `ValueError` for an unknown one."""
+    return _make("software", name, _built_in())
 
 
 @cache
 def networks() -> dict[str, Network]:
     """Return all networks by name."""
     known = _built_in()
-    return {name: _make("network", name, known, name) for kind, name in known if kind == "network"}
+    return {name: _make("network", name, known) for kind, name in known if kind == "network"}
 
 
 @cache
 def names() -> dict[str, tuple[str, str]]:
     """Return the names that `load` knows: of each, its node and its network between nodes."""
-    nodes = {name: table for (kind, name), (_, table) in _built_in().items() if kind == "node"}
+    nodes = {name: table for (kind, name), table in _built_in().items() if kind == "node"}
     inside = {"none", *(table["inside"] for table in nodes.values())}
     outside = [name for kind, name in _built_in() if kind == "network" and name not in inside]
     return {n + _suffix(network): (n, network) for n in nodes for network in ("", *outside)}
@@ -340,74 +329,39 @@ def _built_in() -> Known:
 
 
 def _read(path: Any) -> Known:
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HardwareError(str(path), f"cannot be read as TOML ({error})") from None
-    _check_keys(found, {"sources", *_PARTS}, (), str(path))
-    known: Known = {}
-    for kind in _PARTS.keys() & found.keys():
-        for name, table in _table(found[kind], f"{path}: {kind}").items():
-            where = f"{path}: {kind}.{name}"
-            known[kind, name] = where, _table(table, where)
-    return known
+    found = tomllib.loads(path.read_text(encoding="utf-8"))
+    found.pop("sources", None)
+    return {(kind, name): table for kind in found for name, table in found[kind].items()}
 
 
-def _make(kind: str, name: Any, known: Known, asked: str) -> Any:
+def _make(kind: str, name: str, known: Known) -> Any:
     """Return the part of that name, with everything that the part it is `like` has."""
-    table: dict[str, Any] = {}
-    chain: list[str] = []
-    while name is not None:
-        if name in chain or not isinstance(name, str) or (kind, name) not in known:
-            near = difflib.get_close_matches(str(name), [n for k, n in known if k == kind], 1, 0.0)
-            problem = "is like itself" if name in chain else f"no such {kind}; there is {near[0]}"
-            raise HardwareError(asked, f"{name!r}: {problem}")
-        chain.append(name)
-        where, more = known[kind, name]
-        asked, name = f"{where}.like", more.get("like")
-        table = {key: value for key, value in more.items() if key != "like"} | table
-    where, cls = known[kind, chain[0]][0], _PARTS[kind]
-    own = {f.name: f for f in fields(cls)[1:]}
-    needed = [k for k, f in own.items() if f.default is MISSING and f.default_factory is MISSING]
-    _check_keys(table, own, needed, where)
+    table, at = {}, name
+    while at is not None:
+        if (kind, at) not in known:
+            there = ", ".join(n for k, n in known if k == kind)
+            raise ValueError(f"no {kind} {at!r}; there are {there}")
+        more = known[kind, at]
+        table, at = more | table, more.get("like")
+    table.pop("like", None)
     made: dict[str, Any] = {}
     for key, value in table.items():
-        here, least = f"{where}.{key}", 1e-12 if key in _ABOVE_0 else 0.0
+        where = f"{kind}.{name}.{key}"
         if kind == "node" and key in _REFERS:
-            made[key] = _make(_REFERS[key], value, known, here)
-        elif "dict" in str(own[key].type):
-            _check_keys(_table(value, here), BYTES, (), here)
-            made[key] = {t: _number(number, f"{here}.{t}", least) for t, number in value.items()}
+            made[key] = _make(_REFERS[key], value, known)
+        elif isinstance(value, dict):
+            made[key] = {type_name(t): _number(v, f"{where}.{t}") for t, v in value.items()}
         else:
-            made[key] = _number(value, here, least)
-    return cls(chain[0], **made)
+            made[key] = _number(value, where)
+    try:
+        return _PARTS[kind](name, **made)
+    except TypeError as error:  # a key that is missing, or unknown
+        raise ValueError(f"{kind}.{name}: {one_line(error)}") from None
 
 
-def _check_keys(
-    table: dict[str, Any], known: Collection[str], needed: Collection[str], where: str
-) -> None:
-    """Raise unless all keys of `table` are `known` and all `needed` ones are there."""
-    for key in sorted(set(table) - set(known)):
-        near = difflib.get_close_matches(key, known, 1, 0.0)[0]
-        raise HardwareError(f"{where}.{key}", f"is not known here; did you mean {near}?")
-    for key in sorted(set(needed) - set(table)):
-        raise HardwareError(f"{where}.{key}", "is missing")
-
-
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise HardwareError(where, f"must be a table, not {str(value)[:60]}")
-    return value
-
-
-def _number(value: Any, where: str, least: float) -> float:
+def _number(value: Any, where: str) -> float:
     """Return the number of ``[number, "source"]``."""
     match value:
-        case [bool(), str()]:
-            pass
-        case [int() | float() as number, str(source)] if source:
-            if least <= number <= 1e21:  # NaN is out of bounds
-                return float(number)
-            problem = f"{str(number)[:40]} must be at least {least:g} and at most 1e21"
-            raise HardwareError(where, problem)
-    raise HardwareError(where, f'must be [number, "source"], not {str(value)[:60]}')
+        case [int() | float() as number, str()] if 0 <= number < math.inf:
+            return float(number)
+    raise ValueError(f'{where} must be [number of 0 or more, "source"], not {str(value)[:60]}')

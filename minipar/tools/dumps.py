@@ -18,8 +18,6 @@ from typing import Any
 from minipar.observe.watchdog import State, names
 from minipar.text import printable
 
-LARGEST_DUMP = 256 << 20
-"""Bytes of a dump at most. A buffer of 20,000 calls with their stacks takes 10 MB."""
 MOST_RANKS = 10**5
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
@@ -58,22 +56,11 @@ class Recording:
     has_turned: bool = False  # True if older calls have fallen out of the ring
 
 
-class _NoDump(ValueError):
-    """A file of some other kind, which a folder may hold."""
-
-
-class _Plain(pickle._Unpickler):
-    """Containers, text and numbers. In Python: the one in C takes the memory a pickle asks for."""
+class _Plain(pickle.Unpickler):
+    """Containers, text and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}; only plain data is read")
-
-    def get_extension(self, code: int) -> Any:
-        raise pickle.UnpicklingError("it asks for a class; only plain data is read")
-
-
-_ODD = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
-"""Errors of reading a dump that holds something else than expected."""
 
 
 def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
@@ -120,34 +107,18 @@ def _files(paths: list[Path]) -> Iterable[tuple[Path, str, bool]]:
 
 
 def _recordings(file: Path, host: str) -> list[Recording]:
-    if not file.is_file():  # a pipe or a device might never end
-        raise _NoDump(f"{file} is no dump: it is no file")
-    with open(file, "rb") as opened:
-        raw = opened.read(1)
-        if raw not in (b"\x80", b"{"):
-            raise _NoDump(f"{file} is no dump: it is neither a pickle nor an object of JSON")
-        if file.stat().st_size > LARGEST_DUMP:
-            raise ValueError(f"{file} holds over {LARGEST_DUMP >> 20} MiB; record fewer calls")
-        raw += opened.read()
+    raw = file.read_bytes()
     try:
-        dump = _Plain(io.BytesIO(raw)).load() if raw[:1] == b"\x80" else json.loads(raw)
-    except Exception as error:  # a broken pickle raises anything
-        why = printable(error) or type(error).__name__
-        raise ValueError(f"{file} is no readable dump: {why}") from None
-    try:
-        if isinstance(dump, dict) and isinstance(dump.get("minipar_stall"), list):
+        dump = json.loads(raw) if raw[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
+        if "minipar_stall" in dump:
             found = [_of_watchdog(state) for state in dump["minipar_stall"]]
-        elif isinstance(dump, dict) and isinstance(dump.get("entries"), list):
-            found = [_of_recorder(dump, file, host)]
         else:
-            raise _NoDump(f"{file} is no dump: it has no list `entries`")
-        if not all(0 <= recording.rank < MOST_RANKS for recording in found):
-            raise ValueError("of which rank is it? Its name is to end with the number")
-    except _NoDump:
-        raise
-    except _ODD as error:
+            found = [_of_recorder(dump, file, host)]
+    except Exception as error:  # a broken pickle raises anything
         why = printable(f"{error!r:.150}")
-        raise ValueError(f"{file} is not what a flight recorder writes: {why}") from None
+        raise ValueError(f"{file} is no dump of a flight recorder: {why}") from None
+    if not all(0 <= recording.rank < MOST_RANKS for recording in found):
+        raise ValueError(f"{file}: of which rank is it? Its name is to end with the number")
     return found
 
 

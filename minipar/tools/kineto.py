@@ -42,36 +42,17 @@ _ROUNDING = 20e-6
 """Seconds by which kernels of one stream overlap in good traces."""
 
 
-def usable(events: list[Any]) -> tuple[list[Event], int]:
-    """Return the events that take time, and how many others are malformed."""
-    good, bad = [], 0
+def usable(events: list[Any]) -> list[Event]:
+    """Return the events that take time, and the launches of kernels."""
+    good = []
     for event in events:
-        if isinstance(event, dict) and event.get("ph") != "X" and isinstance(event.get("ph"), str):
+        if event.get("ph") != "X":
             continue  # names, counters, arrows and marks
-        if not (
-            isinstance(event, dict)
-            and event.get("ph") == "X"
-            and isinstance(event.get("name"), str)
-            and isinstance(event.get("cat", ""), str)
-            and isinstance(event.get("args", {}), dict)
-            and isinstance(event.get("tid"), str | int | None)
-            and _is_number(event.get("ts"))
-            and _is_number(event.get("dur", 0))
-            and event.get("dur", 0) >= 0
-        ):
-            bad += 1
-            continue
-        for key, usual in ("args", {}), ("dur", 0), ("tid", None):
-            event.setdefault(key, usual)
-        event["cat"] = _OLD.get(event.get("cat", ""), event.get("cat", ""))
-        if _is_launch(event) or event["ts"] + event["dur"] > event["ts"]:
+        event = {"args": {}, "dur": 0, "tid": None, "cat": ""} | event
+        event["cat"] = _OLD.get(event["cat"], event["cat"])
+        if _is_launch(event) or event["dur"] > 0:
             good.append(event)
-    return good, bad
-
-
-def _is_number(value: Any) -> bool:
-    """True if `value` is a time: a finite number. Microseconds since 1970 are 2e15."""
-    return type(value) in (int, float) and -1e17 < value < 1e17
+    return good
 
 
 def _is_launch(event: Event) -> bool:

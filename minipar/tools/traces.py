@@ -151,19 +151,19 @@ def _trace_ranks(files: Sequence[Path], documents: Sequence[Event]) -> list[int]
 def _read(file: Path) -> list[_Trace]:
     """Return a trace for each device of the file, that of the busiest first."""
     document = read_json(file)
-    events = document.pop("traceEvents")
-    good, bad = usable(events)
-    notes = [f"{printable(file)}: skipped {bad} of {len(events)} events, which are malformed"]
-    if any(event["cat"] == "kernel" for event in good):
-        devices = kineto.gpu_spans(good)
-        for spans in devices.values():
-            notes += [f"{printable(file)}: {note}" for note in kineto.cut_short(spans)]
-    else:
-        devices = {0: kineto.cpu_spans(good, document, file)}
+    notes: list[str] = []
+    try:
+        good = usable(document.pop("traceEvents"))
+        if any(event["cat"] == "kernel" for event in good):
+            devices = kineto.gpu_spans(good)
+            for spans in devices.values():
+                notes += [f"{printable(file)}: {note}" for note in kineto.cut_short(spans)]
+        else:
+            devices = {0: kineto.cpu_spans(good, document, file)}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not what torch.profiler writes: {error!r:.150}") from None
     if not any(devices.values()):
-        said = f"; {bad} of its {len(events)} events are malformed" if bad else ""
-        raise ValueError(f"{file} is a trace, but holds no operator and no kernel{said}")
-    notes = notes if bad else notes[1:]
+        raise ValueError(f"{file} is a trace, but holds no operator and no kernel")
 
     def busy(spans: list[Span]) -> float:
         return sum(span.duration for span in spans if span.kind != "copy")

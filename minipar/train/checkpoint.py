@@ -3,8 +3,8 @@
 Layout. One folder per checkpoint, `checkpoints/step_000120/`:
 
     weights_00002.safetensors   rank 2's share of the weights, under their serial names
-    state_00002.safetensors     and of all other tensors: optimizer/state/lm_head.weight/exp_avg ...
-    state.pt                    the rest of the state: numbers, and where those tensors belong
+    state_00002.safetensors     and of the optimizer's: optimizer/state/lm_head.weight/exp_avg ...
+    state.pt                    the rest of the state, and where those tensors belong
     manifest.json               length and CRC-32 of the other files; written last
 
 A tensor in a file is a whole tensor of the serial model, or a *box* of one: a part with an offset
@@ -139,21 +139,15 @@ def load(
                 f"checkpoint {folder} is damaged: the contents of {names[0]} do not match their "
                 f"CRC-32; resume from an earlier one"
             )
-    weights, tensors = (find(folder, manifest["files"], k) for k in ("weights_", "state_"))
-    if not lazily:
-        weights = {name: stored() for name, stored in weights.items()}
+    weights, tensors = (
+        {name: stored if lazily else stored() for name, stored in found.items()}
+        for found in (find(folder, manifest["files"], kind) for kind in ("weights_", "state_"))
+    )
     with reading(folder, "manifest.json"):
         weights |= {alias: weights[name] for alias, name in manifest["tied"].items()}
-    tensors = {
-        name: stored if lazily and name.startswith("optimizer/state/") else stored()
-        for name, stored in tensors.items()
-    }
     with reading(folder, "state.pt"):
-        skeleton = torch.load(folder / "state.pt", weights_only=True)
-        if not isinstance(skeleton, dict):
-            raise TypeError(f"a {type(skeleton).__name__} in the place of a dict")
-        state = map_tensors(skeleton, lambda name, t: tensors[name] if t.is_meta else t)
-    return weights, state
+        state = torch.load(folder / "state.pt", weights_only=True)
+        return weights, map_tensors(state, lambda name, t: tensors[name] if t.is_meta else t)
 
 
 def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:

@@ -1,15 +1,14 @@
 """Everything that decides a training run, in one typed record: the flags of `minipar train`.
 
 A run writes its configuration as `config.json`, and `--resume` starts from that file. `--config`
-reads a TOML file with the same names.
+reads flags from a TOML file with the same names.
 """
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 
@@ -61,8 +60,6 @@ class TrainConfig:
     autocast-bf16: only matmuls in 16 bits. fp16 scales the loss."""
     recompute: Literal["none", "selective", "full"] | None = None
     """Word of the plan (checkpointing). The activations that backward computes again."""
-    ddp: Literal["overlapped", "bucketed", "naive", "tuned"] = "overlapped"
-    """How gradients are reduced without --zero; tuned times the link and cuts buckets for it."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """The numbers of parameters, gradients and optimizer state."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
@@ -188,7 +185,11 @@ class TrainConfig:
             )
         plan.check(model)
         self._check_batch(plan)
-        self._check_clashes(plan)
+        if plan.precision != "float32" and self.dtype != "float32":
+            raise ValueError(
+                f"--precision {plan.precision} casts from master weights in float32, and --dtype "
+                f"{self.dtype} has others; leave out one of them"
+            )
         if self.compile != "none":
             compiled.check(plan)
 
@@ -207,23 +208,6 @@ class TrainConfig:
                 f"--batch-size {self.batch_size} makes {made} microbatches, and the schedule of "
                 f"the pipeline is for --microbatches {plan.microbatches}; use a --batch-size that "
                 f"{least} divides"
-            )
-
-    def _check_clashes(self, plan: Plan) -> None:
-        if plan.precision != "float32" and self.dtype != "float32":
-            raise ValueError(
-                f"--precision {plan.precision} casts from master weights in float32, and --dtype "
-                f"{self.dtype} has others; leave out one of them"
-            )
-        if self.ddp != "overlapped" and plan.zero:
-            raise ValueError(
-                f"--ddp {self.ddp} is about all-reduces of gradients, and --zero {plan.zero} has "
-                f"none; leave out one of them"
-            )
-        if self.ddp in ("naive", "tuned") and plan.compression != "none":
-            raise ValueError(
-                f"compression={plan.compression} needs buckets of a fixed size, and --ddp "
-                f"{self.ddp} has none; use --ddp overlapped or bucketed"
             )
 
     def check_length(self, corpus: Corpus) -> None:
@@ -267,37 +251,9 @@ class TrainConfig:
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote. Raises `ValueError` for any other file."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if "plan" not in values:  # such as the config.json of a Hugging Face model
-                raise ValueError("it has no plan")
-            return cls()._with(values)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the configuration of a run: {error}") from None
-
-    def updated_from(self, path: str) -> "TrainConfig":
-        """Return this configuration with the values of a TOML file."""
-        try:
-            return self._with(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--config {path}: {error}") from None
-
-    def _with(self, values: dict[str, Any]) -> "TrainConfig":
-        kinds = get_type_hints(type(self))
-        for name, value in values.items():
-            if name not in kinds or not _is_a(value, kinds[name]):
-                raise ValueError(f"{name} = {str(value)[:80]!r} is no flag of minipar train")
-        return replace(self, **values)
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """True if `value` may stand in a field of the type `kind`."""
-    if get_origin(kind) is Literal:
-        return any(type(value) is type(word) and value == word for word in get_args(kind))
-    if get_args(kind):
-        return any(_is_a(value, one) for one in get_args(kind))
-    if isinstance(value, bool) or kind is bool:
-        return type(value) is kind
-    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def check_numbers(record: Any, least: Mapping[str, float]) -> None:

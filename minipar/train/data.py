@@ -123,7 +123,6 @@ class Batches:
         *,
         seed: int = 0,
         microbatches: int = 1,
-        shuffle: bool = True,
     ) -> None:
         counts = {"batch_size": batch_size, "size": size, "microbatches": microbatches}
         for name, value in counts.items():
@@ -133,7 +132,7 @@ class Batches:
             raise ValueError(f"rank={rank} is not one of {size} ranks; use 0 to {size - 1}")
         self.sequences, self.batch_size = sequences, batch_size
         self.rank, self.size = rank, size
-        self.seed, self.shuffle = seed, shuffle
+        self.seed = seed
         self.shares = [microbatches] * size  # microbatches of each rank
         self.epoch = 0
         self.position = 0  # samples of this epoch that were handed out, over all ranks
@@ -144,10 +143,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         num_samples, epoch = len(self.sequences), self.epoch
-        if self.shuffle:
-            order = epoch_order(num_samples, self.seed, epoch)
-        else:
-            order = torch.arange(num_samples)
+        order = epoch_order(num_samples, self.seed, epoch)
         while self.epoch == epoch:
             batch = order[self.position : self.position + self.batch_size]
             # Count before the yield: a state saved during the step does not repeat the step.
@@ -198,7 +194,6 @@ class Batches:
             "epoch": self.epoch,
             "position": self.position,
             "seed": self.seed,
-            "shuffle": self.shuffle,
             "seq_len": self.sequences.seq_len,
             "fingerprint": self.sequences.fingerprint,
         }
@@ -206,10 +201,10 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was saved, maybe with other ranks and another batch_size.
 
-        Raises `ValueError` for another seed or order, another seq_len, another text.
+        Raises `ValueError` for another seed, another seq_len, another text.
         """
         here = self.state_dict()
-        for key in ("seed", "shuffle", "seq_len", "fingerprint"):
+        for key in ("seed", "seq_len", "fingerprint"):
             if state[key] != here[key]:
                 name = "text (its fingerprint)" if key == "fingerprint" else key
                 raise ValueError(

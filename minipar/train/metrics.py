@@ -3,8 +3,7 @@
 Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted), seconds (of the
 step, without validation and checkpoints), tokens_per_second, mfu (see peak.py), peak_memory (bytes,
 of rank 0 so far). Some lines have recorded (true where a recorder made the step slower),
-validation_loss, and what loss scaling reports. With experts: expert_load, dropped_slots and
-tokens_per_expert, see `report.expert_figures`.
+validation_loss, and what loss scaling reports.
 """
 
 import json
@@ -56,7 +55,7 @@ class Log:
         """Take in the line of a step, in which numbers are tensors; write the line before."""
         values = [value for value in line.values() if isinstance(value, Tensor)]
         device = line["loss"].device
-        numbers = torch.cat([value.to(device, torch.float64).flatten() for value in values])
+        numbers = torch.stack([value.to(device, torch.float64) for value in values])
         numbers = numbers.to("cpu", non_blocking=True)
         began, self.began = self.began, clock.stamp(self.device)
         line["seconds"] = began, self.began
@@ -70,13 +69,11 @@ class Log:
         (line, numbers), self.held = self.held, None
         began, ended = line["seconds"]
         line["seconds"] = clock.between(began, ended)  # the end follows the copy of the numbers
-        shapes = {name: value for name, value in line.items() if isinstance(value, Tensor)}
-        parts = numbers.split([value.numel() for value in shapes.values()])
-        for (name, value), part in zip(shapes.items(), parts, strict=True):
-            line[name] = part.view(value.shape).to(value.dtype).tolist()
+        read = iter(numbers.tolist())
+        for name, value in line.items():
+            if isinstance(value, Tensor):
+                line[name] = int(next(read)) if value.dtype == torch.int64 else next(read)
         self.complete(line)
-        if self.lines:
-            self.lines[-1].pop("tokens_per_expert", None)  # long, and only the last one is used
         self.lines.append(dict(line))
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:

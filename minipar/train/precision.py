@@ -159,27 +159,17 @@ class LossScaler:
 
     State: `loss_scale` (float32), `good_steps` and `num_skipped` (int32), tensors on `device`;
     `found_inf` (1.0 or 0.0) between `unscale` and `update`. Equal to `torch.amp.GradScaler` step
-    for step. Raises `ValueError` for factors that cannot work.
+    for step.
     """
+
+    growth_factor, backoff_factor = 2.0, 0.5
 
     def __init__(
         self,
         init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 0 < init_scale < float("inf"):
-            raise ValueError(f"init_scale={init_scale} must be positive; 65536 is usual")
-        if not 0 < backoff_factor < 1 < growth_factor < float("inf"):
-            raise ValueError(
-                f"backoff_factor={backoff_factor} must lie between 0 and 1, and "
-                f"growth_factor={growth_factor} above 1; 0.5 and 2 are usual"
-            )
-        if growth_interval < 1:
-            raise ValueError(f"growth_interval={growth_interval} must be 1 or more steps")
-        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval = growth_interval
         self.loss_scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
         self.good_steps = torch.tensor(0, dtype=torch.int32, device=device)

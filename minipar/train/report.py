@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minipar.comm import clock
-from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.model.hf import write_json
-from minipar.model.llama import LlamaConfig
-from minipar.model.moe import mixtures
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
 
@@ -41,12 +38,10 @@ class Report:
     tokens_per_second: float | None
     mfu: float | None  # model FLOPs utilisation: the share of the peak below
     peak: str  # what the ranks could do at most, and where that number is from
-    save_seconds: float  # that training has waited for checkpoints
     step_seconds: float | None  # median
     sent_bytes: float
     communication_seconds: float
     hidden_fraction: float | None  # None without communication
-    experts: dict[str, Any]  # of the last step: `expert_figures`, if there are experts
     peak_memory: list[int]  # bytes, per rank
     prompt: str = ""  # of the sample
     sample: str = ""  # or why there is none
@@ -158,45 +153,6 @@ def training_figures(lines: Sequence[dict[str, Any]]) -> dict[str, float | None]
         "last_loss": lines[-1]["loss"],
         "tokens_per_second": sum(line["tokens"] for line in timed) / sum(seconds),
         "step_seconds": statistics.median(seconds),
-    }
-
-
-def mixture_names(config: LlamaConfig) -> list[str]:
-    """Return the names of the mixtures of a whole model, from the bottom up."""
-    layers = range(config.num_layers if config.moe else 0)
-    return [f"model.layers.{layer}.mlp" for layer in layers if config.moe.is_sparse(layer)]
-
-
-def expert_slots(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
-    """Return the counts for `expert_figures`; nothing where `model` has no experts. A collective.
-
-    slots: [mixtures of the whole model, E + 1] int64 on `device`, how many slots of this step chose
-    each expert, and last how many of these were dropped. Padding counts nowhere. No value is read.
-    """
-    if not (names := mixture_names(model.config)):
-        return {}
-    shape = len(names), model.config.moe.num_experts + 1
-    slots = torch.zeros(shape, dtype=torch.int64, device=device)
-    found = dict(mixtures(model))  # on a stage of a pipeline: its own
-    for name, moe in found.items():
-        slots[names.index(name), :-1] = moe.gate.counts
-        slots[names.index(name), -1] = moe.num_dropped
-    for moe in list(found.values())[:1]:
-        slots = moe.gate.sum_counts(slots)
-    return {"slots": all_reduce(slots, mesh.pp)}
-
-
-def expert_figures(slots: list[list[int]], config: LlamaConfig) -> dict[str, Any]:
-    """Return the metrics of experts, from the numbers of `expert_slots`.
-
-    expert_load: slots that chose the busiest expert over the mean, in the layer where that is most;
-    dropped_slots, over all layers; tokens_per_expert, by the names of mixtures.
-    """
-    kept = [row[:-1] for row in slots]
-    return {
-        "expert_load": max(max(row) * len(row) / max(sum(row), 1) for row in kept),
-        "dropped_slots": sum(row[-1] for row in slots),
-        "tokens_per_expert": dict(zip(mixture_names(config), kept, strict=True)),
     }
 
 

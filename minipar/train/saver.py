@@ -35,7 +35,7 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
 from minipar.model.hf import write_json
-from minipar.parallel.base.shards import Part
+from minipar.parallel.base.shards import Part, Region
 from minipar.train.checkpoint import (
     ALONE,
     DTYPES,
@@ -48,7 +48,6 @@ from minipar.train.checkpoint import (
 )
 
 Parts = Mapping[str, Mapping[str, Part]]  # by kind, "weights" or "state", and name
-Share = dict[str, dict[str, Tensor | Part]]  # what one rank writes, likewise
 
 
 class _InProgress(NamedTuple):
@@ -74,15 +73,16 @@ class Saver:
     def save(
         self,
         step: int,
-        weights: dict[str, Tensor],
+        weights: Mapping[str, Tensor],
         state: dict[str, Any],
         own: Parts | None = None,
-        tied: dict[str, str] | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         """Write checkpoint `step`; in the background, begin to, after the save before is finished.
 
-        `weights` are full tensors; `state` is what `torch.load(weights_only=True)` can read back,
-        in nested dicts, lists and tuples. Both are equal on all ranks. A collective.
+        `weights` are full tensors, of which each rank writes a share. `state` is what
+        `torch.load(weights_only=True)` can read back, in nested dicts, lists and tuples; rank 0
+        writes it. Both are equal on all ranks. A collective.
 
         `own` is what this rank alone writes: of "weights", and of "state", where meta tensors stand
         in its place; over all ranks, each number once. `tied` says which weights are stored under
@@ -92,24 +92,22 @@ class Saver:
         checkpoints before are then as they were.
         """
         self.finish()
-        tied, of_state = _ties(weights) if tied is None else tied, {}
-        skeleton = _take_tensors(state, of_state)
-        tensors = {("weights", name): t for name, t in weights.items() if name not in tied}
-        tensors |= {("state", name): t for name, t in of_state.items()}
-        mine = deal({key: t.nbytes for key, t in tensors.items()}, self.axis.size)[self.axis.rank]
+        share = {kind: dict((own or {}).get(kind, {})) for kind in ("weights", "state")}
+        for name in deal({n: t.nbytes for n, t in weights.items()}, self.axis.size)[self.axis.rank]:
+            t = weights[name]
+            share["weights"][name] = Part(t.detach().flatten(), Region.whole(t.shape))
+        share = {
+            kind: {name: self._still(part) for name, part in parts.items() if part.numbers.numel()}
+            for kind, parts in share.items()
+        }
+        if self.axis.rank == 0:
+            state = map_tensors(state, lambda _, t: t if t.is_meta else _copy_on_host(t))
         self._together(step, self._clear)
-        share: Share = {"weights": {}, "state": {}}
-        for kind, name in mine:
-            share[kind][name] = _copy_on_host(tensors[kind, name])
-        for kind, parts in (own or {}).items():
-            for name, part in parts.items():
-                if part.numbers.numel():
-                    share[kind][name] = self._still(part)
         work = _write_share, self._unfinished(step), self.axis.rank, share
         executor = ThreadPoolExecutor(1)
-        files = executor.submit(*work, skeleton if self.axis.rank == 0 else None)
+        files = executor.submit(*work, state if self.axis.rank == 0 else None)
         executor.shutdown(wait=False)  # the thread ends with its task
-        self._writing = _InProgress(step, tied, files)
+        self._writing = _InProgress(step, dict(tied or {}), files)
         if not self.in_background:
             self.finish()
 
@@ -211,43 +209,13 @@ def deal(num_bytes: dict[Any, int], size: int) -> list[list[Any]]:
     return shares
 
 
-# ---------------------------------------------------------------------- tensors
-def _take_tensors(state: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return `state` with meta tensors for its tensors, which go into `tensors` by name.
-
-    Scalars stay where they are: they are many, and small.
-    """
-
-    def take(name: str, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return tensor  # every rank has its part
-        if tensor.ndim == 0:
-            return _copy_on_host(tensor)
-        assert name not in tensors, f"two tensors of the state are called {name}"
-        tensors[name] = tensor
-        return torch.empty_like(tensor, device="meta")
-
-    return map_tensors(state, take)
-
-
-def _ties(weights: dict[str, Tensor]) -> dict[str, str]:
-    """Return names whose tensor is stored under an earlier name: {"lm_head.weight": "embed..."}."""
-    first: dict[tuple, str] = {}
-    ties = {}
-    for name, tensor in weights.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and first.setdefault(key, name) != name:
-            ties[name] = first[key]
-    return ties
-
-
 def _copy_on_host(tensor: Tensor) -> Tensor:
     """Return a contiguous copy with a storage of its own."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 # ---------------------------------------------------------------------- files
-def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
+def _write_share(folder: Path, rank: int, share: Parts, state: Any) -> Files:
     """Write the files of one rank, down to the disk; return their digests."""
     folder.mkdir(exist_ok=True)
     written = []
@@ -255,23 +223,20 @@ def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
         if own:
             written.append(folder / f"{kind}_{rank:05d}.safetensors")
             save_file(*_boxes(own), written[-1])
-    if skeleton is not None:
+    if state is not None:
         written.append(folder / "state.pt")
         content = io.BytesIO()  # torch's own writer does not say why it could not write
-        torch.save(skeleton, content)
+        torch.save(state, content)
         written[-1].write_bytes(content.getbuffer())
     for path in written:
         _force_to_disk(path)
     return {path.name: digest_of(path) for path in written}
 
 
-def _boxes(own: Mapping[str, Tensor | Part]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _boxes(own: Mapping[str, Part]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file, and its metadata: the places of those that are not whole."""
     tensors, told = {}, {}
     for name, part in own.items():
-        if isinstance(part, Tensor):
-            tensors[name] = part
-            continue
         for i, (offset, box) in enumerate(part.region.boxes(part.numbers)):
             key = f"{name}#{i}" if i else name
             tensors[key] = box

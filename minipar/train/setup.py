@@ -46,7 +46,6 @@ class Setup:
             mesh,
             self.plan,
             partial(make_optimizer, lr=config.lr, weight_decay=config.weight_decay),
-            ddp_version=config.ddp,
             init=_first_values(config, model) if self.plan.zero == 3 else None,
         )
         self.optimizer = self.strategy.optimizer

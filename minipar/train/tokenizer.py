@@ -1,9 +1,7 @@
 """Tokenizers: one token per byte, or a Hugging Face `tokenizer.json`."""
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -87,20 +85,18 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(os.path.expanduser(path))
-        self.path = path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json")
-        with self._named():
+        path = Path(path).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
             self._text = path.read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(self._text)
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            if getattr(self._tokenizer.model, "dropout", None):
-                self._tokenizer.model.dropout = None
-            vocabulary = self._tokenizer.get_vocab()
-        if not vocabulary:
-            raise ValueError(f"{path} has no words")
+        except Exception as error:  # the package raises no type of its own
+            raise ValueError(f"{path} is no tokenizer.json: {one_line(error)}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None
+        vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         names = (_told_end(path.with_name("tokenizer_config.json")), *ENDS)
         self._end = next((name for name in names if name in vocabulary), None)
@@ -108,28 +104,15 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without special tokens around them."""
-        with self._named():
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`."""
-        with self._named():
-            return self._tokenizer.decode(_plain(ids))
+        return self._tokenizer.decode(_plain(ids))
 
     def save(self, path: Path) -> None:
         """Write the file as it was, and the name of the end token beside it."""
         _save(path, self._text, self._end)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Raise `ValueError` with the path for whatever goes wrong in the body."""
-        try:
-            yield
-        except BaseException as error:
-            # A panic of the package is no Exception. Ctrl-C is none either, and is not ours.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(f"{self.path} is no tokenizer.json: {one_line(error)}") from None
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:

@@ -1,9 +1,8 @@
 """A whole run: a loop around the training step of step.py, and all that a real run needs."""
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm.collectives import all_gather_object, all_reduce, broadcast
+from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.model import hf
@@ -24,7 +23,7 @@ from minipar.train import checkpoint, out_of_memory, peak
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
-from minipar.train.folder import held
+from minipar.train.folder import make_shared
 from minipar.train.metrics import Log, say
 from minipar.train.optim import warmup_cosine
 from minipar.train.precision import COMPUTE_DTYPES, Precision
@@ -32,8 +31,6 @@ from minipar.train.report import (
     PROFILED_STEPS,
     Report,
     StepRecorder,
-    expert_figures,
-    expert_slots,
     peak_memory,
     profiler,
     training_figures,
@@ -42,7 +39,6 @@ from minipar.train.sampling import write
 from minipar.train.saver import Saver
 from minipar.train.setup import Setup, make_model
 from minipar.train.step import StepResult, evaluate, train_step
-from minipar.train.stop import StopRequest
 from minipar.train.tokenizer import Tokenizer, load_tokenizer
 
 STALLED = "stalled.json"  # in the folder of a run: what the watchdog saw, for `minipar hang`
@@ -85,7 +81,6 @@ class Trainer:
             keep=config.keep,
             in_background=config.async_save,
         )
-        self.save_seconds = 0.0  # that training has waited for checkpoints
         self.step = self.first_step = 0  # steps done; those done when this run began, or went on
         self.timeline = Timeline()
 
@@ -106,18 +101,14 @@ class Trainer:
         return self.mesh.rank == 0
 
     # ------------------------------------------------------------------ the loop
-    def run(
-        self, progress: Progress = lambda line: None, request: StopRequest | None = None
-    ) -> Report | None:
+    def run(self, progress: Progress = lambda line: None) -> Report:
         """Train up to ``config.steps``; `progress` is called with every line of the metrics.
-
-        When `request` has come on any rank, all save after that step, and return None.
 
         Raises `FloatingPointError` on every rank at a loss or gradient that is not finite, unless
         loss scaling made it so. Raises `OSError` on every rank where a checkpoint cannot be
         written; if it is written in the background, after a later step.
         """
-        config, request = self.config, request or StopRequest()
+        config = self.config
         path = self.folder / "metrics.jsonl" if self.is_first else None
         log = Log(path, self.step, self.device, self._complete, progress)
         recorder, steps = self._recorder(), range(self.step + 1, config.steps + 1)
@@ -131,18 +122,16 @@ class Trainer:
                     result = self._train_step(next(batches))
                 log.write(self._line(result, recorder.is_on))
                 self._profile(profile)
-                is_last, is_to_stop = self.step == config.steps, self._agree(request.came)
+                is_last = self.step == config.steps
+                self._finish_save_if_written()
                 if self._is_due(config.eval_every) and not is_last:
                     log.add(validation_loss=self.validate())
                     log.restart_clock()
-                if self._is_due(config.save_every) or is_last or is_to_stop:
+                if self._is_due(config.save_every) or is_last:
                     log.flush()  # no checkpoint of a step that was not finite
                     self.save()
                     log.restart_clock()
-                if is_to_stop and not is_last:
-                    self._finish_save()
-                    return None
-            self._finish_save()
+            self.saver.finish()
             validation_loss = self.validate()
             if log.lines:
                 log.add(validation_loss=validation_loss)
@@ -167,7 +156,7 @@ class Trainer:
     def _line(self, result: StepResult, is_recorded: bool) -> dict[str, Any]:
         """Return the metrics of a step: numbers are tensors, and no device is waited for."""
         line = {"step": self.step, "lr": self.learning_rate(self.step - 1), **result.numbers()}
-        line |= self.precision.report() | expert_slots(self.model, self.mesh, self.device)
+        line |= self.precision.report()
         return line | ({"recorded": True} if is_recorded else {})
 
     def _recorder(self) -> StepRecorder:
@@ -189,7 +178,7 @@ class Trainer:
         # A gradient that overflows because the loss was scaled up is no accident.
         is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
         if not math.isfinite(loss) or not is_sound:
-            self._finish_save()  # of a step before, which was finite
+            self.saver.finish()  # of a step before, which was finite
             remedy = f"Try a lower --lr than {self.config.lr:g}"
             if 0 < self.first_step == step - 1:
                 remedy = f"Resume from a checkpoint before step {self.first_step}. {remedy}"
@@ -200,25 +189,21 @@ class Trainer:
         line["tokens_per_second"] = num_tokens / line["seconds"]
         line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
         line["peak_memory"] = peak_memory(self.device)
-        if "slots" in line:
-            line |= expert_figures(line.pop("slots"), self.model.config)
 
-    def _agree(self, is_asked: bool) -> bool:
-        """Return True if any rank was asked to stop; a collective of 16 bytes.
-
-        It also finishes a save in the background that all ranks have written.
-        """
-        flags = torch.tensor([is_asked, self.saver.is_writing], dtype=torch.int64)  # on the host
-        is_to_stop, is_writing = all_reduce(flags, self.mesh.world, "max").tolist()
-        if self.saver.in_progress and not is_writing:
-            self._finish_save()
-        return bool(is_to_stop)
+    def _finish_save_if_written(self) -> None:
+        """Put a checkpoint in its place when all ranks have written it in the background."""
+        if self.saver.in_progress:
+            is_writing = torch.tensor(int(self.saver.is_writing))  # on the host
+            if not all_reduce(is_writing, self.mesh.world, "max"):
+                self.saver.finish()
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        steps, warmup_steps = self.config.steps, min(self.config.warmup_steps, self.config.steps)
-        common = dict(peak=self.config.lr, total_steps=steps, warmup_steps=warmup_steps)
-        return warmup_cosine(step, **common)
+        steps = self.config.steps
+        warmup_steps = min(self.config.warmup_steps, steps)
+        return warmup_cosine(
+            step, peak=self.config.lr, total_steps=steps, warmup_steps=warmup_steps
+        )
 
     def validate(self) -> float:
         """Return the loss on the same sample of text every time."""
@@ -243,18 +228,7 @@ class Trainer:
             "validation": self.validation.fingerprint,
             "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
         }
-        with self._waiting_for_files():
-            self.setup.save(self.saver, self.step, state)
-
-    def _finish_save(self) -> None:
-        with self._waiting_for_files():
-            self.saver.finish()
-
-    @contextmanager
-    def _waiting_for_files(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.save_seconds += time.perf_counter() - start
+        self.setup.save(self.saver, self.step, state)
 
     def load(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`: exactly, unless a printed line says not.
@@ -319,40 +293,29 @@ class Trainer:
             validation_loss=validation_loss,
             mfu=speed and self.peak.utilisation(self.flops_per_token, speed, seconds=1),
             peak=self.peak.source,
-            save_seconds=self.save_seconds,
             sent_bytes=sent_bytes,
             communication_seconds=communication_seconds,
             hidden_fraction=hidden_fraction,
-            experts=lines[-1] if lines and "expert_load" in lines[-1] else {},
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
         )
 
     def sample(self) -> tuple[str, str]:
         """Return a prompt, and the text that the model writes, on the first rank; a collective.
 
-        The prompt is the beginning of the validation text. Under ZeRO 3 all ranks write together,
-        unless they have different layers, or parts of a sequence.
+        The prompt is the beginning of the validation text.
         """
         count, prompt = self.config.sample_tokens, self.corpus.validation[:32]
         if not count:
             return "", ""
-        model, agreeing = self.model, nullcontext()
         if self.plan.zero == 3:
-            if self.plan.pp * self.plan.cp > 1:
-                return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
-            # All go on by the token of the first rank, whose rounding may differ from the others'.
-            agreeing = model.register_forward_hook(
-                lambda model, tokens, logits: broadcast(logits[:, -1:], self.mesh.world)
-            )
-        else:
-            weights = self.strategy.full_state_dict()
-            if not self.is_first:
-                return "", ""
-            with torch.device("meta"):
-                model = Llama(self.model.config)
-            model = hf.fill(model, weights).to(self.device, getattr(torch, self.config.dtype))
-        with agreeing:
-            return write(model.eval(), self.tokenizer, prompt, count, self.config.seed)
+            return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
+        weights = self.strategy.full_state_dict()
+        if not self.is_first:
+            return "", ""
+        with torch.device("meta"):
+            model = Llama(self.model.config)
+        model = hf.fill(model, weights).to(self.device, getattr(torch, self.config.dtype))
+        return write(model.eval(), self.tokenizer, prompt, count, self.config.seed)
 
 
 def _check_shape(saved: dict[str, Any], own: dict[str, Any]) -> None:
@@ -369,19 +332,19 @@ def train(
     folder: str,
     start: str | None = None,
     progress: Callable[[Trainer], Progress] | None = None,
-) -> Report | None:
+) -> Report:
     """Train on this rank as all others do; rank 0 writes the files of the run into `folder`.
 
     `start` is the folder of the checkpoint to continue from. Files that are pictures are left to
-    the caller. None if the run was asked to stop, and has saved.
+    the caller.
     """
     place, world = Path(folder), Mesh(**config.as_plan().mesh_sizes()).world
     stalls = watchdog.watch(STALL_SECONDS, dump=place / STALLED)
-    holding, explained = held(place, world), out_of_memory.explained()
-    with StopRequest() as request, stalls, holding, explained as known:
+    with stalls, out_of_memory.explained():
         if config.backend == "link":
             link.use(config.link)
-        known.append(trainer := Trainer(config, place))
+        trainer = Trainer(config, place)
+        make_shared(place, world)
         if start is not None:
             trainer.load(Path(start))
         if trainer.is_first:
@@ -389,9 +352,7 @@ def train(
             if config.tokenizer:
                 trainer.tokenizer.save(place / "tokenizer.json")
         told = progress(trainer) if progress and trainer.is_first else lambda line: None
-        report = trainer.run(told, request)
-        if report is None:
-            return None
+        report = trainer.run(told)
         # A run that was done already has reported more than one of no step could.
         has_news = trainer.step > trainer.first_step or not (place / "report.json").exists()
         if trainer.is_first and trainer.timeline.spans:

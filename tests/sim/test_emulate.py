@@ -3,21 +3,26 @@
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from minipar.comm.collectives import all_reduce
+from minipar.comm.collectives import all_reduce, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device as devices
 from minipar.emulate import link
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.observe import timeline
+from minipar.observe.spans import clipped
+from minipar.observe.timeline import Timeline
 from minipar.parallel import context
 from minipar.parallel.plan import Plan
+from minipar.ranks.launch import Ranks
 from minipar.sim import emulate
 from minipar.sim.replay import Simulated, replay
-from minipar.sim.trace import trace
+from minipar.sim.trace import Actor, trace
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +47,76 @@ SAMPLE = (
 )
 
 
+# ---------------------------------------------------------------------- the same step, emulated
+@dataclass(frozen=True)
+class Emulated:
+    """An emulated device and an emulated link as the machine of `replay`."""
+
+    device: devices.Device
+    link: link.Link | link.Topology
+    has_lanes = True  # where messages do not queue behind collectives
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of a node."""
+        return getattr(self.link, "ranks_per_node", 1 << 30)
+
+    def seconds_of_collective(
+        self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
+    ) -> float:
+        """Return the seconds of `verb`; `num_bytes` is the whole tensor's, in the large model."""
+        wire = self.link
+        if isinstance(wire, link.Topology):
+            wire = wire.inter if nodes > 1 else wire.intra
+        return link.seconds(verb, num_bytes, ranks, wire)
+
+
+class Ran(NamedTuple):
+    """A training step that did happen, in declared seconds: from the end of the one before."""
+
+    seconds: float
+    timeline: Timeline  # of the step, all ranks
+    late: float  # seconds that a rank was late at most, for want of processors here
+
+
+def step(ranks: Ranks, config: LlamaConfig, plan: Plan, *, sequences: int = 1, seq_len: int) -> Ran:
+    """Run training steps of a Llama under `plan` on `ranks`, and tell the second.
+
+    As in `trace`: `sequences` of a microbatch, `seq_len` tokens each. Without an emulated device,
+    seconds are measured. A step before them, on the device as it is, warms up.
+    """
+    found = ranks.run(_step, config, plan, sequences, seq_len)
+    begins, ends = ({r: own[i] for r, own in enumerate(found)} for i in (0, 1))
+    every = found[0][3]
+    timeline = Timeline(clipped(every.spans, begins, ends), every.label).shifted()
+    seconds = max(ends.values()) - max(begins.values())
+    return Ran(seconds, timeline, max(own[2] for own in found))
+
+
+def _step(config: LlamaConfig, plan: Plan, sequences: int, seq_len: int) -> tuple:
+    """Return begin and end of the step, how late the rank was, and all spans."""
+    mesh = Mesh(**plan.mesh_sizes())
+    with devices.paused():
+        actor = Actor(config, plan, mesh, sequences, seq_len, "cpu")
+        actor.step()
+    barrier(mesh.world)
+    label = devices.label(f"{link.current().label}, {plan}")
+    with timeline.record(actor.model, label) as recorded:
+        ends = []
+        for _ in range(2):
+            actor.step()
+            ends.append(devices.now())
+        late = devices.late()
+        with devices.paused():
+            actor.step()  # what the second has left in flight arrives, and is recorded
+    return *ends, late, recorded.gather(mesh.world)
+
+
 @dataclass(frozen=True)
 class Both:
     """The same step twice."""
 
-    emulated: emulate.Ran
+    emulated: Ran
     simulated: Simulated
     wall: float  # seconds that the emulated one took, with those around it
 
@@ -87,10 +157,10 @@ def both(ranks, monkeypatch):
         wire = LINKS[name]
         with emulated(plan.num_ranks, wire) as pool:
             start = time.monotonic()
-            ran = emulate.step(pool, config, plan, seq_len=SEQ_LEN)
+            ran = step(pool, config, plan, seq_len=SEQ_LEN)
             wall = time.monotonic() - start
-        machine = emulate.Emulated(DEVICE, wire.scaled(slower))
-        sim = replay(trace(config, plan, seq_len=SEQ_LEN, every_cp=True), machine)
+        machine = Emulated(DEVICE, wire.scaled(slower))
+        sim = replay(trace(config, plan, seq_len=SEQ_LEN), machine)
         return Both(ran, sim, wall)
 
     return run
@@ -129,8 +199,8 @@ def test_every_schedule_is_replayed_to_its_end(text):
     """
     plan = Plan.parse(text)
     step = replay(
-        trace(CONFIG, plan, seq_len=SEQ_LEN, every_cp=True),
-        emulate.Emulated(DEVICE, LINKS["ib-ndr"]),
+        trace(CONFIG, plan, seq_len=SEQ_LEN),
+        Emulated(DEVICE, LINKS["ib-ndr"]),
     )
     serial = trace(CONFIG, Plan(microbatches=plan.microbatches), seq_len=SEQ_LEN)
     flops = sum(rank.flops for rank in step.traces.ranks.values())
@@ -146,7 +216,7 @@ def test_a_small_model_stands_for_a_large_one(text):
     """
     large = replace(CONFIG, vocab_size=2048, hidden_size=512, intermediate_size=1536, head_dim=64)
     plan, wire = Plan.parse(text), LINKS["100gbe"]
-    machines = [emulate.Emulated(emulate.device("h100", k), wire) for k in (8, 1)]
+    machines = [Emulated(emulate.device("h100", k), wire) for k in (8, 1)]
     small = replay(trace(CONFIG, plan, seq_len=SEQ_LEN), machines[0])
     whole = replay(trace(large, plan, seq_len=8 * SEQ_LEN), machines[1])
     assert small.seconds == pytest.approx(whole.seconds, rel=0.02)

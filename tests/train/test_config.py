@@ -51,9 +51,6 @@ def test_short_flags_are_words_of_the_plan():
         (dict(mesh="pp=2", microbatches=4, batch_size=5), "makes 3 .* --batch-size that 4 divides"),
         (dict(plan="tp2"), "plan 'tp2'"),
         (dict(precision="bf16", dtype="float64"), "casts from master weights in float32"),
-        (dict(zero=1, ddp="naive"), "--ddp naive is about all-reduces of gradients, and --zero 1"),
-        (dict(plan="dp=4,compression=int8", ddp="naive"), "compression=int8 needs buckets"),
-        (dict(plan="dp=4,compression=int8", ddp="tuned"), "compression=int8 needs buckets"),
         (dict(seq_len=10**6), "--seq-len 1000000 is longer than tiny can see; use up to"),
         (dict(preset="huge"), "--preset huge is unknown; use one of tiny"),
         (dict(link="5gbe"), "no link '5gbe'"),
@@ -98,42 +95,12 @@ def test_comes_back_from_json(tmp_path):
     assert TrainConfig.load(tmp_path / "config.json") == config
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "null", '{"steps": 3', '{"steps": 3}', "\xff", "[" * 100_000]
-    + [
-        f'{{"plan": "dp=2", {value}}}'
-        for value in (
-            *('"steps": "3"', '"steps": null', '"steps": true', '"lr": [1]', '"ddp": "quick"'),
-            *('"zero": true', '"zero": 1.0', '"plan": "x"', '"of_a_later_version": 1'),
-        )
-    ],
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"steps": 3', '{"of_a_later_version": 1}', "\xff"])
 def test_a_damaged_file_is_refused(tmp_path, text):
-    """A mutant that checks no types crashes later, on comparing a string with a number."""
     path = tmp_path / "config.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=f"^{path} is not the configuration of a run"):
         TrainConfig.load(path)
-
-
-def test_a_toml_file_has_flags_by_name(tmp_path):
-    """Over those of a run that is resumed. Mutant: a slip in a name is overlooked."""
-    path = tmp_path / "run.toml"
-    path.write_text('mesh = "dp=2"\nlr = 1e-4  # a comment\nzero = 1\n', encoding="utf-8")
-    config = TrainConfig(steps=7, microbatches=2).updated_from(str(path))
-    assert config == TrainConfig(steps=7, plan="dp=2,zero=1,microbatches=2", lr=1e-4)
-    for text, says in (
-        ("step = 3\n", "step = '3' is no flag of minipar train"),
-        ('steps = "3"\n', "steps = '3' is no flag"),
-        ("steps =\n", "--config .*run.toml: "),
-        ("[train]\nsteps = 3\n", "train = .* is no flag"),
-    ):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match=says):
-            TrainConfig().updated_from(str(path))
-    with pytest.raises(ValueError, match="--config .*: .*No such file"):
-        TrainConfig().updated_from(str(tmp_path / "nowhere.toml"))
 
 
 def test_what_is_stored_is_plain(tmp_path):

@@ -99,7 +99,6 @@ layouts = st.fixed_dictionaries(
         "batch_size": st.integers(1, 24),
         "microbatches": st.integers(1, 3),
         "seed": st.integers(0, 3),
-        "shuffle": st.booleans(),
     }
 )
 
@@ -151,7 +150,7 @@ def test_trap_23_an_uneven_last_batch_neither_hangs_nor_biases_the_loss():
 
     def total(size: int, rank: int) -> list[tuple[float, int]]:
         steps = []
-        for rows in Batches(sequences, 6, rank, size, shuffle=False, microbatches=2):
+        for rows in Batches(sequences, 6, rank, size, microbatches=2):
             loss = [cross_entropy(table[i].mT, t, reduction="sum") for i, t in rows]
             num_valid = sum(int((t != IGNORE).sum()) for _, t in rows)
             steps.append((float(sum(loss)), num_valid))
@@ -188,7 +187,6 @@ def test_trap_23_changed_run_is_refused_unless_it_continues_exactly():
     other_text.tokens[7] += 1
     for other, message in [
         (Batches(sequences, 6, seed=2), "another seed: saved with 1, now 2"),
-        (Batches(sequences, 6, seed=1, shuffle=False), "another shuffle"),
         (Batches(Sequences(sequences.tokens, 4), 6, seed=1), "another seq_len: .* 3, now 4"),
         (Batches(other_text, 6, seed=1), "another text"),
     ]:

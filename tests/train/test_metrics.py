@@ -104,15 +104,6 @@ def test_seconds_on_a_cpu_are_those_up_to_the_end_of_the_step(tmp_path, monkeypa
     assert [line["seconds"] for line in log.lines] == [5.0, 3.0]
 
 
-def test_only_the_last_line_keeps_the_tokens_of_each_expert():
-    """Mutant: what a run remembers grows with each step."""
-    log = log_of(None)
-    for number in (1, 2, 3):
-        log.write(step(number) | {"tokens_per_expert": {"mlp": [1, 2]}})
-    log.flush()
-    assert ["tokens_per_expert" in line for line in log.lines] == [False, False, True]
-
-
 def test_metrics_survive_what_a_kill_leaves(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = log_of(path)

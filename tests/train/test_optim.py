@@ -30,9 +30,9 @@ def test_cosine_corners():
 def test_cosine_is_the_one_of_torch():
     param = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([param], lr=1.0)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40, eta_min=0.2)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40, eta_min=0.1)
     for step in range(41):
-        ours = warmup_cosine(step, peak=1.0, warmup_steps=0, total_steps=41, final_fraction=0.2)
+        ours = warmup_cosine(step, peak=1.0, warmup_steps=0, total_steps=41)
         assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
         optimizer.step()
         theirs.step()
@@ -44,23 +44,6 @@ def test_short_runs_have_a_rate_at_every_step(warmup_steps, total_steps):
     for step in range(total_steps + 2):
         assert 0 < warmup_cosine(step, **run) <= 1
     assert max(warmup_cosine(step, **run) for step in range(total_steps)) == 1.0
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"step": -1}, "step=-1 is negative"),
-        ({"peak": 0.0}, "peak=0.0 is no learning rate"),
-        ({"peak": math.nan}, "peak=nan"),
-        ({"total_steps": 0}, "total_steps=0 must be 1 or more"),
-        ({"warmup_steps": 101}, "warmup_steps=101: use 0 to 100"),
-        ({"warmup_steps": -1}, "warmup_steps=-1"),
-        ({"final_fraction": 1.5}, r"final_fraction=1.5 is not in \[0, 1\]"),
-    ],
-)
-def test_bad_schedules(change, message):
-    with pytest.raises(ValueError, match=message):
-        warmup_cosine(**{"step": 0, **RUN, **change})
 
 
 # ------------------------------------------------------------------------------------- optimizer
@@ -103,7 +86,10 @@ def test_optimizer_step_is_adamw():
     model = nn.Linear(2, 2).double()
     weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
     model.weight.grad, model.bias.grad = torch.randn(2, 2).double(), torch.randn(2).double()
-    make_optimizer(model, lr=0.01, weight_decay=0.5, eps=0.0).step()
+    optimizer = make_optimizer(model, lr=0.01, weight_decay=0.5)
+    for group in optimizer.param_groups:
+        group["eps"] = 0.0
+    optimizer.step()
     decayed = weight * (1 - 0.01 * 0.5) - 0.01 * model.weight.grad.sign()
     torch.testing.assert_close(model.weight.detach(), decayed, rtol=1e-12, atol=1e-12)
     plain = bias - 0.01 * model.bias.grad.sign()

@@ -257,7 +257,7 @@ def test_files_are_written_and_agree(run):
     per_step = 2 * (2 - 1) / 2 * (sum(p.nbytes for p in params) + len(params) + 16)
     assert report["sent_bytes"] == pytest.approx(6 * per_step, abs=6 * 2 * 40)
     assert 0 <= report["hidden_fraction"] <= 1 and report["communication_seconds"] > 0
-    assert len(report["peak_memory"]) == 2 and report["save_seconds"] > 0
+    assert len(report["peak_memory"]) == 2
 
     recorded = Timeline.load(folder / "timeline.json")
     assert recorded.ranks == [0, 1] and "2 ranks" in recorded.label
@@ -337,36 +337,19 @@ def test_checkpoints_in_the_background_are_the_same(run):
 @pytest.mark.parametrize("plan", ["tp=2,sequence_parallel", "ep=2"])
 def test_a_model_in_parts_writes_what_a_whole_one_does(run, plan):
     same = dict(steps=1, sample_tokens=19, preset="tiny-moe" if "ep" in plan else "tiny")
-    parts = run(2, "parts", plan=f"{plan},zero=3", mesh="", **same)
+    parts = run(2, "parts", plan=f"{plan},zero=1", mesh="", **same)
     whole = run(1, "whole", **same)
     ours, theirs = ((folder / "sample.txt").read_bytes() for folder in (parts, whole))
     assert ours == theirs and len(ours) > 19
 
 
 @pytest.mark.slow
-def test_a_model_in_parts_that_sees_parts_of_a_text_has_a_word_in_place_of_its_sample(run):
+def test_where_no_rank_has_the_model_a_word_stands_in_place_of_its_sample(run):
     """Mutant: every rank gathers the whole model at the end, which none could hold."""
-    folder = run(2, "parts", mesh="cp=2", zero=3, steps=1, sample_tokens=9)
+    folder = run(2, "parts", zero=3, steps=1, sample_tokens=9)
     told = report_of(folder)
     assert told["prompt"] == "" and told["sample"].startswith("(none: no rank has the whole model")
     assert (folder / "sample.txt").read_text(encoding="utf-8") == told["sample"] + "\n"
-
-
-@pytest.mark.slow
-def test_the_slots_of_experts_are_those_of_the_whole_model_and_batch(run):
-    """Mutants: a stage counts its own layers; a rank its own sequences."""
-    same = dict(preset="tiny-moe", steps=1, microbatches=2)
-    folder = run(1, "whole", **same)
-    whole = lines_of(folder, "expert_load", "dropped_slots", "tokens_per_expert")
-    [(_, _, slots)] = whole
-    num_slots = 2 * PLAIN.batch_size * PLAIN.seq_len
-    assert {name: sum(row) for name, row in slots.items()} == {
-        f"model.layers.{layer}.mlp": num_slots for layer in range(4)
-    }
-    assert report_of(folder)["experts"]["tokens_per_expert"] == slots
-    for number, mesh in enumerate(("pp=2", "ep=2")):
-        folder = run(2, f"cut{number}", mesh=mesh, **same)
-        assert lines_of(folder, "expert_load", "dropped_slots", "tokens_per_expert") == whole, mesh
 
 
 def test_figures_of_no_step_are_none():
