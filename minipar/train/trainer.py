@@ -23,7 +23,7 @@ from minipar.train import checkpoint, out_of_memory, peak
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
-from minipar.train.folder import make_shared
+from minipar.train.folder import held
 from minipar.train.metrics import Log, say
 from minipar.train.optim import warmup_cosine
 from minipar.train.precision import COMPUTE_DTYPES, Precision
@@ -340,11 +340,10 @@ def train(
     """
     place, world = Path(folder), Mesh(**config.as_plan().mesh_sizes()).world
     stalls = watchdog.watch(STALL_SECONDS, dump=place / STALLED)
-    with stalls, out_of_memory.explained():
+    with stalls, held(place, world), out_of_memory.explained():
         if config.backend == "link":
             link.use(config.link)
         trainer = Trainer(config, place)
-        make_shared(place, world)
         if start is not None:
             trainer.load(Path(start))
         if trainer.is_first:

@@ -1,8 +1,11 @@
-"""The folder of a run: folders or texts that hosts do not share."""
+"""The folder of a run: two jobs at once, and folders or texts that hosts do not share."""
 
 import os
 import platform
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,23 +13,69 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import minipar
 from minipar.comm.mesh import Axis, Mesh
 from minipar.ranks.launch import RankError
 from minipar.train import folder as folders
 from minipar.train import saver, trainer
 from minipar.train.config import TrainConfig
+from minipar.train.folder import LOCK, held
 from tests.train.runs import save
 
 ALONE = Axis("world", 0, 1, (0,))
+HOLD = """
+import sys, time
+from pathlib import Path
+from minipar.comm.mesh import Axis
+from minipar.train.folder import held
+with held(Path(sys.argv[1]), Axis("world", 0, 1, (0,))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
+# ---------------------------------------------------------------------- one job at a time
 def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
     """As in one of another user's. Mutant: a traceback that ends in the name of a file."""
-    (tmp_path / ".shared").mkdir()
-    with pytest.raises(OSError, match=f"{tmp_path} cannot be written: .*another user"):
-        folders.make_shared(tmp_path, ALONE)
+    (tmp_path / LOCK).mkdir()
+    says = f"{tmp_path} cannot be written: .*{LOCK}.*another user"
+    with pytest.raises(OSError, match=says), held(tmp_path, ALONE):
+        pass
 
 
+@pytest.mark.slow
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    """Mutants: no lock; a file that outlives kill -9."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(minipar.__file__).parents[1])}
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout.readline() == b"held\n"
+            says = "run is being written by another run; wait for its end"
+            with pytest.raises(ValueError, match=says), held(tmp_path / "run", ALONE):
+                pass
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert (tmp_path / "run" / LOCK).exists()
+    with held(tmp_path / "run", ALONE):
+        pass
+    assert not (tmp_path / "run").exists()  # nothing was put there
+
+
+def test_what_is_in_the_folder_stays(tmp_path, monkeypatch):
+    """Also after an error, and where the file system has no locks."""
+    (tmp_path / "a").touch()
+
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
+    with pytest.raises(ZeroDivisionError), held(tmp_path, ALONE):
+        1 / 0  # noqa: B018
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+# ---------------------------------------------------------------------- seen by all
 @pytest.fixture
 def run_config(tmp_path) -> TrainConfig:
     text = tmp_path / "a.txt"
@@ -34,6 +83,19 @@ def run_config(tmp_path) -> TrainConfig:
     return TrainConfig(
         mesh="dp=2", data=str(text), steps=2, seq_len=16, batch_size=2, sample_tokens=0
     )
+
+
+def test_two_resumes_of_one_run_at_once(ranks, run_config, tmp_path):
+    """The second is refused on all its ranks before it reads or writes anything."""
+    ranks(2).run(trainer.train, run_config, str(tmp_path / "run"))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    start = str(tmp_path / "run/checkpoints/step_000002")
+    with held(tmp_path / "run", ALONE), pytest.raises(RankError) as caught:
+        ranks(2).run(trainer.train, run_config, str(tmp_path / "run"), start)
+    failures = caught.value.failures.values()
+    assert [failure.kind for failure in failures] == ["ValueError"] * 2
+    assert all("is being written by another run" in failure.message for failure in failures)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
 def on_a_host_of_its_own(work, parent: str, *args):
