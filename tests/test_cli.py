@@ -410,6 +410,40 @@ def test_ctrl_c_ends_everything_at_once(work, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("who, name", [("rank", "SIGUSR1"), ("launcher", "SIGTERM")])
+def test_a_signal_stops_a_run_in_order(work, tmp_path, who, name):
+    """Mutants: only the rank that was signalled stops; the launcher ends before its ranks do."""
+    process = start(work, tmp_path, "--save-every", "1000", "--steps", "100000")
+    folder = tmp_path / "tiny-dp2"
+    children = wait_for_steps(process, folder / "metrics.jsonl", 7)
+    (process if who == "launcher" else ranks_of(children)[-1]).send_signal(signal.Signals[name])
+    out, err = process.communicate(timeout=PATIENCE * busy())
+    assert process.returncode == 0 and err == ""
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    step = checkpoint.step_of(checkpoint.newest(folder))
+    assert [line[0] for line in curve(folder)] == [*range(1, step + 1)] and step >= 7
+    lines = [line for line in out.splitlines() if line.startswith("Stopped")]
+    assert lines == [f"Stopped. Go on from step {step} with: minipar train --resume {folder}"]
+    assert not (folder / "report.json").exists()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_everything_at_once(work, tmp_path):
+    """Also when a rank does not answer."""
+    process = start(work, tmp_path, "--steps", "100000")
+    children = wait_for_steps(process, tmp_path / "tiny-dp2/metrics.jsonl", 7)
+    ranks_of(children)[-1].suspend()
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE * busy())
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in out + err and "minipar train --resume" in err
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+@pytest.mark.slow
 def test_kill_9_of_a_rank_and_resume(work, tmp_path, capfd, uninterrupted):
     process = start(work, tmp_path)
     folder = tmp_path / "tiny-dp2"

@@ -21,6 +21,7 @@ from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.report import Report
+from minipar.train.stop import pass_on
 from minipar.train.trainer import Trainer
 
 
@@ -53,13 +54,16 @@ def train(config: TrainConfig) -> None:
     folder, start = _place(config)
     print(_headline(config, folder, start), flush=True)
     try:
-        with Ranks(
-            config.num_ranks,
-            backend=backend,
-            timeout=config.timeout,
-            sink=None,
-            preload=(__name__,),  # with the trainer: once, and not in each rank
-        ) as ranks:
+        with (
+            Ranks(
+                config.num_ranks,
+                backend=backend,
+                timeout=config.timeout,
+                sink=None,
+                preload=(__name__,),  # with the trainer: once, and not in each rank
+            ) as ranks,
+            pass_on(ranks.pids),
+        ):
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
     except (KeyboardInterrupt, SystemExit, RankError) as error:
         if not (isinstance(error, RankError) and is_bad_input([*error.failures.values()])):
@@ -205,8 +209,14 @@ class Progress:
             self.bar.close()
 
 
-def conclude(report: Report, folder: Path) -> None:
-    """Draw the pictures of a run and print the table at its end."""
+def conclude(report: Report | None, folder: Path) -> None:
+    """Draw the pictures of a run and print the table at its end.
+
+    Without a report, the run was asked to stop: say how to go on.
+    """
+    if report is None:
+        print(f"\n{how_to_go_on(folder)}")
+        return
     from minipar.lab import draw  # takes a second, of which training knows nothing
 
     steps = read(folder / "metrics.jsonl")

@@ -39,6 +39,7 @@ from minipar.train.sampling import write
 from minipar.train.saver import Saver
 from minipar.train.setup import Setup, make_model
 from minipar.train.step import StepResult, evaluate, train_step
+from minipar.train.stop import StopRequest
 from minipar.train.tokenizer import Tokenizer, load_tokenizer
 
 STALLED = "stalled.json"  # in the folder of a run: what the watchdog saw, for `minipar hang`
@@ -101,14 +102,18 @@ class Trainer:
         return self.mesh.rank == 0
 
     # ------------------------------------------------------------------ the loop
-    def run(self, progress: Progress = lambda line: None) -> Report:
+    def run(
+        self, progress: Progress = lambda line: None, request: StopRequest | None = None
+    ) -> Report | None:
         """Train up to ``config.steps``; `progress` is called with every line of the metrics.
+
+        When `request` has come on any rank, all save after that step, and return None.
 
         Raises `FloatingPointError` on every rank at a loss or gradient that is not finite, unless
         loss scaling made it so. Raises `OSError` on every rank where a checkpoint cannot be
         written; if it is written in the background, after a later step.
         """
-        config = self.config
+        config, request = self.config, request or StopRequest()
         path = self.folder / "metrics.jsonl" if self.is_first else None
         log = Log(path, self.step, self.device, self._complete, progress)
         recorder, steps = self._recorder(), range(self.step + 1, config.steps + 1)
@@ -122,15 +127,17 @@ class Trainer:
                     result = self._train_step(next(batches))
                 log.write(self._line(result, recorder.is_on))
                 self._profile(profile)
-                is_last = self.step == config.steps
-                self._finish_save_if_written()
+                is_last, is_to_stop = self.step == config.steps, self._agree(request.came)
                 if self._is_due(config.eval_every) and not is_last:
                     log.add(validation_loss=self.validate())
                     log.restart_clock()
-                if self._is_due(config.save_every) or is_last:
+                if self._is_due(config.save_every) or is_last or is_to_stop:
                     log.flush()  # no checkpoint of a step that was not finite
                     self.save()
                     log.restart_clock()
+                if is_to_stop and not is_last:
+                    self.saver.finish()
+                    return None
             self.saver.finish()
             validation_loss = self.validate()
             if log.lines:
@@ -190,12 +197,16 @@ class Trainer:
         line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
         line["peak_memory"] = peak_memory(self.device)
 
-    def _finish_save_if_written(self) -> None:
-        """Put a checkpoint in its place when all ranks have written it in the background."""
-        if self.saver.in_progress:
-            is_writing = torch.tensor(int(self.saver.is_writing))  # on the host
-            if not all_reduce(is_writing, self.mesh.world, "max"):
-                self.saver.finish()
+    def _agree(self, is_asked: bool) -> bool:
+        """Return True if any rank was asked to stop; a collective of 16 bytes.
+
+        It also finishes a save in the background that all ranks have written.
+        """
+        flags = torch.tensor([is_asked, self.saver.is_writing], dtype=torch.int64)  # on the host
+        is_to_stop, is_writing = all_reduce(flags, self.mesh.world, "max").tolist()
+        if self.saver.in_progress and not is_writing:
+            self.saver.finish()
+        return bool(is_to_stop)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -332,15 +343,15 @@ def train(
     folder: str,
     start: str | None = None,
     progress: Callable[[Trainer], Progress] | None = None,
-) -> Report:
+) -> Report | None:
     """Train on this rank as all others do; rank 0 writes the files of the run into `folder`.
 
     `start` is the folder of the checkpoint to continue from. Files that are pictures are left to
-    the caller.
+    the caller. None if the run was asked to stop, and has saved.
     """
     place, world = Path(folder), Mesh(**config.as_plan().mesh_sizes()).world
     stalls = watchdog.watch(STALL_SECONDS, dump=place / STALLED)
-    with stalls, held(place, world), out_of_memory.explained():
+    with StopRequest() as request, stalls, held(place, world), out_of_memory.explained():
         if config.backend == "link":
             link.use(config.link)
         trainer = Trainer(config, place)
@@ -351,7 +362,9 @@ def train(
             if config.tokenizer:
                 trainer.tokenizer.save(place / "tokenizer.json")
         told = progress(trainer) if progress and trainer.is_first else lambda line: None
-        report = trainer.run(told)
+        report = trainer.run(told, request)
+        if report is None:
+            return None
         # A run that was done already has reported more than one of no step could.
         has_news = trainer.step > trainer.first_step or not (place / "report.json").exists()
         if trainer.is_first and trainer.timeline.spans:

@@ -1,0 +1,83 @@
+"""A graceful stop: SIGTERM or SIGUSR1 asks a run to save after the step that it is in, and to end.
+
+Schedulers warn before they kill: Slurm sends SIGTERM, and with `--signal=USR1@120` SIGUSR1 two
+minutes before the time is up. Any rank may get a signal, one or all, and at different moments. So a
+rank only notes it; after each step all ranks agree, and stop after the same one. A second signal
+ends the process at once. One signal often arrives several times: Slurm signals every process of a
+job, and a launcher passes on to its ranks what it gets. A repeat within a second is ignored.
+
+torchrun passes SIGTERM on, kills the ranks that have not ended 30 seconds later, and ends with an
+exit code that is not 0. SIGUSR1 ends torchrun, unless it is started with `--signals-to-handle
+SIGTERM,SIGUSR1`.
+
+Cost: one all-reduce of 16 bytes per step, where the ranks have just met to add up the loss.
+Proved by: tests/train/test_stop.py, tests/test_cli.py.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from minipar.ranks.launch import RankError
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ECHO_SECONDS = 1.0
+
+
+class StopRequest:
+    """Notes in the body of a `with` whether this process was asked to stop.
+
+    In a launcher, `pids` are its ranks, to which the first signal is passed on. A thread other than
+    the main one hears no signals.
+    """
+
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        self.pids = pids
+        self.since: float | None = None  # when the first signal came, by the clock
+        self.number = 0  # of that signal
+
+    @property
+    def came(self) -> bool:
+        """True if a signal has come."""
+        return self.since is not None
+
+    def __enter__(self) -> "StopRequest":
+        is_main = threading.current_thread() is threading.main_thread()
+        self._before = {n: signal.signal(n, self._note) for n in SIGNALS if is_main}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        if self.since is None:
+            self.since, self.number = now, number
+            for pid in self.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        elif now - self.since > ECHO_SECONDS:
+            if self.pids:
+                raise SystemExit(128 + number)  # the launcher ends its ranks
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def pass_on(pids: Sequence[int]) -> Iterator[None]:
+    """In a launcher: while the body runs, its ranks, `pids`, get the signal that it gets.
+
+    Raises `SystemExit` where the signal has ended the ranks: they had not begun to train.
+    """
+    with StopRequest(pids) as request:
+        try:
+            yield
+        except RankError as error:
+            ended = all(f.exitcode == -request.number for f in error.failures.values())
+            if request.came and ended:
+                raise SystemExit(128 + request.number) from None
+            raise
