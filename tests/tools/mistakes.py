@@ -17,7 +17,7 @@ from minipar.comm import autograd
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
-from tests.tools.gallery import WIDTH, Net, megatron, plain, torch_ddp
+from tests.tools.gallery import WIDTH, Column, Net, Row, megatron, plain, torch_ddp
 
 DP, TP, CP, BOTH = {"dp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}
 
@@ -82,6 +82,19 @@ def divides_again(model, mesh):
     return model, after
 
 
+def over_the_world(model, mesh, group=None, parts: int = 4):
+    """Pieces of tensor parallelism, averaged over all ranks as if they were copies."""
+    replicate(model, mesh.world)
+    model.up, model.down = Column(model.up, mesh.tp), Row(model.down, mesh.tp)
+
+    def after() -> None:
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=group(mesh) if group else None)
+            p.grad /= parts
+
+    return model, after
+
+
 # ---------------------------------------------------------------------- the optimizer
 class Owned(torch.optim.AdamW):
     """ZeRO-1: every rank updates its own parameters; nothing is sent."""
@@ -110,6 +123,11 @@ class Sent(Owned):
 
 def owned(model, kind=Owned):
     return kind(model.parameters(), lr=0.01)
+
+
+def adam(model, lr=lambda ranks: 0.01, decay=lambda ranks: 0.1):
+    ranks = dist.get_world_size()
+    return torch.optim.AdamW(model.parameters(), lr(ranks), weight_decay=decay(ranks), eps=1e-6)
 
 
 # ---------------------------------------------------------------------- pieces, and samples
@@ -332,26 +350,43 @@ WRONG = {
     "gradients of rank 0": told(
         partial(by_hand, change=sends_one), DP, "gradient of head", "broadcast, not reduced"
     ),
-    "filled once": told(fills_once, DP, "gradient of head", "kept between steps", step=2),
+    "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
     "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
+    "pieces averaged": told(
+        over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0, 1, 2, 3]
+    ),
     "nothing sent": told(
         torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1], optimizer=owned
+    ),
+    "rate times ranks": told(
+        torch_ddp,
+        DP,
+        "weights of embed",
+        "another learning rate",
+        optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks),
+    ),
+    "no decay": told(
+        torch_ddp,
+        DP,
+        "weights of embed",
+        "another weight decay",
+        optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1)),
     ),
     "local attention": told(
         local_attention,
         CP,
         "output of attention",
-        "in this module",
+        "pieces kept apart",
         build=PositionNet,
         shares=gallery.tokens_apart,
     ),
     "averaged": told(
         partial(megatron, row={"leave": averaged}), TP, "output of down", "averaged, not summed"
     ),
-    "drawn again": told(drawn_again, TP, "initial weights of up", "unknown"),
+    "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
     "words of others": told(vocabulary, TP, "output of embed", "in this module"),
-    "softmax of pieces": told(megatron, TP, "loss", "in loss()", loss=words_apart),
+    "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
     "syncs no more": told(counting, DP, "gradient of head", "kept between steps", step=2),
     "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
     "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
@@ -362,7 +397,7 @@ WRONG = {
         placed,
         CP,
         "output of norm",
-        "in this module",
+        "positions, or another piece",
         build=Placed,
         shares=gallery.tokens_apart,
     ),
@@ -389,5 +424,5 @@ WRONG = {
     "not divided": told(
         torch_ddp, DP, "gradient of head", "not divided by microbatches", backward=undivided
     ),
-    "rows twice": told(torch_ddp, DP, "output of embed", "in this module", shares=overlapping_rows),
+    "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
 }

@@ -7,13 +7,14 @@ that never reduced has its own share once and the others not at all.
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from minipar.comm.mesh import coordinates, groups_along
-from minipar.tools.prove.compare import is_close, join
+from minipar.tools.prove.compare import Form, is_close, join
 from minipar.tools.prove.suspect import Suspect
 
 Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for it
@@ -108,6 +109,11 @@ def _pending(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- initial weights
+def _made_anew(s: Suspect) -> Cause | None:
+    why = "not what build() made on any rank, nor a piece of it: drawn again after build(), loaded "
+    return "made anew", why + "from elsewhere, or changed by parallelize()"
+
+
 def _tie_lost(s: Suspect) -> Cause | None:
     for tie in s.device.ties:
         if s.name in tie and tie not in s.seen[s.ranks[0]].ties:
@@ -146,7 +152,8 @@ def _pieces(s: Suspect) -> Cause | None:
                 why = f"every rank of {axis} has taken the first piece of dim {dim}"
                 return "first piece everywhere", why
             if s.stage == "gradient":
-                return None
+                why = f"cut along dim {dim}, and yet equal on all ranks of {axis}: reduced over "
+                return "pieces were mixed", why + "it, though each rank of it has rows of its own"
             why = f"the pieces of all ranks of {axis} are equal, along dim {dim}: drawn under one "
             return "one seed", why + "seed, they never part; draw the whole, then cut"
         places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
@@ -166,6 +173,10 @@ def _none(s: Suspect) -> Cause | None:
 def _kept(s: Suspect) -> Cause | None:
     if s.step == 0:
         return None
+    before = s.device.gradients[s.step - 1].get(s.name) if s.stage == "gradient" else None
+    if before is not None and s.are(before):
+        why = f"exactly the gradient of step {s.step}: a bucket that is not filled anew, or sent "
+        return "of the step before", why + "late"
     why = f"equal weights before step {s.step + 1}, and step 1 was equal: something stays from step"
     return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
 
@@ -272,6 +283,15 @@ def _update(s: Suspect) -> Cause | None:
     if s.are(before):
         why = "it did not move, though its gradient is right: make the optimizer of the parameters "
         return "not in the optimizer", why + "that parallelize() leaves, and send what each updates"
+    # How much of the right step, and of the weight itself?
+    times, decay = _solve([s.expected - before, before], s.found[s.ranks[0]] - before) or (0, 0)
+    if times and s.are(before + times * (s.expected - before) + decay * before, 1e-7):
+        if abs(decay) < 1e-7:
+            return "another learning rate", f"the step is {times:.6g} times as long as it should be"
+        if abs(times - 1) < 1e-7:
+            more = "less" if decay > 0 else "more"
+            why = f"it shrinks by {abs(decay):.3g} of itself {more}, a step"
+            return "another weight decay", why
     return "another update", "gradients and their norm are right; the optimizer does another step"
 
 
@@ -307,16 +327,40 @@ def _bias(s: Suspect) -> Cause | None:
     return None
 
 
-def _unfinished(s: Suspect) -> Cause | None:
-    """Return an unfinished sum if the module that ran just before holds summands."""
+def _ran_before(s: Suspect) -> tuple[str, Form]:
+    """Return the module that ran just before, and how ranks hold its output."""
     names = list(s.device.outputs)
     at = names.index(s.name) if s.name in names else len(names)
-    form = (s.form_of(names[at - 1]) if at else None) or {}
+    return (names[at - 1], s.form_of(names[at - 1]) or {}) if at else ("", {})
+
+
+def _unfinished(s: Suspect) -> Cause | None:
+    """Return an unfinished sum if the module that ran just before holds summands."""
+    name, form = _ran_before(s)
     axis = next((axis for axis, how in form.items() if how == "sum"), None)
     if axis is None:
         return None
-    why = f"{names[at - 1]}, which ran before, has a part on each rank of {axis}, and the sum of "
+    why = f"{name}, which ran before, has a part on each rank of {axis}, and the sum of "
     return "unfinished sum", why + f"them is right: an all-reduce over {axis} is missing"
+
+
+def _kept_apart(s: Suspect) -> Cause | None:
+    """Return a cause if the output of the module before is right, in pieces."""
+    name, form = _ran_before(s)
+    axis = next((axis for axis, how in form.items() if isinstance(how, int)), None)
+    if axis is None or s.over_data(axis):
+        return None
+    dim, kind = form[axis], s.device.kinds.get(s.name, "")
+    why = f"{name}, which ran before, is right, in pieces along dim {dim} on ranks of {axis}: "
+    if _ROW_BY_ROW.search(kind):
+        why += f"a {kind} needs no more, so what is added in between is wrong. Do positions, or a "
+        return "positions, or another piece", why + f"mask, begin at 0 on every rank of {axis}?"
+    return "pieces kept apart", why + "this module needs what the other ranks have"
+
+
+_ROW_BY_ROW = re.compile(
+    r"^(Layer|RMS)Norm|RMSNorm$|LayerNorm$|Linear|Dropout|LU$|Embedding|Identity"
+)
 
 
 def _buffer(s: Suspect) -> Cause | None:
@@ -327,17 +371,29 @@ def _buffer(s: Suspect) -> Cause | None:
     return "a buffer of own samples", why
 
 
-def _in_here(s: Suspect) -> Cause:
-    """Blame the first that is wrong: what it was given is right, unless it is the first of all."""
-    where = "loss()" if s.stage == "loss" else "this module"
-    why = f"what ran before returned what is right: it is what {where} does, or what else it is "
-    return f"in {where}", why + "given, such as samples, positions, a mask or the targets"
+def _inside(s: Suspect) -> Cause | None:
+    """Blame the first wrong module: its input was right, unless it is the first of all."""
+    own = {n: t for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
+    found = [(seen.before.get(name), tensor) for seen in s.seen for name, tensor in own.items()]
+    is_untouched = all(a is not None and a.shape == t.shape for a, t in found)
+    if s.name == next(iter(s.device.outputs)) and is_untouched:
+        why = "the first module that runs, and its weights are right: ranks have other samples "
+        return "another input", why + "than their shares of the batch, or use them otherwise"
+    why = "what ran before returned what is right, and weights are right: it is what this module "
+    return "in this module", why + "does, or what else it is given"
+
+
+def _in_the_loss(s: Suspect) -> Cause | None:
+    if s.step > 0:
+        return None
+    why = "what every module returned is right: it is loss() itself, as its targets, its "
+    return "in the loss", why + "denominator, or a softmax over words that are cut"
 
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
-    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces, _factor],
-    "output": [_bias, _unfinished, _rounding, _factor, _pending, _pieces, _in_here],
-    "loss": [_microbatches, _rounding, _unfinished, _kept, _factor, _in_here],
+    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces, _factor, _made_anew],
+    "output": [_bias, _unfinished, _rounding, _factor, _pending, _pieces, _kept_apart, _inside],
+    "loss": [_microbatches, _rounding, _unfinished, _kept, _factor, _in_the_loss],
     "gradient": [
         _microbatches,
         _none,

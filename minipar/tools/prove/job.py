@@ -9,9 +9,9 @@
 `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
 All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
-    shares = ["dp"]          # the axes whose ranks get rows of their own of every tensor: by
-                             # default dp, fsdp, ep ...; or a function (batch, mesh) -> this
-                             # rank's part
+    shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
+                             # all get all; a list of the axes whose ranks get rows of their own;
+                             # or a function (batch, mesh) -> this rank's part
     def uneven(seed)         # a batch whose samples weigh differently, as with padding
     def optimizer(model)     # called after `parallelize`; AdamW by default
     def clip(model)          # clips gradients, returns their norm from before
@@ -60,7 +60,7 @@ class Job:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     parallelize: Callable[[nn.Module, Mesh], Any]
-    shares: list[str] | Callable[[Any, Mesh], Any] | None = None
+    shares: str | list[str] | Callable[[Any, Mesh], Any] = "batch"
     uneven: Callable[[int], Any] | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     clip: Callable[[nn.Module], Any] | None = None
@@ -90,9 +90,11 @@ class Job:
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
         for name, value in given.items():
-            other = {"reduced_in_step": bool, "shares": list}.get(name, type(None))
-            if not callable(value) and not isinstance(value, other):
-                more = f" or a {other.__name__}" if name in ("reduced_in_step", "shares") else ""
+            is_word = name == "reduced_in_step" and isinstance(value, bool)
+            is_word |= name == "shares" and (value in ("batch", "whole") or type(value) is list)
+            if not callable(value) and not is_word:
+                more = ', "batch", "whole" or a list of axes' if name == "shares" else ""
+                more = ", or True" if name == "reduced_in_step" else more
                 raise WrongFile(f"{name} is {value!r}; it must be a function{more}")
         return Job(**given, file=path)
 
@@ -101,9 +103,9 @@ class Job:
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
-        if callable(self.shares):
+        if self.shares == "whole" or callable(self.shares):
             return []
-        if self.shares is not None:
+        if self.shares != "batch":
             return [axis for axis in sizes if axis in self.shares]
         if strange := [axis for axis in sizes if not axis.startswith(DATA + MODEL)]:
             raise WrongFile(
