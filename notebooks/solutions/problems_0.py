@@ -12,7 +12,10 @@ from minipar.lab.problems import problem
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 4 and section 3.3.2: the "
         "order of the axes, from the innermost: tp, cp, pp, dp"
     ),
-    hint="As on the small mesh: (dp · 16 + pp) · 8 + tp.",
+    hint=(
+        "Count how many ranks you pass when dp grows by one, when pp does, and when tp "
+        "does. The last axis moves fastest."
+    ),
     slips={
         "tp is the innermost axis: the outermost counts in steps of 128 ranks.": (3 * 16 + 5) * 128
         + 7,
@@ -31,8 +34,7 @@ def a_rank_of_16384():
     unit="Gbit/s",
     source="[Goyal et al. 2017](https://arxiv.org/abs/1706.02677), section 4",
     hint=(
-        "An all-reduce sends 2 (n-1)/n times the gradients: nearly 200 MB, in 0.125 s. "
-        "Then 8 bits to a byte."
+        "Each rank sends its gradients nearly twice in a ring. Mind that a link is sold in bits."
     ),
     slips={
         "An all-reduce sends nearly twice the gradients.": 6.4,
@@ -50,7 +52,7 @@ def a_link_for_resnet():
     "Ninety days for a small Llama",
     unit="days",
     source="[TinyLlama](https://github.com/jzhang38/TinyLlama), its README",
-    hint="Sixteen GPUs take in 384,000 tokens per second. A day has 86,400 seconds.",
+    hint="How many tokens do all GPUs take in together in a second?",
     slips={
         "There are 16 GPUs.": 3e12 / 24_000 / 86_400,
     },
@@ -66,7 +68,7 @@ def days_of_tinyllama():
     "Waiting for three continents",
     unit="% of the time",
     source=("[INTELLECT-1](https://arxiv.org/abs/2412.01152), its table of compute utilisation"),
-    hint="469 of 38 x 60 + 469 seconds.",
+    hint="The round consists of both parts: what is the all-reduce's share of the whole?",
     slips={
         "Of the whole time, computing and all-reduce.": 100 * 469 / 2280,
         "A minute has 60 seconds.": 100 * 469 / (469 + 38),
@@ -87,7 +89,10 @@ def a_meeting_across_the_world():
         "[Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4, for the cluster; "
         "the slow rank is our assumption"
     ),
-    hint="Of each 1.02 seconds, all others wait 0.02.",
+    hint=(
+        "For how long do the healthy ranks wait in each step, as a share of that "
+        "longer step? All of them wait."
+    ),
     slips={
         "Of the longer step: 0.02 of 1.02.": 16_383 * 24 * 0.02,
         "The slow one alone: but all others wait for it.": 24 * 0.02 / 1.02,

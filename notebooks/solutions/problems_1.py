@@ -14,7 +14,10 @@ LLAMA_3_405B = LlamaConfig(128_256, 16_384, 53_248, num_layers=126, num_heads=12
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 3; the published "
         "configuration for 53,248 and 128,256"
     ),
-    hint="Per layer 2 D² + 2 D² / 16 for attention and 3 D F for the SwiGLU; then 2 V D.",
+    hint=(
+        "Go through one layer, matrix by matrix: which of attention's four are "
+        "smaller, and by how much? Then the two tables."
+    ),
     slips={
         "Keys and values have 8 heads, not 128.": 405.85 + 2 * 126 * 16_384 * 128 * 120 / 1e9,
         "A SwiGLU has three matrices.": 295.93,
@@ -35,7 +38,7 @@ def parameters_of_405b():
     "What 15.6 trillion tokens cost",
     unit="10^24 FLOPs",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), section 1 and table 3",
-    hint="6 x 405e9 x 15.6e12.",
+    hint="Tokens times parameters times a constant. Watch the powers of ten.",
     slips={
         "Backward costs twice as much as forward: 6, not 2.": 2 * 0.405 * 15.6,
         "With a forward computed again it would be 8: the report counts 6.": 8 * 0.405 * 15.6,
@@ -56,7 +59,10 @@ def flops_of_405b():
         "[Llama 3 8B](https://huggingface.co/meta-llama/Meta-Llama-3-8B), its card; "
         "[H100](https://www.nvidia.com/en-us/data-center/h100/): 989 TFLOP/s in bf16"
     ),
-    hint="5.79e10 FLOPs per token; 989e12 x 3,600 x 1.3e6 FLOPs could have been done.",
+    hint=(
+        "Two sides: FLOPs of a token times tokens, and the peak of a GPU times its "
+        "seconds. Attention is about a quarter again on top of the matrices."
+    ),
     slips={
         "Attention is missing.": 100 * 6 * 7.5046e9 * 15e12 / (1.3e6 * 3600 * 989e12),
         "That is forward alone: backward costs twice as much again.": 100
@@ -81,7 +87,10 @@ def where_half_went():
     "PaLM's utilisation",
     unit="% of the peak",
     source="[PaLM](https://arxiv.org/abs/2204.02311), section 4.1 and appendix B",
-    hint="3.28e12 FLOPs per token; 1.69e18 FLOP/s of peak.",
+    hint=(
+        "FLOPs of a token times tokens per second, over the peak of all chips. Heads "
+        "times their width is not the model's width here."
+    ),
     slips={
         "Recomputation does not count as useful: 6, not 8.": 100
         * 238_300
@@ -104,7 +113,7 @@ def mfu_of_palm():
     "GPT-3 on a thousand GPUs",
     unit="days",
     source="[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 5.1",
-    hint="4.2e23 FLOPs, at 1.43e17 per second.",
+    hint="All FLOPs of the training, divided by the FLOPs that all GPUs do in a day.",
     slips={
         "The second forward counts here: 8, not 6.": 6 * 175e9 * 300e9 / (1024 * 140e12) / 86_400,
         "That is one GPU alone: there are 1,024.": 8 * 175e9 * 300e9 / 140e12 / 86_400,

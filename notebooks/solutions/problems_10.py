@@ -9,7 +9,10 @@ from minipar.parallel.pipeline.simulate import bubble, simulate
     "BLOOM's bubble",
     unit="% of the computing time",
     source="[BigScience 2022](https://arxiv.org/abs/2211.05100), section 3.4",
-    hint="First the microbatches of one replica: 2048 / 8 / 2. Then (p - 1) / m.",
+    hint=(
+        "How many microbatches does *one* replica have? The bubble of 1F1B is notebook "
+        "10's formula."
+    ),
     slips={
         "The replicas share the batch: divide by 8.": 100 * 11 / 1024,
         "A microbatch has 2 sequences: half as many microbatches.": 100 * 11 / 256,
@@ -34,7 +37,7 @@ def bubble_of_bloom():
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 4 and section 3.3.2; eight "
         "stages per rank are our assumption"
     ),
-    hint="Interleaving over v stages divides the bubble by v: (p - 1) / (v m).",
+    hint="What does interleaving over v stages do to the bubble's formula?",
     slips={
         "That is 1F1B: divide by the eight stages of a rank.": 100 * 15 / 16,
         "p - 1 = 15, not 16.": 100 / 8,
@@ -62,7 +65,7 @@ def llama_3_and_eight_stages_per_rank():
         "[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), table 1; one "
         "sequence per microbatch is our assumption"
     ),
-    hint="First the replicas: 3072 / (8 x 64) = 6. They share the batch.",
+    hint=("Find the replicas first: which GPUs are left for them? Then the microbatches of one."),
     slips={
         "The replicas share the batch: how many are there?": 100 * 63 / 3072,
         "Of p stages, p - 1 are waited for.": 100 * 64 / 512,
@@ -84,7 +87,7 @@ def a_trillion_parameters():
     "One message between two stages",
     unit="MB per GPU",
     source="[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), sections 4.1 and 5",
-    hint="2 bytes for each of 2,048 x 25,600 numbers, and an eighth of that.",
+    hint="How large is the whole activation, and which part of it crosses?",
     slips={
         "That is the whole activation: each of 8 ranks sends an eighth.": 2048 * 25_600 * 2 / 1e6,
         "16 bits are 2 bytes.": 2048 * 25_600 / 8e6,
@@ -104,7 +107,7 @@ def a_message_between_stages():
     "What DualPipe leaves of the bubble",
     unit="% of 1F1B's bubble",
     source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), table 2",
-    hint="7 x 2 against 15 x 3.",
+    hint=("Put the numbers into both formulas. Mind that half of the ranks count in one of them."),
     slips={
         "B is a whole backward already: do not add W to it.": 100 * 14 / 60,
         "p/2 - 1 = 7, not 8.": 100 * 16 / 45,

@@ -14,8 +14,8 @@ DEEPSEEK = MoEConfig(256, 8, 2048, num_shared=1)
     unit="billion parameters",
     source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 4.2",
     hint=(
-        "257 experts of 3 x 7,168 x 2,048 parameters in each of 58 layers; the routers "
-        "hardly count."
+        "Begin with one expert's three matrices. How many experts does a layer have, "
+        "with the shared one?"
     ),
     slips={
         "The first three layers are dense.": 61 * 257 * 3 * 7168 * 2048 / 1e9,
@@ -35,7 +35,10 @@ def parameters_in_experts():
     "What a token of Mixtral passes",
     unit="billion parameters",
     source="[Mixtral](https://arxiv.org/abs/2401.04088), table 1",
-    hint=("Per layer: 2 x 3 D F for the experts, 2 D² + 2 D² / 4 for attention. Then two tables."),
+    hint=(
+        "Per layer: two experts, and attention with fewer heads of keys. A token "
+        "passes both tables."
+    ),
     slips={
         "That is all of them: a token passes 2 of 8 experts.": 46.7,
         "8 x 7 is not 56, and two of them are not 14: attention and tables are shared.": 14.0,
@@ -54,7 +57,7 @@ def mixtral():
     "Seats of an expert in Switch",
     unit="tokens",
     source="[Fedus et al. 2021](https://arxiv.org/abs/2101.03961), section 2.2 and table 1",
-    hint="2^20 / 128 is the even share.",
+    hint="What would be its even share?",
     slips={
         "That is the even share: there is a quarter more room.": 2**20 / 128,
     },
@@ -75,7 +78,7 @@ def capacity():
         "[DeepSeek-V3](https://arxiv.org/abs/2412.19437), sections 3.2.2 and 3.3.3: at "
         "most four nodes per token, 50 GB/s of InfiniBand per GPU, dispatch in FP8"
     ),
-    hint="4,096 tokens x 4 copies x 7,168 bytes.",
+    hint="How many copies of a token leave the GPU, and of how many bytes each?",
     slips={
         ("Twice that: a token crosses once per node, not per expert; and FP8 takes one byte."): 4096
         * 8
@@ -97,7 +100,7 @@ def bytes_between_nodes():
     "Multiprocessors that only talk",
     unit="% less computing",
     source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 3.2.2",
-    hint="20 of 132.",
+    hint="It is one ratio.",
     slips={
         "Of all 132, not of the 112 that are left.": 100 * 20 / 112,
     },

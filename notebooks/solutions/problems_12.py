@@ -16,7 +16,7 @@ LLAMA_3_405B = LlamaConfig(128_256, 16_384, 53_248, num_layers=126, num_heads=12
         "[Llama 3](https://arxiv.org/abs/2407.21783), tables 3 and 4; float32 "
         "gradients, section 3.3.2"
     ),
-    hint=("405.9 billion / 128 parameters per GPU; of each 2 bytes whole, and 16 / 128 more."),
+    hint="Parameters of one GPU first. Then bytes: one part is whole, two are cut.",
     slips={
         "Gradients and optimizer are cut over the 128 replicas.": 405.85 / 128 * 18,
         "The weights are not sharded over the replicas.": 405.85 / 128 * 18 / 128,
@@ -43,7 +43,7 @@ def state_of_405b():
         "engineers](https://huggingface.co/blog/bloom-megatron-deepspeed): 329 GB and "
         "2.3 TB"
     ),
-    hint="2 + 4 + 4 + 4 bytes per parameter.",
+    hint="Which four things are in it, at how many bytes per parameter? Then mind the unit.",
     slips={
         "A tebibyte is 2^40 bytes, not 10^12.": 176.25e9 * 14 / 1e12,
         "And the bf16 weights themselves: 2 bytes more.": 176.25e9 * 12 / 2**40,
@@ -63,7 +63,7 @@ def checkpoint_of_bloom():
     "How often 16,384 GPUs fail",
     unit="hours",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4",
-    hint="54 x 24 hours, shared out among 419.",
+    hint="Which of the interruptions count?",
     slips={
         "Planned ones are counted there.": 54 * 24 / 466,
     },
@@ -83,7 +83,7 @@ def between_failures():
         "[Young 1974](https://doi.org/10.1145/361147.361115); [Llama "
         "3](https://arxiv.org/abs/2407.21783), section 3.3.1: 2 TB/s sustained"
     ),
-    hint="C is 405.9e9 x 14 / 2e12 = 2.84 s, M is 11,135 s.",
+    hint="First C, from the size of a checkpoint; then M in seconds.",
     slips={
         "The rule has a 2 under the root.": math.sqrt(2.841 * 11_135) / 60,
         "That is in seconds.": math.sqrt(2 * 2.841 * 11_135),
@@ -106,7 +106,8 @@ def when_to_save():
     unit="seconds per step",
     source="[Smith et al. 2022](https://arxiv.org/abs/2201.11990), section 2.4",
     hint=(
-        "8 replicas have 240 microbatches each, 12 have 160: a step lasts m + p - 1 microbatches."
+        "How many microbatches has a replica in both cases? A step lasts as long as "
+        "these *and* its bubble."
     ),
     slips={
         "That is without the bubble, which does not shrink.": 60.1 * 160 / 240,

@@ -11,7 +11,7 @@ LLAMA_3_405B = LlamaConfig(128_256, 16_384, 53_248, num_layers=126, num_heads=12
     "A step of Llama 3 405B",
     unit="seconds",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), table 4",
-    hint="FLOPs per token: 2.42e12 for the matrices and 0.20e12 for attention.",
+    hint=("FLOPs of a token in two parts, times the tokens, over what all GPUs do in a second."),
     slips={
         "That is at the peak of 989 TFLOP/s.": 2**24 * 2.6256e12 / (16_384 * 989e12),
         "6 FLOPs per parameter and token: 2 are forward alone.": 2**24
@@ -35,7 +35,7 @@ def step_of_405b():
     "DeepSeek-V3's step, from its bill",
     unit="% of the bf16 peak",
     source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 1 and table 1",
-    hint="6 x 37e9 x 1e12 FLOPs in 180,000 x 3,600 seconds of a GPU.",
+    hint="FLOPs that were needed over FLOPs that the hours could have done.",
     slips={
         "A token passes 37 billion parameters, not 671.": 100
         * 6
@@ -58,7 +58,7 @@ def mfu_of_deepseek():
     "And in days",
     unit="days",
     source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), table 1",
-    hint="Hours per GPU, divided by 24.",
+    hint="All GPUs count their hours at the same time.",
     slips={
         "That is in hours.": 2.664e6 / 2048,
     },
@@ -73,7 +73,7 @@ def days_of_deepseek():
     "Twice the GPUs, the same batch",
     unit="% of perfect",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), table 4",
-    hint="Throughput is GPUs times TFLOP/s of each.",
+    hint="Twice a cluster would be twice its throughput, if each GPU kept its speed.",
     slips={
         "That is the speed-up: compare it with a perfect 2.": 100 * 2 * 400 / 430,
     },
@@ -93,7 +93,7 @@ def twice_the_gpus():
     source=(
         "[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 5.1 and equation 4"
     ),
-    hint="8 x 450e9 x 1e12 FLOPs over 3,072 x 163e12 per second.",
+    hint="The same division as in P1.5.",
     slips={
         "Recomputation adds a forward: 8 FLOPs, not 6.": 6
         * 450e9

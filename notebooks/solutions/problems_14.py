@@ -10,7 +10,7 @@ HOURS_BETWEEN_FAULTS = LLAMA_3_DAYS * 24 / LLAMA_3_FAULTS
     "How reliable a single GPU is",
     unit="years",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4 and table 5",
-    hint="All GPUs together ran for 16,384 x 54 days; a year has 365.25.",
+    hint="How long did all GPUs run together? Each fault used up its share of that.",
     slips={
         "Planned ones are no faults: 419, not 466.": 16_384 * 54 / 466 / 365.25,
         "That is in days.": 16_384 * 54 / 419,
@@ -29,7 +29,7 @@ def years_of_a_gpu():
     "The same GPUs, a hundred thousand of them",
     unit="minutes",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), table 5; the larger cluster is our own",
-    hint="Six times as many GPUs break six times as often.",
+    hint="How does the time between faults change with the number of GPUs?",
     slips={
         "That is for 16,384 GPUs: more of them break more often.": 54 * 24 * 60 / 419,
         "More GPUs break more often, not more rarely.": 54 * 24 * 60 / 419 * 100_000 / 16_384,
@@ -50,7 +50,7 @@ def minutes_between_faults():
         "[OPT](https://arxiv.org/abs/2205.01068), section 2.5, and "
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 5; two months are 60 days here"
     ),
-    hint="GPUs times days, divided by restarts, for both.",
+    hint="For both clusters: how many GPU-days, and how many faults?",
     slips={
         "Per GPU: the clusters are of different sizes.": (54 / 419) / (60 / 105),
         "There were automatic restarts as well: 105 in all.": (16_384 * 54 / 419) / (992 * 60 / 35),
@@ -70,7 +70,7 @@ def longer_than_opt():
     "What an interruption may cost",
     unit="minutes",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4",
-    hint="A tenth of 54 days, shared by 466 interruptions.",
+    hint="How much time may be lost in all, and by how many interruptions is it shared?",
     slips={
         "All interruptions stop the run, planned ones too.": 0.1 * 54 * 24 * 60 / 419,
         "That is what is left for training between two of them.": 0.9 * 54 * 24 * 60 / 466,
@@ -90,7 +90,10 @@ def minutes_lost():
         "[Young 1974](https://doi.org/10.1145/361147.361115), for both costs; faults of "
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 5"
     ),
-    hint="30 s of every 1,800 s, and 900 s of every 11,135 s.",
+    hint=(
+        "Two shares: one of the interval between two checkpoints, one of the time "
+        "between two faults."
+    ),
     slips={
         "Half an interval is lost on average, not all of it.": 100 * (30 / 1800 + 1800 / 11_135),
         "Saving takes time, too.": 100 * 900 / 11_135,

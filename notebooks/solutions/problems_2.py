@@ -13,7 +13,7 @@ from minipar.lab.problems import problem
         "network/README.md; "
         "[nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)"
     ),
-    hint="133.6 GB/s are reduced; each rank sends 2 · 7/8 times that.",
+    hint="First bytes over time. Then: how often does a byte leave a rank of a ring?",
     slips={
         "That is the algorithm's bandwidth: a ring sends 2 (n-1)/n times the bytes.": 4.294967296
         / 0.03214,
@@ -34,7 +34,7 @@ def bus_bandwidth():
         "[ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), "
         "network/README.md: all-reduce of 16 GiB with and without NVLS on 8 H200s"
     ),
-    hint="14/8 against 9/8.",
+    hint="N cancels: compare how many bytes each rank sends in both ways.",
     slips={
         "A ring sends 2 (n-1)/n, not 2: 14/8.": 16 / 9,
         "n + 1 over n: 9/8, not 1.": 1.75,
@@ -58,7 +58,7 @@ def reduced_by_the_switch():
         "(https://github.com/NVIDIA/nccl/blob/v2.17.1-1/src/graph/tuning.cc) assumed; newer "
         "versions assume 14"
     ),
-    hint="2 (n-1) steps.",
+    hint="How many steps has a ring all-reduce: one round, or two?",
     slips={
         "An all-reduce goes around twice: 2 (n-1) steps.": 127 * 9.6e-3,
     },
@@ -77,7 +77,10 @@ def latency_of_a_long_ring():
         "[Mikami et al. 2018](https://arxiv.org/abs/1811.05233v1), 2D-torus all-reduce; "
         "the grid is our assumption"
     ),
-    hint="63 + 2 · 33 + 63 steps.",
+    hint=(
+        "A reduce-scatter along a row of k ranks takes k - 1 steps, and so does an "
+        "all-gather. An all-reduce takes both."
+    ),
     slips={
         "The columns all-reduce: 2 (n-1) steps.": 4350 / (63 + 33 + 63),
         "Rows twice: a reduce-scatter, and later an all-gather.": 4350 / (63 + 66),
@@ -100,7 +103,7 @@ def two_dimensions():
         "[PaLM](https://arxiv.org/abs/2204.02311), section 4: two pods of 3,072 TPUs, 4 "
         "to a host; 1.3 GB per host is from there, the time is our assumption"
     ),
-    hint="768 x 1.3 GB in 0.1 s, 8 bits to a byte.",
+    hint="All hosts of a pod send at the same time. Then bits, and seconds.",
     slips={
         "One pod has 768 hosts of 4 TPUs.": 4 * 79.872,
         "Both directions: count what one pod sends.": 2 * 79.872,

@@ -8,7 +8,7 @@ from minipar.lab.problems import problem
     "A step of ImageNet in an hour",
     unit="ms",
     source="[Goyal et al. 2017](https://arxiv.org/abs/1706.02677)",
-    hint="14,075 steps in 3,600 s.",
+    hint="How many steps are ninety epochs?",
     slips={
         "8,192 is the batch of all GPUs together.": 3600e3 / (90 * 1_281_167 / (8192 * 256)),
         "Ninety epochs, not one.": 90 * 255.8,
@@ -28,7 +28,7 @@ def an_hour_of_imagenet():
     "And how much of it was the network?",
     unit="ms",
     source="[Goyal et al. 2017](https://arxiv.org/abs/1706.02677), sections 4 and 5.1",
-    hint="Each server sends 2 · 31/32 · 100 MB, at 6.25 GB/s.",
+    hint="The ring has one member per server. Its link is given in bits.",
     slips={
         "50 Gbit/s are 6.25 GB/s: 8 bits to a byte.": 31 / 8,
         "An all-reduce sends nearly twice the gradients.": 15.5,
@@ -50,7 +50,10 @@ def ethernet_between_servers():
         "8 GPUs, four Omni-Path links of 100 Gbit/s per node; eight different nodes and "
         "bf16 gradients are our assumption"
     ),
-    hint=("A GPU has 7.34 GB of gradients and sends 2 · 7/8 of that, at an eighth of 50 GB/s."),
+    hint=(
+        "Three divisions before the ring: parameters over GPUs, bytes per parameter, "
+        "and a node's link over its GPUs."
+    ),
     slips={
         "The 8 GPUs of a node share its links.": 2.05625 / 8,
         "All parameters: a GPU has a 48th of them.": 2.056 * 48,
@@ -70,7 +73,7 @@ def gradients_of_bloom():
     "Sequences of a replica",
     unit="sequences",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), table 4",
-    hint="2^24 tokens are 2,048 sequences.",
+    hint="First the sequences of the whole batch.",
     slips={
         "That is the whole batch: 128 replicas share it.": 2048.0,
         "Replicas share the batch, not GPUs.": 2048 / 16_384,
@@ -91,7 +94,7 @@ def sequences_of_a_replica():
     "Twelve thousand GPUs, one step",
     unit="million tokens per second",
     source="[MegaScale](https://arxiv.org/abs/2402.15627), table 2",
-    hint="12.6 million tokens in a step.",
+    hint="Tokens of a step, over its time.",
     slips={
         "That is a step's.": 6144 * 2048 / 1e6,
         "Sequences have 2,048 tokens.": 6144 / 6.34 / 1e6,

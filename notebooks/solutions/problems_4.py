@@ -7,7 +7,7 @@ from minipar.lab.problems import problem
     "One gradient in hundreds",
     unit="times fewer bytes",
     source="[Lin et al. 2017](https://arxiv.org/abs/1712.01887), abstract",
-    hint="97 against 0.35.",
+    hint=("It is one ratio. Each number brings its place along, so it is smaller than a thousand."),
     slips={
         "A place is sent with each number, so it is not 1,000 times.": 1000.0,
     },
@@ -26,7 +26,10 @@ def deep_gradient_compression():
         "[1-bit Adam](https://arxiv.org/abs/2102.02888), and [its "
         "announcement](https://github.com/deepspeedai/DeepSpeed/blob/master/docs/_posts/2020-09-09-onebit-adam-blog-post.md)"
     ),
-    hint="1 / (0.15 + 0.85 / 16).",
+    hint=(
+        "Take the mean cost of a step in both phases, with fp16 as 1; bits of one "
+        "number are 16 there."
+    ),
     slips={
         "The warm-up is not compressed.": 16.0,
         "fp16 has 16 bits, not 32.": 1 / (0.15 + 0.85 / 32),
@@ -48,7 +51,7 @@ def one_bit_adam():
         "[Vogels et al. 2019](https://arxiv.org/abs/1905.13727), section 3 and the "
         "appendix's list of layers"
     ),
-    hint="28,869 x 650 against 4 (28,869 + 650).",
+    hint="Count the numbers of the matrix, and those of both thin ones.",
     slips={
         "Both thin matrices travel.": 650 / 4,
         "That is rank 1: rank 4 sends four times as much.": 28_869 * 650 / 29_519,
@@ -71,7 +74,7 @@ def powersgd_on_an_lstm():
     "Eight bits, every hundred steps",
     unit="times fewer bytes",
     source="[INTELLECT-1](https://arxiv.org/abs/2412.01152), abstract",
-    hint="100 times fewer meetings, each a quarter as large.",
+    hint="Two savings multiply: how seldom, and how many bits.",
     slips={
         "int8 takes a byte where float32 takes 4.": 100.0,
         "float32, not bf16.": 200.0,
@@ -90,7 +93,7 @@ def int8_every_hundred_steps():
     "How large a batch may be",
     unit="million tokens",
     source="[Kaplan et al. 2020](https://arxiv.org/abs/2001.08361), section 5.1",
-    hint="2.5 to the power 4.76 is 78.5.",
+    hint="Only the power needs a calculator: 1/0.21 is a little less than 5.",
     slips={
         "The exponent is 1/0.21 = 4.76, not 0.21.": 200 / 2.5**0.21,
         "Divided, not multiplied.": 200 * 2.5 ** (1 / 0.21),

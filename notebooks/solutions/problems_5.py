@@ -11,7 +11,7 @@ from minipar.sim.memory import Recipe, model_state
     "From sixteen bytes to six",
     unit="GB",
     source="[FP8-LM](https://arxiv.org/abs/2310.18313), section 2.2",
-    hint="2 + 1 + 1 + 2 bytes per parameter.",
+    hint="How many bytes has each of the four? Add them up for one parameter first.",
     slips={
         "That is all in float32: 16 bytes.": 175 * 16,
         "The gradient counts as well: one byte.": 175 * 5,
@@ -36,7 +36,7 @@ def six_bytes():
         "H100s; [H100](https://www.nvidia.com/en-us/data-center/h100/): 1,979 TFLOP/s "
         "in fp8, 989 in bf16"
     ),
-    hint=("The new step is 1 / 1.75 of the old one. Halving products saves half of their share."),
+    hint="Let the share be x. How long is the new step, in terms of x, if the old one is 1?",
     slips={
         "That is the time saved: products save only half of their time.": 100 * (1 - 1 / 1.75),
         "Of the bf16 step, not of the new one.": 75.0,
@@ -58,7 +58,7 @@ def share_of_products():
         "[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 3.3.2; float32 scales "
         "are our assumption"
     ),
-    hint="4 bytes for each 128.",
+    hint="One scale belongs to each tile. How many bytes do the tile's numbers take?",
     slips={
         "A float32 has 4 bytes.": 100 / 128,
         "FP8 numbers take one byte, not two.": 100 * 4 / 256,
@@ -76,7 +76,7 @@ def scales_of_deepseek():
     "A scale for SSD's gradients",
     unit="times",
     source="[Micikevicius et al. 2017](https://arxiv.org/abs/1710.03740), section 3.2",
-    hint="fp16's smallest number is 2^-24: its smallest normal number times its eps.",
+    hint="fp16 has numbers below its smallest *normal* one: down to that times its eps.",
     slips={
         "That is the smallest normal number: below it fp16 goes on, with fewer bits.": 2.0**13,
     },
@@ -99,7 +99,8 @@ def smallest_scale():
         "bits of mantissa"
     ),
     hint=(
-        "The next number above 1 is 1 + 2^-7. An update of less than half of that is rounded away."
+        "bf16 stores 7 bits behind the point. What is the next number above 1, and "
+        "where between the two does rounding turn?"
     ),
     slips={
         "Half of the step is enough: it is rounded to the nearest.": 7.8125,

@@ -10,7 +10,7 @@ from minipar.sim.memory import FP32_ADAM, MIXED_ADAM, model_state
     "The figure that made ZeRO known",
     unit="GB per GPU",
     source="[Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), figure 1",
-    hint=("ZeRO-2 keeps the weights whole: 2 bytes per parameter. The other 14 are cut by 64."),
+    hint="Which of the three parts does ZeRO-2 leave whole on each GPU?",
     slips={
         "That is ZeRO-1: here the gradients are cut as well.": 31.40625,
         "That is ZeRO-3: here the weights stay whole.": 1.875,
@@ -34,7 +34,7 @@ def zero_2_on_64():
         "4090](https://www.nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4090/): "
         "24 GB"
     ),
-    hint="16 bytes per parameter on one card. ZeRO-1 cuts the 8 of Adam by eight.",
+    hint="Which of the three parts does ZeRO-1 cut, and how many bytes is it per parameter?",
     slips={
         "That is data parallelism: Adam's 8 bytes are still whole.": 16 * 1.2358144,
         "That is ZeRO-2: in ZeRO-1 gradients stay whole.": (4 + 12 / 8) * 1.2358144,
@@ -57,7 +57,7 @@ def one_billion_on_eight_cards():
         "[Zhang et al. 2022](https://arxiv.org/abs/2205.01068), section 2.4; 16 bytes "
         "per parameter are our assumption"
     ),
-    hint="Tensor parallelism and sharding together cut everything by 992.",
+    hint="Both kinds cut the model state. Over how many GPUs together?",
     slips={
         "Tensor parallelism cuts as well: divide by its 8.": 175 * 16 / 124,
         "Weights and gradients alone: where is the optimizer?": 175 * 4 / 992,
@@ -79,7 +79,10 @@ def opt():
         "400 Gbit/s per GPU and the batch as in [Llama "
         "3](https://arxiv.org/abs/2407.21783), section 3.3"
     ),
-    hint=("Per parameter: 6 FLOPs for each token, and three times 2 bytes whatever the tokens."),
+    hint=(
+        "Write the time to compute and the time on the wire for *one* parameter; only "
+        "one of them grows with the tokens."
+    ),
     slips={
         "400 Gbit/s are 50 GB/s: 8 bits to a byte.": 989e12 / 400e9,
         "Three journeys: two gathers and one reduction.": 989e12 / 50e9 / 3,
@@ -102,7 +105,7 @@ def tokens_that_hide_a_gather():
     "13 billion parameters on one V100",
     unit="GB of host memory",
     source="[Ren et al. 2021](https://arxiv.org/abs/2101.06840), section 3",
-    hint=("On the GPU stay the fp16 weights. Everything else of the 16 bytes moves to the host."),
+    hint="Of sixteen bytes, which part stays on the GPU?",
     slips={
         "That is what the GPU holds: its fp16 weights.": 26.0,
         "Gradients go to the host, too: 2 bytes more.": 12 * 13.0,

@@ -10,8 +10,8 @@ from minipar.model.llama import LlamaConfig
     unit="MB per GPU",
     source="[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), sections 2.3 and 5",
     hint=(
-        "One all-reduce of N bytes sends 2 (n-1)/n N per rank. There are four, of 2 x "
-        "2,048 x 12,288 bytes."
+        "How many bytes has one activation? How many all-reduces are there, and how "
+        "many bytes does each send per rank?"
     ),
     slips={
         "That is one all-reduce: a layer has four.": 1.75 * 2048 * 12_288 * 2 / 1e6,
@@ -44,10 +44,7 @@ def bytes_of_a_layer():
         "[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 5: A100 "
         "(300 GB/s of NVLink in one direction), 140 TFLOP/s per GPU for GPT-3"
     ),
-    hint=(
-        "Computing: 6 x 12 D² x 2,048 / 8 FLOPs, which is about 20 ms. Communication: a "
-        "little over 1 ms."
-    ),
+    hint=("Two times: FLOPs of an eighth of the layer over its speed, and bytes over the link's."),
     slips={
         "A GPU does an eighth of the FLOPs.": 100
         * 352.3e6
@@ -77,7 +74,7 @@ def inside_a_node():
         "[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 5: eight "
         "InfiniBand cards of 200 Gbit/s per node"
     ),
-    hint="200 Gbit/s are 25 GB/s: a twelfth of NVLink.",
+    hint="Only the link has changed: by what factor?",
     slips={
         "200 Gbit/s are 25 GB/s: 8 bits to a byte.": 100
         * 352.3e6
@@ -99,7 +96,7 @@ def across_nodes():
     "The logits of Llama 3",
     unit="GB per GPU",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), tables 3 and 4",
-    hint="8,192 x 128,256 numbers of 4 bytes, an eighth of them on each GPU.",
+    hint="One number per token and word. Which axis is cut?",
     slips={
         "That is all of them: each of 8 ranks has an eighth.": 8192 * 128_256 * 4 / 1e9,
         "float32 takes 4 bytes.": 8192 * 128_256 * 2 / 8e9,
@@ -120,7 +117,10 @@ def logits():
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 3; the checkpoint's "
         "configuration for 128,256 words and a hidden layer of 53,248"
     ),
-    hint="Count as in Exercise 1.2, or take 405.9 billion: 2 bytes each, over 128 GPUs.",
+    hint=(
+        "Exercise 1.2 counts such a model. Everything that was counted is shared out "
+        "over ranks *and* stages."
+    ),
     slips={
         "Tensor parallelism alone: there are 16 stages, too.": 405.85 * 2 / 8,
         "Stages alone: each is cut over 8 ranks.": 405.85 * 2 / 16,

@@ -8,7 +8,7 @@ from minipar.sim.memory import activation_bytes
     "What a layer of GPT-3 keeps",
     unit="GB",
     source="[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), equation 1",
-    hint="5 H T / D is 80 here: attention's matrices are most of it.",
+    hint="Work out the second term first: is it smaller or larger than 34?",
     slips={
         "That is without attention's T x T matrices.": 2048 * 12_288 * 34 / 1e9,
         "The 34 and the 80 are bytes already: 16 bits are counted.": 2 * 2048 * 12_288 * 114 / 1e9,
@@ -26,7 +26,7 @@ def a_layer_of_gpt_3():
     "Cut over eight ranks, and how much is left",
     unit="GB per GPU",
     source="[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), equation 2",
-    hint="10 + 24/8 + 80/8 bytes for each of 2,048 x 12,288 numbers.",
+    hint="Three kinds of bytes per number: whole, cut of the 34, and attention's.",
     slips={
         "That is with sequence parallelism: here 10 bytes stay whole.": 2048
         * 12_288
@@ -50,7 +50,7 @@ def on_eight_ranks():
     source=(
         "[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), table 2 and the abstract"
     ),
-    hint="34/8 bytes in the place of 23.",
+    hint=("What is kept per number now, and what was it in the last problem? The ratio is enough."),
     slips={
         "Attention's matrices are not kept any more: leave out the 80.": 100 * 114 / 8 / 23,
         "Sequence parallelism cuts the 10 bytes, too.": 100 * 13 / 23,
@@ -70,7 +70,7 @@ def five_times_less():
     "What it was worth in time",
     unit="% more throughput",
     source="[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), table 5",
-    hint="Throughput is one over time: compare 1 / 37.83 with 1 / 49.05.",
+    hint="Throughput is steps per time, not time per step.",
     slips={
         "That is the time saved: throughput is one over time.": 100 * (1 - 37.83 / 49.05),
     },
@@ -90,7 +90,10 @@ def what_it_was_worth():
         "[Jacobs et al. 2023](https://arxiv.org/abs/2309.14509), section 3.2; the shape "
         "is that of [Llama 2 7B](https://arxiv.org/abs/2307.09288)"
     ),
-    hint=("Each GPU has 32,768 tokens, of which it sends 31/32 of 4 x 4,096 numbers of 2 bytes."),
+    hint=(
+        "How many numbers of a token go out, there and back? And which part of the "
+        "tokens stays at home?"
+    ),
     slips={
         "A GPU has only its own 32,768 tokens.": 31 / 32 * 2**20 * 4 * 4096 * 2 / 1e6,
         "What comes back after attention counts, too.": 31 / 32 * 2**15 * 3 * 4096 * 2 / 1e6,

@@ -11,7 +11,7 @@ LLAMA_3_405B = LlamaConfig(128_256, 16_384, 53_248, num_layers=126, num_heads=12
     "How long a block must be",
     unit="tokens per GPU",
     source="[Liu et al. 2023](https://arxiv.org/abs/2310.01889), section 3 and table 2",
-    hint="4 c² d / F against 4 c d / B: c and d cancel, and F / B is left.",
+    hint="Set computing time equal to sending time. Two of the three letters cancel.",
     slips={
         "Keys and values travel in bf16: 2 d numbers are 4 d bytes.": 312e12 / 12.5e9 / 2,
         "12.5 GB/s are bytes already.": 8 * 312e12 / 12.5e9,
@@ -33,7 +33,7 @@ def a_block_that_hides_the_next():
         "[Llama 3](https://arxiv.org/abs/2407.21783), tables 3 and 4 and section 3.3.2: "
         "context parallelism by an all-gather of keys and values"
     ),
-    hint="All tokens: 131,072 x 2 x 128 x 2 bytes. 15/16 of it comes from others.",
+    hint="How many bytes do keys and values of *all* tokens take? Which part is not its own?",
     slips={
         "One head is left on each tensor-parallel rank, not 8.": 15
         / 16
@@ -71,7 +71,9 @@ def keys_and_values():
         "[Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.2: each rank gets two "
         "of 2 cp chunks; [Brandon et al. 2023](https://arxiv.org/abs/2311.09431)"
     ),
-    hint="Rank r sees r whole pieces and half of its own: r + 1/2. The average is 8.",
+    hint=(
+        "How many pieces does rank r see, with half of its own? Then the average over all ranks."
+    ),
     slips={
         "Its own piece counts half.": 16 / 8.5,
         "That is against the first rank: compare with the average.": 31.0,
@@ -94,9 +96,7 @@ def the_last_rank():
     "What attention costs at 131,072 tokens",
     unit="% of all FLOPs",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), table 3",
-    hint=(
-        "Per token: 6 N for the matrices, and 6 L D T for causal attention (12 without the mask)."
-    ),
+    hint="Compare two costs of one token: matrices, and attention over half of the square.",
     slips={
         "That is without the mask: causal attention is half.": 57.3,
         "Relative to the matrices, not to all.": 67.0,
@@ -116,7 +116,7 @@ def share_of_attention():
     "Keys and values that are squeezed",
     unit="times fewer numbers",
     source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 4.2",
-    hint="2 x 128 x 128 against 576.",
+    hint="Count the numbers of one token on both sides: keys *and* values on one of them.",
     slips={
         "Keys and values: two of them.": 128 * 128 / 576,
         "The 64 numbers for the position travel, too.": 2 * 128 * 128 / 512,

@@ -31,7 +31,8 @@ def refused(number: str, answer: object) -> str:
 
 
 def test_every_number_has_five():
-    assert sorted(ALL) == sorted(f"P{nb}.{count}" for nb in NOTEBOOKS for count in range(1, 6))
+    asking = NOTEBOOKS.keys() - {"15"}  # where the reader's own job is the problem
+    assert sorted(ALL) == sorted(f"P{nb}.{count}" for nb in asking for count in range(1, 6))
 
 
 @pytest.mark.mostly_slow

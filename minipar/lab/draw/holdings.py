@@ -51,7 +51,6 @@ def holdings(
         for word in (phase.weights, phase.gradients, phase.optimizer):
             if word not in LOOKS:
                 raise ValueError(f"{phase.name}: {word!r} is none of {', '.join(LOOKS)}")
-    pen.check_ranks(size)
     count = len(next(iter(steps.values())))
     wide = len(PARTS) * (size * BOX + GAP) - GAP
     pitch = (WIDTH - LEFT - RIGHT - wide) / max(1, count - 1)
