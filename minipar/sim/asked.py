@@ -51,11 +51,13 @@ class PlanConfig:
     fix: str = ""
     """Only plans such as tp=8,zero=1; microbatch is one of the words. Some words are varied by this
     flag alone: tp_overlap, context, dispatch, most schedules, and more."""
+    replay: bool = True
+    """Trace and replay minipar's own code under the best plans. The times order the plans, unless
+    --software names other code."""
     what_if: str = ""
     """Change the machine: nic=200 (Gb/s), nvlink=450 (GB/s), memory=141 (GB), gpus=72 (a node)."""
     explain: str = ""
-    """Explain one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead of a search: trace and
-    replay a few of its microbatches, too."""
+    """Explain one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead of a search."""
     json: bool = False
     """Print JSON."""
     out: str = "plan.png"

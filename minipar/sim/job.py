@@ -41,6 +41,7 @@ class Job:
     dtype: str = "bf16"
     gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
     flash: bool = True  # attention in one kernel
+    ep: int = 1  # ranks of dp, cp and tp that share the experts, where no axis of the plan does
 
     # ------------------------------------------------------------------ tokens
     @property
@@ -77,12 +78,13 @@ class Job:
     @property
     def experts_over(self) -> int:
         """Ranks that share the experts."""
-        return math.prod(getattr(self.plan, axis) for axis in self.plan.expert_axes)
+        return max(self.ep, math.prod(getattr(self.plan, axis) for axis in self.plan.expert_axes))
 
     @property
     def experts_apart(self) -> int:
         """The distance between two ranks that share experts: tp, or 1 if tp is among them."""
-        return 1 if self.plan.experts_over_tp else self.plan.tp
+        over_tp = self.plan.experts_over_tp or self.group % self.experts_over
+        return 1 if over_tp else self.plan.tp
 
     @property
     def experts_copies(self) -> int:

@@ -2,8 +2,9 @@
 
 Idea.   `candidates` lists every mesh, with ZeRO stages, microbatches, recomputation and the usual
         schedules. A plan must fit into memory with headroom (`footprint.memory`) and be legal
-        (`Plan.problem`, the one source of what is); `cost.seconds` ranks the rest. The best plan of
-        each other *family* of axes says why it lost. `simulate` traces and replays one plan.
+        (`Plan.problem`, the one source of what is); `cost.seconds` ranks the rest. The best plans
+        are also traced and replayed (`simulate`), and the replay orders them. The best plan of each
+        other *family* of axes says why it lost.
 Error.  90 % of published runs that nothing was fitted to are within `ERROR` (`validate.py`). Plans
         that are nearer to each other than that are equal. `unchecked` names plans like no such run.
 Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calculon) search likewise.
@@ -40,6 +41,7 @@ CAN: dict[str, dict[str, tuple]] = {
 """Values of a plan's words that software can carry out, where it cannot carry out all."""
 STAGES_PER_RANK = (2, 3, 5, 8)
 """Stages per rank of the interleaved pipelines that are searched, as published runs had them."""
+REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 NOT_VARIED = "tp_overlap, context, dispatch, experts_over_cp, compression and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
@@ -82,6 +84,8 @@ class Ranked:
     job: Job
     seconds: dict[str, float]
     memory: dict[str, float]
+    replayed: float = 0.0  # seconds of minipar's own code, traced and replayed; 0: it was not
+    traced_bytes: float = 0.0  # at the peak of that trace
 
     @property
     def step(self) -> float:
@@ -121,10 +125,11 @@ class Ranked:
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of `--json`: seconds, bytes, and shares."""
         why, plan = unchecked(self.job), asdict(self.job.plan) | {"microbatch": self.job.microbatch}
+        times = {"step_seconds": self.step, "replayed_seconds": self.replayed or None}
         rates = {"tokens_per_second_per_gpu": self.tokens_per_second, "mfu": self.mfu(False)}
         rates |= {"mfu_causal": self.mfu(True), "error": None if why else ERROR, "unchecked": why}
         parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self.job)}
-        return {"plan": plan, "step_seconds": self.step, **rates, **parts}
+        return {"plan": plan, **times, **rates, **parts}
 
 
 # ---------------------------------------------------------------------- search
@@ -259,11 +264,36 @@ def simulate(job: Job) -> Simulated:
     return replay(traces, job.machine, host=cost.host(job), attention=job.software.attention)
 
 
+def replayed(ranked: Ranked) -> Ranked:
+    """Return the plan with the time and memory of minipar's own code, or as it is if untraceable.
+
+    A few microbatches are replayed. The closed form extends their time to the whole step.
+    """
+    short = shorter(ranked.job)
+    try:
+        found = simulate(short)
+    except ValueError:
+        return ranked
+    closed = sum(cost.seconds(short).values())
+    seconds = ranked.step * (found.seconds + short.software.fixed) / closed
+    return replace(ranked, replayed=seconds, traced_bytes=found.peak_bytes)
+
+
 # ---------------------------------------------------------------------- words
-def flags(job: Job) -> str:
-    """Return the flags of `minipar train` for a plan, to paste."""
-    batch = job.dp * job.plan.microbatches * job.microbatch
-    return f"--plan {job.plan} --batch-size {batch} --seq-len {job.seq_len}"
+def flags(job: Job) -> dict[str, str]:
+    """Return flags of the plan to paste; for torchtitan 0.3.0, whose others change, its degrees."""
+    plan, batch = job.plan, job.dp * job.plan.microbatches * job.microbatch
+    degrees = {
+        "data_parallel_shard": job.dp if plan.zero else 1,  # it has no ZeRO 1, but ZeRO 2
+        "data_parallel_replicate": 1 if plan.zero else job.dp,
+        "tensor_parallel": plan.tp,
+        "context_parallel": plan.cp,
+        "pipeline_parallel": plan.pp,
+        "expert_parallel": plan.ep,
+    }
+    words = [f"--parallelism.{name}_degree {n}" for name, n in degrees.items() if n > 1]
+    own = f"--plan {plan} --batch-size {batch} --seq-len {job.seq_len}"
+    return {"minipar train": own, "torchtitan": " ".join(words)}
 
 
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
@@ -308,7 +338,7 @@ def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
 
 def table(plans: Iterable[Ranked]) -> str:
     """Return a table of plans, a line each, and below it the errors that it names."""
-    head = ("", "step", "error", "tokens/s/GPU", "MFU", "causal", "memory", "bubble")
+    head = ("", "step", "replay", "error", "tokens/s/GPU", "MFU", "causal", "memory", "bubble")
     lines = [(*head, "exposed", "plan")]
     known: dict[str, list[Job]] = {}
     for place, r in enumerate(plans, 1):
@@ -316,9 +346,10 @@ def table(plans: Iterable[Ranked]) -> str:
         known.setdefault(error, []).append(r.job)
         exposed = [f"{axis} {r.seconds[axis]:.2f}" for axis in cost.AXES if r.seconds[axis] > 5e-3]
         lines.append((
-            str(place), f"{r.step:.2f} s", error, f"{r.tokens_per_second:,.0f}",
-            f"{r.mfu(False):.0%}", f"{r.mfu(True):.0%}", f"{r.held / GB:.0f} GB",
-            f"{r.seconds['bubble'] / r.step:.0%}", ", ".join(exposed) or "-", str(r),
+            str(place), f"{r.step:.2f} s", f"{r.replayed:.2f} s" if r.replayed else "-", error,
+            f"{r.tokens_per_second:,.0f}", f"{r.mfu(False):.0%}", f"{r.mfu(True):.0%}",
+            f"{r.held / GB:.0f} GB", f"{r.seconds['bubble'] / r.step:.0%}",
+            ", ".join(exposed) or "-", str(r),
         ))  # fmt: skip
     within = f"90 % of published runs, and more, are within {ERROR:.0%}"
     notes = [f"  error {error}: {unchecked(*jobs) or within}" for error, jobs in known.items()]
@@ -352,6 +383,10 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     best = found.top(config.top)
     if not best:
         raise NothingFits(_nothing_fits(config, base, found))
+    if config.replay:
+        best = [replayed(ranked) for ranked in watch(best)]
+    if base.software.name in REPLAYED:
+        best.sort(key=lambda r: r.replayed or r.step)
     first = best[0]
     why = reasons(found, first, fix)
     losers = {
@@ -369,7 +404,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
         "The best, by part:\n" + _by_part(first),
         "Why:\n" + "\n".join(f"  {line}" for line in why),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
-        f"To paste: minipar train {flags(first.job)}",
+        "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
         f"Only --fix varies {NOT_VARIED}.",
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:5]
@@ -382,6 +417,12 @@ def _by_part(ranked: Ranked) -> str:
     lines = [f"  seconds: {', '.join(seconds)}", f"  GB: {', '.join(held)}"]
     if ranked.held > limit:
         lines.append(f"  It does not fit: it {ranked.needs()}")
+    if ranked.replayed:
+        fits = "fits" if ranked.traced_bytes <= limit else "does not fit; try --software minipar"
+        lines.append(
+            f"  minipar's own code, traced and replayed: {ranked.replayed:.2f} s, "
+            f"{ranked.traced_bytes / GB:.1f} of {limit / GB:.1f} GB: {fits}"
+        )
     for word, priced in (("compression", ("none",)), ("dispatch", ("all_to_all", "paired"))):
         if (own := getattr(plan, word)) not in priced:
             lines.append(f"  The closed form does not price {word}={own}: its numbers are without.")
@@ -399,8 +440,10 @@ def _nothing_fits(config: PlanConfig, base: Job, found: Search) -> str:
             f"{base.plan.precision}, and --software {base.software.name} must have it"
         )  # fmt: skip
         return f"no legal plan for {config.gpus} devices{asked}: {why}"
-    needs = f"nothing fits{asked}: the smallest plan, {small}, {small.needs()}"
+    needs = f"nothing fits: the smallest plan, {small}, {small.needs()}"
+    if fix and search(base, config.gpus, config.global_batch).best():
+        return f"{needs}; without{asked} something does"
     for factor in (2, 4, 8, 16, 32, 64):
         if search(base, config.gpus * factor, config.global_batch, fix).best():
             return f"{needs}; --gpus {config.gpus * factor} would do"
-    return needs
+    return f"{needs}; no 64 times as many devices would do"

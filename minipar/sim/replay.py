@@ -32,7 +32,7 @@ from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.messages import AHEAD
 from minipar.sim.hardware import Machine
 from minipar.sim.trace import Trace, Traces
-from minipar.sim.tracer import Compute, Launch, Layer, Memory, Wait
+from minipar.sim.tracer import Compute, Launch, Memory, Segment
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def replay(
 
 # ---------------------------------------------------------------------- seconds of events
 class _Prices:
-    """How long events take, asked for once each; traces in the few words that a player needs."""
+    """How long events take, asked for once each; segments in the few words that a player needs."""
 
     def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
         self.traces, self.machine, self.host, self.attention = traces, machine, host, attention
@@ -117,25 +117,36 @@ class _Prices:
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}
         self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.segments: dict[Segment, list[tuple]] = {}
 
-    def words(self, trace: Trace) -> Iterator[tuple]:
-        """Yield the words of a trace: consecutive work of one block is one word of `seconds`."""
-        block, seconds, is_in_layer = ("", ""), 0.0, False  # kind and name
-        for event in (*trace.events, None):
-            is_work = type(event) is Compute
-            if seconds and not (is_work and event[:2] == block) and type(event) is not Memory:
+    def words(self, segment: Segment) -> list[tuple]:
+        """Return the words of a segment: consecutive work of one block is one word of `seconds`."""
+        if segment not in self.segments:
+            self.segments[segment] = list(self._words(segment))
+        return self.segments[segment]
+
+    def _words(self, segment: Segment) -> Iterator[tuple]:
+        # A block may be left and entered again, as where it is computed again beside its backward.
+        last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
+        block, seconds = ("", ""), 0.0  # kind and name
+        for at, event in enumerate(segment.events):
+            if type(event) is Memory:
+                continue
+            if seconds and event[:2] != block:
                 yield "work", *block, seconds
                 seconds = 0.0
-            if is_work:
+            if type(event) is Compute:
                 block, seconds = event[:2], seconds + self.compute(event)
+                if at == last[block] and ".layers." in block[1]:
+                    yield "work", *block, seconds
+                    yield "host", self.host
+                    seconds = 0.0
             elif type(event) is Launch:
                 yield "launch", event
-            elif type(event) is Wait:
-                yield "wait", event
-            elif type(event) is Layer or event is None:
-                if is_in_layer:  # it is over
-                    yield "host", self.host
-                is_in_layer = event is not None
+            else:
+                yield "wait", *event
+        if seconds:
+            yield "work", *block, seconds
 
     def compute(self, event: Compute) -> float:
         """Return the seconds of an operation."""
@@ -200,15 +211,14 @@ class _Player:
     """One rank on its way through its events."""
 
     rank: int
-    words: list[tuple]
+    trace: Trace
     clock: float = 0.0
     host: float = 0.0
     computing: float = 0.0
     waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     turns: list[float] = field(default_factory=list)  # of receives
     counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
-    calls: list[_Made] = field(default_factory=list)  # of the step
-    calls_before: list[_Made] = field(default_factory=list)  # of the step before
+    latest: dict[str, list[_Made]] = field(default_factory=dict)  # of a family's last segment
 
 
 class _Stage:
@@ -217,10 +227,13 @@ class _Stage:
     def __init__(self, prices: _Prices) -> None:
         self.prices, traces = prices, prices.traces
         stride = traces.plan.num_ranks // traces.plan.pp
+        sizes = prices.sizes
         self.players: dict[int, _Player] = {}
-        for place, trace in traces.ranks.items():
-            rank = place * stride
-            self.players[rank] = _Player(rank, list(prices.words(trace)))
+        for c, ranks in {0: traces.ranks, **traces.along_cp}.items():
+            column = rank_at({a: c * (a == "cp") for a in sizes}, sizes)
+            for place, trace in ranks.items():
+                rank = place * stride + column
+                self.players[rank] = _Player(rank, trace)
         self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
         self.spans: list[Span] = []
@@ -242,23 +255,25 @@ class _Stage:
         player.host = player.clock  # it has read the loss of the step before
         player.computing, player.waited = 0.0, defaultdict(float)
         player.turns = [player.clock] * AHEAD
-        player.calls_before, player.calls = player.calls, []
-        for what, *word in player.words:
-            self.num_moves += 1
-            if what == "work":
-                self._work(player, *word)
-            elif what == "host":
-                player.host += word[0]
-                player.clock = max(player.clock, player.host)
-            elif what == "launch":
-                player.calls.append(self._launch(player, *word))
-            else:
-                (wait,) = word
-                known = player.calls_before if wait.of_step_before else player.calls
-                if wait.index < len(known):  # else of a step before the first
-                    while not known[wait.index].is_known:
-                        yield True
-                    self._wait(player, known[wait.index])
+        for segment in player.trace.segments:
+            calls: list[_Made] = []
+            for what, *word in self.prices.words(segment):
+                self.num_moves += 1
+                if what == "work":
+                    self._work(player, *word)
+                elif what == "host":
+                    player.host += word[0]
+                    player.clock = max(player.clock, player.host)
+                elif what == "launch":
+                    calls.append(self._launch(player, *word))
+                else:
+                    family, index = word
+                    known = player.latest.get(family, []) if family else calls
+                    if index < len(known):  # else of a step before the first
+                        while not known[index].is_known:
+                            yield True
+                        self._wait(player, known[index])
+            player.latest[segment.family] = calls
 
     def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
         start, player.clock = player.clock, player.clock + seconds

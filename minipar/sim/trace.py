@@ -4,8 +4,11 @@ Idea.   On the meta device tensors have shapes and no values, and torch's "fake"
         of every collective that it is done. So one process runs the training step of any rank of
         any mesh: `compose.apply`, `train_step`, clipping and optimizer are those of a real run, and
         what passes by is written down. No strategy is modelled a second time.
-Trace.  A list of events in their order: see `tracer.py`.
-Ranks.  One of each place on the pipeline is traced. The others of its dp, cp and tp do the same.
+Trace.  A list of segments, each a list of events in their order: see `tracer.py`.
+Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
+        pipeline, ranks with as many layers are alike, too: one of them runs, and the others follow
+        their own rows of the schedule with what it did, while `Mail`, the real one, sends messages.
+        Other ranks of dp, cp and tp do as their first does.
 Steps.  One that others have gone before is recorded: the first learns orders (ddp, fsdp), and what
         one step sends may be awaited in the next (zero).
 
@@ -13,45 +16,59 @@ Limits: an optimizer is one pass over its bytes, as a fused one is. Elementwise 
 fused, but for norms. Loaders, checkpoints and what Python does between operations take no part.
 """
 
+import copy
+import gc
+import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from minipar.comm.calls import taps
 from minipar.comm.mesh import Mesh, rank_at
 from minipar.emulate import operations
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
+from minipar.parallel.pipeline import stages
+from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
+from minipar.parallel.pipeline.runtime import Pipeline
+from minipar.parallel.pipeline.simulate import SPAN_KIND
 from minipar.parallel.plan import Plan
-from minipar.sim.tracer import Compute, Event, Launch, Memory, Tracer
+from minipar.sim.tracer import Compute, Event, Launch, Memory, Segment, Tracer
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
-from minipar.train.step import train_step
+from minipar.train.step import forward_backward, train_step
 
 
 # ---------------------------------------------------------------------- what is found
 @dataclass(frozen=True)
 class Trace:
-    """The step of one rank: its events, and what it holds before."""
+    """The step of one rank: segments, some of them several times, and what it holds before."""
 
-    events: tuple[Event, ...]
+    segments: tuple[Segment, ...]
     held: dict[str, int]  # bytes by category, between two steps
+
+    def events(self) -> Iterator[Event]:
+        """Yield all events of the step."""
+        for segment in self.segments:
+            yield from segment.events
 
     @property
     def flops(self) -> int:
         """FLOPs of products and attention, with what is computed again."""
-        return sum(e.flops for e in self.events if type(e) is Compute)
+        return sum(e.flops for e in self.events() if type(e) is Compute)
 
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends in a step, by axis."""
         totals: dict[str, int] = defaultdict(int)
-        for event in self.events:
+        for event in self.events():
             if type(event) is Launch:
                 totals[event.axis] += event.num_bytes
         return dict(totals)
@@ -60,7 +77,7 @@ class Trace:
         """Return the bytes by category when the rank holds the most."""
         now, highest, total = dict(self.held), dict(self.held), sum(self.held.values())
         most = total
-        for event in self.events:
+        for event in self.events():
             if type(event) is Memory:
                 now[event.category] = now.get(event.category, 0) + event.num_bytes
                 total += event.num_bytes
@@ -76,6 +93,7 @@ class Traces:
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
+    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # the same, by place on cp
 
     def at_peak(self) -> dict[str, int]:
         """Return the bytes by category when the fullest rank is at its fullest."""
@@ -128,13 +146,13 @@ class Actor:
         self.microbatch = self.strategy.shard((tokens, tokens))
         self.plan = plan
 
-    def step(self) -> None:
-        """Run one training step."""
+    def step(self, microbatches: int = 0) -> None:
+        """Run one training step, of as many microbatches as the plan says."""
         train_step(
             self.model,
             [self.strategy],
             self.strategy.optimizer,
-            [self.microbatch] * self.plan.microbatches,
+            [self.microbatch] * (microbatches or self.plan.microbatches),
             self.strategy.axis,
             max_norm=1.0,
             precision=self.precision,
@@ -148,6 +166,7 @@ def trace(
     *,
     sequences: int = 1,
     seq_len: int,
+    every_cp: bool = False,
     on_cpu: bool = False,
     bucket_mb: float | None = None,
 ) -> Traces:
@@ -155,6 +174,8 @@ def trace(
 
     Args:
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
+        every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
+            where kernels are short that makes a difference of some percent.
         on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
         bucket_mb: capacity of a bucket of gradients, as in `compose.apply`.
 
@@ -171,34 +192,177 @@ def trace(
             f"sequences={sequences}, seq_len={seq_len}: use 1 or more, and 1 to the "
             f"{config.max_seq_len} tokens that the model can see"
         )
-    ranks, sizes = {}, plan.mesh_sizes()
+    alike: dict[Any, list[int]] = defaultdict(list)
     for place in range(plan.pp):
+        alike[_kind_of(config, plan, place)].append(place)
+    found: dict[int, dict[int, Trace]] = defaultdict(dict)
+    sizes = plan.mesh_sizes()
+    for c, places in itertools.product(range(plan.cp if every_cp else 1), alike.values()):
+        own = {"pp": places[0], "cp": c}
         norms = nullcontext() if on_cpu else operations.fused_norms()
-        rank = rank_at({axis: place * (axis == "pp") for axis in sizes}, sizes)
-        with pretend(plan, rank) as mesh, norms:
+        with pretend(plan, rank_at({a: own.get(a, 0) for a in sizes}, sizes)) as mesh, norms:
             actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
-            ranks[place] = _record(actor, Tracer())
+            found[c] |= _record(actor, places, Tracer())
+            del actor
+    found = {c: dict(sorted(ranks.items())) for c, ranks in found.items()}
     tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
-    return Traces(plan, tokens, ranks)
+    return Traces(plan, tokens, found.pop(0), found)
 
 
-def _record(actor: Actor, tracer: Tracer) -> Trace:
-    """Return the step of a rank."""
+def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
+    """Return a key that is equal for places on pp whose ranks hold and do the same."""
+    if plan.pp == 1:
+        return None
+    schedule = plan.make_schedule()
+    if schedule.copies > 1:  # it exchanges gradients with another of its own
+        return place
+    cut = stages.balance(stages.estimate_costs(config), schedule.num_stages)
+    found = []
+    for stage in schedule.stages_on(place):
+        part, last = schedule.part(stage), schedule.last_gradient(stage)
+        kinds = sorted({a.kind for a in schedule.actions[place] if a.stage == stage})
+        found.append((cut[part], part == 0, part == len(cut) - 1, *kinds, last and last.kind))
+    return tuple(found)
 
-    def step() -> None:
-        tracer.begin_step()
-        actor.step()
 
+@contextmanager
+def _garbage_gone() -> Iterator[None]:
+    """Collect the cycles that the body leaves. A full collection would take longer."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # which would call old what has just been made
+    try:
+        yield
+        gc.collect(generation=0)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
+    """Return the steps of ranks that are alike, of which `actor` is the first."""
+    play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
+    # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
+    learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     taps.append(tracer)
     try:
-        with tracer:
-            step()
-            if tracer.unawaited:
-                step()  # so that they are what they are when orders are known
+        with _garbage_gone():  # hooks make cycles
+            with tracer:
+                play(actor, tracer, places[:1], learned)
+                if tracer.unawaited:
+                    play(actor, tracer, places[:1], learned)  # what they are when orders are known
+            tracer.segments.clear()
         with tracer.watching(actor.model, actor.strategy.optimizer):
             held = tracer.held()
-            step()
+            programs = play(actor, tracer, places, DISTINCT)
             tracer.look_at(actor.model, actor.strategy.optimizer)
     finally:
         taps.remove(tracer)
-    return Trace(tracer.traced(), held)
+    tracer.close()
+    return {place: Trace(tuple(program), held) for place, program in programs.items()}
+
+
+DISTINCT = 4
+"""Microbatches that may differ: the first two, one that may be repeated, and the last."""
+
+
+Programs = dict[int, list[Segment]]  # by place
+
+
+def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
+    """Play a step without a pipeline; the third of four microbatches stands for all others."""
+    count, done = actor.plan.microbatches, [tracer.begin_segment("before")]
+
+    def run(model: nn.Module, *args: Any, **options: Any) -> Tensor:
+        def begin(*_: Any) -> None:
+            done.append(tracer.begin_segment("microbatch"))
+
+        hook = model.register_forward_pre_hook(begin, prepend=True)
+        total = forward_backward(model, *args, **options)
+        hook.remove()
+        done.append(tracer.begin_segment("after"))
+        return total
+
+    actor.strategy.run = run
+    actor.step(min(count, distinct))
+    repeated = [done[3]] * (count - distinct) if count > distinct == DISTINCT else []
+    return {place: [*done[:3], *repeated, *done[3:]] for place in places}
+
+
+def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
+    """Play a step of a pipeline: compute few microbatches, then let all ranks follow their rows."""
+    pipeline, schedule = actor.strategy.parts.pipeline, actor.strategy.parts.pipeline.schedule
+    own, done = schedule.stages_on(places[0]), {}
+    roles = [_roles(schedule, stage, distinct) for stage in own]
+
+    def hidden(action: Action) -> Tensor | None:
+        """Return what an action hands over, without computing it."""
+        return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
+
+    def play(lowered: Schedule, microbatches: Sequence[Any], methods: Mapping) -> None:
+        def few(action: Action, given: Tensor | None) -> Tensor | None:
+            at = own.index(action.stage)
+            role = roles[at].get(action.microbatch)
+            if role is None:
+                return hidden(action)
+            done[at, action.kind, role] = tracer.begin_segment(f"{at}{action.kind}")
+            recorder = tracer.recorder
+            frame = recorder.open(SPAN_KIND[action.kind], str(action))
+            made = methods[action.kind](action, given)
+            recorder.close(frame)
+            tracer.label("", given, made)  # counted where they are handed over
+            tracer.begin_segment("messages")
+            return made
+
+        tracer.begin_segment("messages")
+        Pipeline._play(pipeline, lowered, microbatches, dict.fromkeys(COMPUTE, few))
+        done["after"] = tracer.begin_segment("after")
+
+    done["before"] = tracer.begin_segment("before")
+    pipeline._play = play
+    try:
+        actor.step()
+    finally:
+        del pipeline._play
+
+    def follow(place: int) -> list[Segment]:
+        """Return the step of another rank: its own messages, and the computing of this one."""
+        twin, theirs = copy.copy(pipeline), schedule.stages_on(place)
+        twin.axis = replace(pipeline.axis, rank=place)
+        roles = [_roles(schedule, stage, DISTINCT) for stage in theirs]
+        program, waiting = [done["before"]], {}
+
+        def again(action: Action, given: Tensor | None) -> Tensor | None:
+            at, key = theirs.index(action.stage), (action.stage, action.microbatch)
+            role = roles[at].get(action.microbatch, DISTINCT - 2)
+            if (at, action.kind, role) not in done:  # there it was in another kind of backward
+                found = (key[2] for key in done if key[:2] == (at, action.kind))
+                role = min(found, key=lambda role: (role == DISTINCT, -role))
+            program.append(done[at, action.kind, role])
+            program.append(tracer.begin_segment(f"messages {len(program)}"))
+            if action.kind == "F":
+                waiting[key] = given  # until its backward
+            else:
+                waiting.pop(key, None)
+            return hidden(action)
+
+        program.append(tracer.begin_segment("messages 0"))
+        batch = [actor.microbatch] * actor.plan.microbatches
+        Pipeline._play(twin, schedule, batch, dict.fromkeys(COMPUTE, again))
+        return [*program, done["after"]]
+
+    return {place: follow(place) for place in places} if distinct == DISTINCT else {}
+
+
+def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
+    """Return the microbatches of a stage that are computed, and their numbers up to `DISTINCT`."""
+    row = schedule.actions[schedule.rank_of[stage]]
+    last = schedule.last_gradient(stage)
+    if last is None:  # more stages than microbatches
+        return {}
+    order = [a.microbatch for a in row if a.stage == stage and a.kind == "F"]
+    backward = {a.microbatch: a.kind for a in row if a.stage == stage and a.kind in "BI"}
+    others = [microbatch for microbatch in order if microbatch != last.microbatch]
+    few = others[: distinct - 1]
+    for kind in {*backward.values()} - {backward[m] for m in few}:
+        few += [m for m in others if backward[m] == kind][:1]
+    return {m: i for i, m in enumerate(few)} | {last.microbatch: DISTINCT}

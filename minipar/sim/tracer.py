@@ -1,8 +1,7 @@
 """A recorder of operations, collectives and memory of a rank without values.
 
-A trace (`trace.py`) is a list of events in their order:
+A segment of a trace (`trace.py`) is a list of events in their order:
 
-    Layer       the host begins to launch a layer, in one direction
     Compute     a product, an attention, or an operation that moves bytes: FLOPs, bytes
     Launch      a collective or message begins: verb, axis, bytes that this rank sends
     Wait        this rank needs the result of a launch
@@ -14,11 +13,10 @@ collectives by `comm.collectives`, storages as they come and go.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minipar.comm.calls import Call, Tap
 from minipar.emulate import operations
-from minipar.observe import memory, timeline
-from minipar.observe.recorder import Frame, Recorder, hook_model, hook_optimizers, in_backward
+from minipar.observe import memory
+from minipar.observe.recorder import Recorder, hook_model, hook_optimizers, in_backward
 
 
 # ---------------------------------------------------------------------- events
-class Layer(NamedTuple):
-    """The host begins to launch a layer: its forward, its backward, or its recomputation."""
-
-    name: str
-
-
 class Compute(NamedTuple):
     """One operation of `kind` forward, backward, weight_gradient, optimizer or compute."""
 
@@ -68,10 +60,10 @@ class Launch(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The `index`-th launch of this step is needed, or of the step before."""
+    """For the `index`-th launch of the latest segment called `family`; "": of this very segment."""
 
+    family: str
     index: int
-    of_step_before: bool
 
 
 class Memory(NamedTuple):
@@ -81,7 +73,16 @@ class Memory(NamedTuple):
     num_bytes: int
 
 
-Event = Layer | Compute | Launch | Wait | Memory
+Event = Compute | Launch | Wait | Memory
+
+
+@dataclass(eq=False)
+class Segment:
+    """A stretch of a step that may be repeated, such as the forward of a microbatch."""
+
+    family: str
+    events: list[Event] = field(default_factory=list)
+    num_launches: int = 0
 
 
 # ---------------------------------------------------------------------- the recorder
@@ -93,49 +94,26 @@ class _Holding:
     category: str = "activations"
 
 
-class _Blocks(Recorder):
-    """Knows which block is at work, and in which phase; calls ``begins(name)`` for each block."""
-
-    def __init__(self, begins: Callable[[str], None]) -> None:
-        super().__init__()
-        self.begins = begins
-
-    def open(self, kind: str | None, name: str) -> Frame | None:
-        self.begins(name)
-        return super().open(kind, name)
-
-    def rename(self, name: str) -> None:
-        if name != self.stack[-1].name:
-            self.begins(name)
-        super().rename(name)
-
-
 class Tracer(TorchDispatchMode, Tap):
-    """Writes down every operation, collective and storage that passes by, into `events`."""
+    """Writes down every operation, collective and storage that passes by, into `segment`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorder = _Blocks(self.begin_block)
-        self.layer = ""  # the latest
-        self.events: list[Any] = []  # of this step
-        self.step = 0
-        self.launches: dict[int, tuple[int, int]] = {}  # by number: step, index in it
-        self.num_launches = 0  # in this step
+        self.recorder = Recorder()  # knows which block is at work, and in which phase
+        self.segments: list[Segment] = []
+        self.segment = self.begin_segment("before")
+        self.launches: dict[int, tuple[Segment, int]] = {}  # by number: segment, index in it
         self.unawaited: set[int] = set()
         self.holdings = weakref.WeakKeyDictionary[torch.UntypedStorage, _Holding]()
         self.known: dict[Any, _Known] = {}
         self.stepped = 0  # bytes that the optimizer will read and write
         self.is_counting = False  # memory
 
-    def begin_step(self) -> None:
-        """Begin a step: its events are the ones that follow."""
-        self.step, self.num_launches, self.events = self.step + 1, 0, []
-
-    def begin_block(self, name: str) -> None:
-        """Note that a block begins, if it is a layer."""
-        if ".layers." in name:
-            self.layer = name
-            self.events.append(Layer(name))
+    def begin_segment(self, family: str) -> Segment:
+        """Begin a new segment: all that follows belongs to it."""
+        self.segment = Segment(family)
+        self.segments.append(self.segment)
+        return self.segment
 
     # operations
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,8 +131,6 @@ class Tracer(TorchDispatchMode, Tap):
         kind, where = (frame.kind or "compute", frame.name) if frame else outside
         if kind == "backward" and torch.is_grad_enabled() and in_backward():
             where += " (recompute)"
-            if where != self.layer:
-                self.begin_block(where)
         for t in _on_meta(result) if known.is_new else ():
             holding = self.hold(t.untyped_storage())
             if kind == "optimizer":  # a fused one holds nothing in between
@@ -162,7 +138,7 @@ class Tracer(TorchDispatchMode, Tap):
         if work is not None and kind == "optimizer":
             work, self.stepped = operations.step_of(work, self.stepped), 0
         if work is not None and work.num_bytes:
-            self.events.append(Compute(kind, where, *work))
+            self.segment.events.append(Compute(kind, where, *work))
         return result
 
     @classmethod
@@ -175,16 +151,17 @@ class Tracer(TorchDispatchMode, Tap):
         if axis is None or axis.size == 1:  # work of this rank alone
             return
         self.unawaited.add(call.number)
-        self.launches[call.number] = self.step, self.num_launches
-        self.num_launches += 1
+        self.launches[call.number] = self.segment, self.segment.num_launches
+        self.segment.num_launches += 1
         sizes = axis.size, call.num_bytes, tuple(call.peers or ())
-        self.events.append(Launch(verb, axis.name, *sizes, axis.purpose, call.dtype))
+        self.segment.events.append(Launch(verb, axis.name, *sizes, axis.purpose, call.dtype))
 
     def wait(self, call: Call) -> None:
         self.unawaited.discard(call.number)
-        if call.number in self.launches:
-            step, index = self.launches[call.number]
-            self.events.append(Wait(index, step < self.step))
+        segment, index = self.launches.get(call.number, (None, 0))
+        if segment is not None:
+            family = "" if segment is self.segment else segment.family
+            self.segment.events.append(Wait(family, index))
 
     # memory
     def hold(self, storage: torch.UntypedStorage) -> _Holding:
@@ -199,7 +176,7 @@ class Tracer(TorchDispatchMode, Tap):
     def _resized(self, holding: _Holding, num_bytes: int) -> None:
         more, holding.num_bytes = num_bytes - holding.num_bytes, num_bytes
         if more and self.is_counting:
-            self.events.append((holding, more))  # what it is for is known at the end
+            self.segment.events.append((holding, more))  # what it is for is known at the end
 
     def label(self, category: str, *tensors: Tensor | None) -> None:
         """Note what tensors are for; "" leaves them out."""
@@ -231,8 +208,6 @@ class Tracer(TorchDispatchMode, Tap):
                     undo += [arrives.remove, added.remove]
             for function in undo:
                 stack.callback(function)
-            # A pipeline says by itself which action it does.
-            stack.enter_context(mock.patch.object(timeline, "_active", self.recorder))
             stack.callback(memory.watch_resize(lambda storage, _: self.hold(storage)))
             memory.watchers.append(self.tag)
             stack.callback(memory.watchers.remove, self.tag)
@@ -255,13 +230,14 @@ class Tracer(TorchDispatchMode, Tap):
         self.label("optimizer", *state)
         self.stepped = operations.bytes_of_step(stepped, state)
 
-    def traced(self) -> tuple[Event, ...]:
-        """Return the events of the step; those of memory by categories, which are known by now."""
-        return tuple(
-            Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
-            for e in self.events
-            if type(e[0]) is not _Holding or e[0].category
-        )
+    def close(self) -> None:
+        """Give the events of memory their categories, which are known by now."""
+        for segment in self.segments:
+            segment.events = [
+                Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
+                for e in segment.events
+                if type(e[0]) is not _Holding or e[0].category
+            ]
 
 
 def _on_meta(tree: Any) -> list[Tensor]:

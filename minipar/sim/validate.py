@@ -2,54 +2,72 @@
 
     python -m minipar.sim.validate TABLE.csv ...
 
-prints, for each source in the tables, the errors of the step time that `cost.py` predicts; the
-errors of a *constant*; the errors of the memory; how many of the runs are predicted to fit; and how
-good a plan the prediction would have chosen in each cell. A constant is the one utilisation that
-fits all rows of a source best: a predictor must beat it to have shown anything. A cell has the runs
-of one model on as many devices. There the rule of thumb is "least tp x pp, largest microbatch".
+prints, for each source in the tables, the errors of the step time that `cost.py` predicts; those of
+a *constant*, the one utilisation of the peak that fits all rows of the source best, which a
+predictor must beat to have shown anything; the errors of the memory; how many of the runs that went
+well, ran out of memory or failed would fit into what a device has for tensors; and how good a plan
+the prediction would have chosen in each cell (runs of one model on as many devices), beside the
+rule of thumb "least tp x pp, largest microbatch". Aims stand beside.
 
-A table has a row per run, with the columns of tests/sim/data: the shape of the model, and machine,
-software and plan by our names. An empty cell is unknown.
+A table has a row per run, with the columns and words of tests/sim/data. `NEEDED` columns must be
+there, and step_seconds or tokens_per_s_per_gpu; sequences are counted, not tokens, in `microbatch`
+and `global_batch`. An empty cell is unknown, and taken as usual for its family; of microbatches,
+the fastest that fits. Rows that are not understood are left out, counted, and why.
 """
 
 import csv
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from minipar.model.llama import LlamaConfig
+from minipar.model.moe import MoEConfig
+from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, footprint, hardware
+
+FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "fms-fsdp": "compiled"}
+FAMILIES |= dict.fromkeys(("megatron", "nemo", "mcore"), "megatron")
+"""By what is in a table's `framework`, the first that is; "any" for others."""
+DEVICES = {"a100-80-sxm": "a100", "a100-40-sxm": "a100-40", "h100-sxm": "h100"}
+DEVICES |= {"h100-96-500w": "h100-96"}
+"""Names of devices in tables, where they are not ours."""
+SCHEDULES = {"": "1f1b", "none": "1f1b", "afab": "gpipe", "interleaved": "interleaved_1f1b"}
+SCHEDULES |= {"zb-1p": "zb_h1", "zb-2p": "zb_h2", "zb-v": "zb_v", "dualpipev": "dualpipe_v"}
+NEEDED = ("layers", "hidden", "heads", "seq", "device", "gpus")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row: what was run, and what was measured of it; no bytes where nothing was."""
+    """A row: what was run, and what was measured of it; 0 where nothing was."""
 
     name: str
     source: str
-    split: str  # "tune" if something was fitted to it
+    split: str
     job: cost.Job
+    gpus: int
     seconds: float
     memory: float
+    status: str = "ok"
 
     @property
-    def gpus(self) -> int:
-        """Devices in all."""
-        return self.job.plan.num_ranks
+    def fits(self) -> bool:
+        """True if it is predicted to fit."""
+        return self.held < self.job.machine.device.usable_memory()
 
     @property
-    def cell(self) -> tuple[str, ...]:
+    def cell(self) -> tuple:
         """Return the facts that runs share between which a planner could choose."""
         job = self.job
         batch = job.plan.dp * job.plan.microbatches * job.microbatch
-        same = job.config, job.machine, job.software, job.dtype, self.gpus, job.seq_len, batch
-        return self.source, *map(str, same)
+        same = str(job.config), job.machine, job.software, job.dtype
+        return self.source, *map(str, same), self.gpus, job.seq_len, batch
 
     @cached_property
     def predicted(self) -> float:
@@ -67,40 +85,194 @@ class Run:
         job, c = self.job, self.job.config
         flops = c.flops_per_token(job.seq_len, causal=True)
         if not job.gated:
-            flops -= 6 * c.num_layers * c.hidden_size * c.intermediate_size
+            active = 1 if c.moe is None else c.moe.top_k + c.moe.num_shared
+            width = c.intermediate_size if c.moe is None else c.moe.expert_size
+            flops -= 6 * c.num_layers * c.hidden_size * active * width
         return flops * job.tokens_of_step / self.gpus / job.machine.device.peak[job.dtype]
 
 
-def read(path: str | Path) -> list[Run]:
-    """Return the runs of a table. Raises `ValueError` for a row that is none."""
-    text = Path(path).read_text(encoding="utf-8").splitlines()
-    rows = csv.DictReader(line for line in text if not line.startswith("#"))
+# ---------------------------------------------------------------------- tables
+def read(
+    path: str | Path, left_out: Counter[str] | None = None, failed: list[Run] | None = None
+) -> list[Run]:
+    """Return the runs of a table that went well and that are understood.
+
+    Understood rows of another status are added to `failed`; why rows are left out is counted in
+    `left_out`. Raises `ValueError` for a file that is no table, or lacks a column.
+    """
     try:
-        return [_run(row) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error!r} in the row before line {rows.line_num + 1}") from error
+        text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+        rows = [*csv.DictReader(line for line in text if line.strip() and line[:1] != "#")]
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path}: is no table: {error}") from error
+    missing = [name for name in NEEDED if name not in (rows[0] if rows else ())]
+    if missing:
+        raise ValueError(f"{path}: has no column {', '.join(missing)}, or no rows")
+    runs, skipped = [], Counter() if left_out is None else left_out
+    for cells in rows:
+        try:
+            if None in cells:
+                raise ValueError("more cells than columns: is a number with commas not quoted?")
+            row = Row({name: (cell or "").strip() for name, cell in cells.items()})
+            run = _run(row, Path(path).stem)
+            if not run.predicted * run.held < np.inf:
+                raise ValueError("the prediction is beyond numbers")
+            if run.status == "ok":
+                runs.append(run)
+                continue
+            skipped[f"not timed, but {run.status}"] += 1
+            if failed is not None:
+                failed.append(run)
+        except (ValueError, ZeroDivisionError, OverflowError) as error:
+            skipped[" ".join(str(error).split())] += 1
+    return runs
 
 
-def _run(row: dict[str, str]) -> Run:
-    def whole(name: str) -> int:
-        return int(row[name])
+class Row(dict[str, str]):
+    """A row of a table: a missing or empty cell is unknown."""
 
+    def number(self, name: str, default: float = 1, lowest: float = 0) -> float:
+        """Return a number; raise `ValueError` for a cell that is none or out of bounds."""
+        text = self.get(name, "")
+        try:
+            number = float(text) if text else default
+        except ValueError:
+            number = np.nan
+        if not lowest <= number < 1e15:
+            raise ValueError(f"{name}={text[:40]} must be a number of {lowest:g} or more")
+        return number
+
+    def whole(self, name: str, default: float = 1, lowest: int = 1) -> int:
+        """Return a whole number."""
+        number = self.number(name, default, lowest)
+        if number % 1:
+            raise ValueError(f"{name}={number} must be whole")
+        return int(number)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return the truth of a cell of 1 or 0."""
+        return bool(self.number(name, default))
+
+
+def _run(row: Row, table: str) -> Run:
+    framework = row.get("framework", "").lower()
+    family = next((v for k, v in FAMILIES.items() if k in framework), "any")
+    config, plan, ep = _config(row), *_plan(row)
+    dtype = row.get("dtype", "") or "bf16"
+    dtype = next((t for t in ("fp4", "fp8", "bf16") if t in dtype), dtype)
+    dtype = hardware.type_name(dtype)
+    machine = _machine(row.get("device", ""), family, row.number("inter_gbps_per_gpu", 0),
+                       row.whole("gpus_per_node", 0, 0), row.get("intra", ""))  # fmt: skip
+    if "fp8" in machine.device.peak and family == "megatron" and "deepspeed" not in framework:
+        family = "megatron-core"  # what became of it on devices that have 8 bits
+    if dtype in ("fp8", "fp4") and family == "any":
+        family = "compiled"  # as torchao's products of few bits have to be
+    if "torchtitan" in framework and plan.pp > 1 and plan.zero == 3:
+        # Its default in a pipeline: weights stay gathered, and gradients go once a step.
+        plan = replace(plan, zero=1)
+    gated = row.flag("gated", row.get("kind") != "gpt")
+    flash, software = row.flag("flash", dtype != "fp16"), hardware.software(family)
+    seq = row.whole("seq", 0)
+    job = cost.Job(config, plan, machine, software, seq, 1, dtype, gated, flash, ep)
+    job, seconds, gpus = _with_batch(row, job), row.number("step_seconds", 0), plan.num_ranks
+    if not seconds and (rate := row.number("tokens_per_s_per_gpu", 0)):
+        seconds = job.tokens_of_step / gpus / rate
+    status, source = (row.get("status") or "ok").lower(), row.get("source") or table
+    if not seconds and status == "ok":
+        raise ValueError("no step_seconds above 0, and no tokens_per_s_per_gpu; TFLOP/s alone are "
+                         "not scored, as their definitions differ")  # fmt: skip
+    unit = 1e9
+    if source.startswith("torchtitan"):  # which prints GiB, and what its allocator has reserved
+        unit = 2**30 * (1 - machine.device.fragmentation)
+    memory = row.number("memory_gb", 0) * unit
+    name, split = row.get("row_id") or "?", row.get("split", "")
+    return Run(name, source, split, job, gpus, seconds, memory, status)
+
+
+def _config(row: Row) -> LlamaConfig:
+    whole = row.whole
+    width, heads, seq = whole("hidden", 0), whole("heads", 0), whole("seq", 0)
+    moe = None
+    if whole("experts", 0, 0) > 1:
+        chosen = whole("top_k", 0)
+        moe = MoEConfig(
+            whole("experts"), chosen, whole("moe_ffn", whole("ffn", 4 * width)),
+            num_shared=whole("shared_experts", 0, 0), normalise=chosen > 1,
+        )  # fmt: skip
+    elif row.get("kind") == "moe" or whole("ep") > 1:
+        raise ValueError("a mixture needs experts=, how many there are")
+    head_dim = whole("head_dim", max(1, width // heads))
     config = LlamaConfig(
-        whole("vocab"), whole("hidden"), whole("ffn"), whole("layers"), whole("heads"),
-        whole("kv_heads"), whole("head_dim"), max_seq_len=whole("seq"),
-        tie_embeddings=row["tied"] == "1",
+        whole("vocab", 50_000), width, whole("ffn", 4 * width), whole("layers", 0), heads,
+        whole("kv_heads", heads), head_dim + head_dim % 2, max_seq_len=seq,
+        tie_embeddings=row.flag("tied", False), moe=moe,
     )  # fmt: skip
-    machine = hardware.load(row["machine"])
-    if row["gbps"]:
-        port = float(row["gbps"]) * 1e9 / 8
-        machine = replace(machine, between=machine.between.with_ports(port))
-    software, is_gated, is_fused = row["software"], row["gated"] == "1", row["flash"] == "1"
-    job = cost.Job(
-        config, Plan.parse(row["plan"]), machine, hardware.software(software), whole("seq"),
-        whole("microbatch"), row["dtype"], is_gated, is_fused,
+    if head_dim % 2 and row.get("kind") == "gpt":  # it has no RoPE, which needs an even width
+        object.__setattr__(config, "head_dim", head_dim)
+    return config
+
+
+def _plan(row: Row) -> tuple[Plan, int]:
+    """Return the plan of a row, and how many ranks of dp, cp and tp share the experts."""
+    whole = row.whole
+    tp, pp, cp, ep, gpus = whole("tp"), whole("pp"), whole("cp"), whole("ep"), whole("gpus", 0)
+    dp, layers = whole("dp", max(1, gpus // (tp * pp * cp))), whole("layers", 0)
+    if dp * tp * pp * cp != gpus:
+        raise ValueError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} are not gpus={gpus}")
+    if dp * tp * cp % ep or whole("experts", ep, 0) % ep:
+        raise ValueError(f"ep={ep} must divide experts, and dp x tp x cp = {dp * tp * cp}")
+    schedule, chunks = row.get("schedule", ""), whole("virtual_stages", 0, 0)
+    schedule = SCHEDULES.get(schedule, schedule.replace("-", "_"))
+    if schedule == "1f1b" and chunks > 1:  # Megatron-LM calls both 1F1B
+        schedule = "interleaved_1f1b"
+    if schedule not in schedules.SCHEDULES:
+        raise ValueError(f"schedule={row['schedule']} is not known")
+    # Stages may be two more than layers: the ends of some are an embedding or a head.
+    if pp > layers or pp * max(1, chunks) > layers + 2:
+        raise ValueError(f"pp={pp} x {max(1, chunks)} stages are more than layers={layers}")
+    recompute, zero = row.get("recompute") or "none", whole("zero", 0, 0)
+    if recompute not in ("none", "selective", "full") or zero > 3:
+        raise ValueError(f"recompute={recompute}, zero={zero}: none, selective or full, and 0 to 3")
+    plan = Plan(
+        dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, schedule=schedule, checkpointing=recompute,
+        sequence_parallel=row.flag("sp", True) and tp > 1, stages_per_rank=chunks,
+        # Experts over ranks of tp, too, are whole.
+        expert_tensor_parallel=whole("experts", 0, 0) > 1 and tp > 1 and dp * cp % ep == 0,
+        dispatch="paired" if ep > 1 and schedule in schedules.PAIRED else "all_to_all",
     )  # fmt: skip
-    seconds, memory = float(row["step_seconds"]), 1e9 * float(row["memory_gb"] or 0)
-    return Run(row["row_id"], row["source"], row["split"], job, seconds, memory)
+    return plan, ep
+
+
+def _with_batch(row: Row, job: cost.Job) -> cost.Job:
+    """Return the job with its microbatches; unknown ones are chosen as users do."""
+    dp, micro, count = job.plan.dp, row.whole("microbatch", 0, 0), row.whole("microbatches", 0, 0)
+    whole = row.whole("global_batch", dp * (micro or 1) * (count or 1))
+    mine = whole // dp
+    if not micro and count:
+        micro = mine // count
+    tried = [m for m in ([micro] if micro else (1, 2, 4, 8, 16)) if mine % m == 0 and m <= mine]
+    if not tried or whole % dp or (count and tried[0] * count != mine):
+        counts = f"microbatch={micro}, microbatches={count or mine / max(1, micro):g}, dp={dp}"
+        raise ValueError(f"global_batch={whole} is not {counts}")
+    jobs = [
+        replace(job, microbatch=m, plan=replace(job.plan, microbatches=mine // m)) for m in tried
+    ]
+    room = footprint.room(job.machine.device)
+    fit = [j for j in jobs if sum(footprint.memory(j).values()) < room] or jobs[:1]
+    return min(fit, key=lambda j: sum(cost.seconds(j).values()))
+
+
+@cache
+def _machine(device: str, family: str, gbits: float, gpus: int, inside: str) -> hardware.Machine:
+    """Return the machine of a device; `inside` is its network inside of a node, if we know it."""
+    name = DEVICES.get(device, device)
+    if family == "nanotron" and f"{name}-efa-busy" in hardware.names():
+        name = f"{name}-efa-busy"  # a table of the same cluster tells more than its bandwidth
+    machine = hardware.load(name)
+    machine = replace(machine, inside=hardware.networks().get(inside, machine.inside))
+    if gbits:
+        machine = replace(machine, between=machine.between.with_ports(gbits * 1e9 / 8))
+    return replace(machine, gpus=gpus or machine.gpus)
 
 
 # ---------------------------------------------------------------------- errors
@@ -137,31 +309,33 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
     return found
 
 
-def fitting(runs: Sequence[Run]) -> float:
-    """Return the share of runs, all of which did fit, that are predicted to."""
-    return float(np.mean([run.held < run.job.machine.device.usable_memory() for run in runs]))
-
-
-def report(runs: Sequence[Run]) -> str:
+def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
     """Return the table of errors by source and split, the aims, and the worst rows."""
     lines = []
-    for (source, split), group in groupby(sorted(runs, key=_set_of), key=_set_of):
-        some = list(group)
-        measured = [r.seconds for r in some]
-        found = errors((r.predicted for r in some), measured)
-        flat = errors(constant(some), measured)
-        aim = f"mean below {flat.mean() / 2:.1%}, half of a constant's"
+    for (source, split), group in groupby(sorted((*runs, *failed), key=_set_of), key=_set_of):
+        every = list(group)
+        some = [r for r in every if r.status == "ok"]
+        sized = [r for r in some if r.memory]
         lines.append(f"{source}, {split}: {len(some)} rows")
-        lines.append(f"  step time   {_spread(found)}   aim: {aim}")
-        lines.append(f"  a constant  {_spread(flat)}")
-        for at in np.argsort(-found)[:3]:
-            run, parts = some[at], cost.seconds(some[at].job)
-            shown = f"{run.predicted:.2f} s predicted, {run.seconds:.2f} s measured"
-            lines.append(f"    {run.name}: {shown}; mostly {max(parts, key=parts.get)}")
-        if sized := [r for r in some if r.memory]:
+        if some:
+            measured = [r.seconds for r in some]
+            found = errors((r.predicted for r in some), measured)
+            flat = errors(constant(some), measured)
+            aim = f"mean below {flat.mean() / 2:.1%}, half of a constant's"
+            lines.append(f"  step time   {_spread(found)}   aim: {aim}")
+            lines.append(f"  a constant  {_spread(flat)}")
+            for at in np.argsort(-found)[:3]:
+                run, parts = some[at], cost.seconds(some[at].job)
+                shown = f"{run.predicted:.2f} s predicted, {run.seconds:.2f} s measured"
+                lines.append(f"    {run.name}: {shown}; mostly {max(parts, key=parts.get)}")
+        if sized:
             found = errors((r.held for r in sized), [r.memory for r in sized])
             lines.append(f"  memory      {_spread(found)}   aim: median 8%")
-        lines.append(f"  predicted to fit: {fitting(some):.0%}")
+        fit = [
+            f"{np.mean([r.fits for r in every if r.status == status]):.0%} of {count} {status}"
+            for status, count in Counter(r.status for r in every).items()
+        ]
+        lines.append(f"  predicted to fit: {', '.join(fit)}")
         if cells := choices(some):
             (ours, thumb, rank), (worst, _, lowest) = np.mean(cells, axis=0), np.min(cells, axis=0)
             lines.append(
@@ -185,5 +359,22 @@ def _spread(found: np.ndarray) -> str:
     return "mean {:6.1%}   median {:6.1%}   90 % {:6.1%}   worst {:6.1%}".format(*numbers)
 
 
+def main(names: Sequence[str]) -> None:
+    """Print the report of the tables."""
+    if not names:
+        raise SystemExit(f"usage: {__doc__.splitlines()[2].strip()}")
+    left_out: Counter[str] = Counter()
+    failed: list[Run] = []
+    try:
+        runs = [run for name in names for run in read(name, left_out, failed)]
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    for why, count in left_out.most_common():
+        print(f"rows left out: {count}: {why}")
+    if not runs:
+        raise SystemExit(f"no run that can be predicted in {', '.join(names)}")
+    print(report(runs, failed))
+
+
 if __name__ == "__main__":
-    print(report([run for path in sys.argv[1:] for run in read(path)]))
+    main(sys.argv[1:])

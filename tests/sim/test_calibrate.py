@@ -37,7 +37,7 @@ def test_a_network_that_nobody_measured_ranks_nothing(tmp_path, ranks, gpus, whe
     """Mutant: one rank's placeholder of some GB/s, by which plans are ranked without a word."""
     path, messages = tmp_path / "m.toml", {"4096": 2e-5, str(2**28): 1e-3}
     calibrate.write(path, MEASURED | (messages if ranks > 1 else {}), ranks)
-    asked = PlanConfig("llama-3.2-1b", gpus, str(path), 2048, 64)
+    asked = PlanConfig("llama-3.2-1b", gpus, str(path), 2048, 64, replay=False)
     with pytest.raises(ValueError, match=f"has no network {where} its nodes, as nobody"):
         planner.answer(asked)
     assert planner.answer(replace(asked, gpus=ranks))[1]  # alone, or in a node

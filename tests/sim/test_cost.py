@@ -74,7 +74,7 @@ def test_each_axis_pays_for_itself_alone():
     for plan in PLANS:
         one, parts = job(plan), cost.seconds(job(plan))
         for axis in cost.AXES:
-            size = getattr(one.plan, axis)
+            size = one.ep if axis == "ep" else getattr(one.plan, axis)
             assert (parts[axis] > 0) == (size > 1 or (axis == "dp" and one.plan.cp > 1)), axis
         assert (parts["bubble"] > 0) == (one.plan.pp > 1)
         assert all(part >= 0 for part in parts.values())
@@ -232,8 +232,9 @@ SPARSE = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
 
 def test_experts_of_ranks_of_tp_too_travel_among_neighbours():
     """A rank in each of 8 nodes, or all ranks of them. Mutant: as far apart as ranks of dp."""
-    plan = "ep=8,tp=8,sequence_parallel"
-    apart, near = (job(plan + words, config=SPARSE) for words in ("", ",experts_over_tp"))
+    apart, near = (
+        replace(job("dp=8,tp=8,sequence_parallel", config=SPARSE), ep=ep) for ep in (8, 64)
+    )
     assert (near.experts_apart, near.experts_copies) == (1, 1)
     assert (apart.experts_apart, apart.experts_copies) == (8, 1)
     assert near.parameters.experts == apart.parameters.experts / 8
@@ -241,7 +242,9 @@ def test_experts_of_ranks_of_tp_too_travel_among_neighbours():
 
 def test_rows_in_8_bits_travel_there_and_in_16_back():
     """DeepSeek-V3, section 3.3.3. Mutants: in 16 bits, or in 8, both ways."""
-    wide, narrow = (job("ep=64", config=SPARSE, dtype=dtype) for dtype in ("bf16", "fp8"))
+    wide, narrow = (
+        replace(job("dp=64", config=SPARSE, dtype=dtype), ep=64) for dtype in ("bf16", "fp8")
+    )
     ep = [cost.layer(one, False)["ep"] for one in (wide, narrow)]
     assert 0.75 < ep[1] / ep[0] < 0.8  # more than the bytes': latency
 
@@ -304,8 +307,9 @@ def test_a_forward_beside_a_backward_hides_what_travels():
 def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port(axis):
     """Mutant: charged for what all ranks deal out, each waiting for ep times too long."""
     moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
-    plan = "ep=64" if axis == "ep" else "cp=64,context=ulysses"
+    plan = "dp=64" if axis == "ep" else "cp=64,context=ulysses"
     one = job(plan, config=moe if axis == "ep" else PRESETS["llama-3-8b"], seq=65_536)
+    one = replace(one, ep=64 if axis == "ep" else 1)
     rows = 8 * 4096 if axis == "ep" else 2 * (32 + 8) * 128  # numbers of a token, out and back
     port = H100.between.bandwidth * H100.between.share
     far = 2 * rows * one.tokens * 56 / 64 / port * (2 if axis == "ep" else 1)

@@ -16,7 +16,7 @@ from minipar.sim import asked, cost, footprint, hardware, planner
 from minipar.sim.planner import NothingFits, PlanConfig, Ranked
 from minipar.train.config import TrainConfig
 
-EIGHT = PlanConfig(gpus=8, global_batch=64)
+EIGHT = PlanConfig(gpus=8, global_batch=64, replay=False)
 SMALL = replace(EIGHT, model="llama-3.2-1b", seq=2048)
 
 
@@ -172,12 +172,18 @@ def test_tp_is_timed_among_its_own_ranks():
     assert f"takes {inside * 1e3:.2f} ms there, {across * 1e3:.2f} ms over two" in line
 
 
-def test_flags_are_read_by_our_own_training():
+def test_flags_are_read_by_our_own_training_and_are_torchtitans_degrees():
     one = ranked(replace(EIGHT, model="small", gpus=4, seq=512), "dp=2,tp=2,zero=1")
-    words = ["train", "--preset", "small", *shlex.split(planner.flags(one.job))]
-    name, config = commands.parse(words)
+    given = planner.flags(one.job)
+    name, config = commands.parse(
+        ["train", "--preset", "small", *shlex.split(given["minipar train"])]
+    )
     assert isinstance(config, TrainConfig) and name == "train"
     assert config.as_plan() == one.job.plan and (config.seq_len, config.batch_size) == (512, 2)
+    p = "--parallelism."
+    assert given["torchtitan"] == f"{p}data_parallel_shard_degree 2 {p}tensor_parallel_degree 2"
+    whole = planner.flags(replace(one.job, plan=Plan(dp=2)))
+    assert whole["torchtitan"] == f"{p}data_parallel_replicate_degree 2"
 
 
 @pytest.mark.parametrize("word", ["", ",compression=int8"])
@@ -233,6 +239,31 @@ def test_one_plan_is_explained_and_json_is_the_same():
 
 # ---------------------------------------------------------------------- replay
 @pytest.mark.slow
+def test_the_replay_orders_the_table():
+    """Mutants: the order of the closed form; plans that are not replayed."""
+    config = replace(SMALL, gpus=16, global_batch=64, top=3, replay=True)
+    text, plans = planner.answer(config)
+    times = [one.replayed for one in plans]
+    assert times == sorted(times) and min(times) > 0
+    assert all(f"{one.replayed:.2f} s" in text for one in plans)
+    for one in plans:
+        assert one.replayed == pytest.approx(one.step, rel=0.15)
+        assert one.traced_bytes == pytest.approx(one.held, rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_few_microbatches_stand_for_the_step():
+    """Mutant: their time alone, or that of as many as there are."""
+    one = ranked(SMALL, "dp=4,pp=2,zero=1,microbatches=16,precision=bf16")
+    few = replace(one.job.config, num_layers=4)
+    job = replace(one.job, config=few)
+    one = Ranked(job, cost.seconds(job), footprint.memory(job))
+    assert planner.shorter(job).plan.microbatches == 4
+    whole = planner.simulate(job).seconds + job.software.fixed
+    assert planner.replayed(one).replayed == pytest.approx(whole, rel=0.03)
+
+
+@pytest.mark.slow
 def test_explaining_draws_a_few_microbatches(capsys, tmp_path):
     """Mutant: hundreds, which take minutes to draw; microseconds for milliseconds."""
     picture, plan = tmp_path / "timeline.png", "dp=4,tp=2,zero=1,sequence_parallel,microbatches=64"
@@ -259,6 +290,8 @@ def test_a_plan_that_cannot_be_traced_is_a_sentence(capfd):
     words = "--model tiny-moe --gpus 4 --global-batch 8 --seq 64 --explain"
     code, printed, err = call(capfd, *words.split(), plan)
     assert code == 0 and not err and "own code: not traced: plan pp=2" in printed
+    (one,) = planner.answer(commands.parse(["plan", *words.split(), plan])[1])[1]
+    assert planner.replayed(one) == one and not one.replayed
 
 
 # ---------------------------------------------------------------------- the question
@@ -344,7 +377,7 @@ def test_words_that_no_candidate_has_are_said(change, words):
         ("--model llama-3-70b --gpus 8 --global-batch 8", "optimizer"),
         (
             "--gpus 8 --hardware a100-40 --global-batch 8 --fix tp=1,pp=1,cp=1,zero=0",
-            "nothing fits --fix",
+            "without --fix",
         ),
     ],
 )
@@ -353,5 +386,5 @@ def test_nothing_fits_is_exit_code_3_with_a_change_that_works(capfd, words, cate
     assert code == 3 and category in err and err.count("\n") == 1
     if "would do" in err:
         change = err.rpartition(";")[2].replace("would do", "").split()
-        config = commands.parse(["plan", *words.split(), *change])[1]
+        config = commands.parse(["plan", *words.split(), "--no-replay", *change])[1]
         assert planner.answer(config)[1]

@@ -56,7 +56,7 @@ def traced(text, **sizes):
 def test_a_rank_alone_computes_all_the_time():
     """Seconds are FLOPs / speed. Mutant: a step counted from the start of the first."""
     found = traced("dp=1,microbatches=3")
-    products = sum(e.flops for e in found.ranks[0].events if type(e) is Compute)
+    products = sum(e.flops for e in found.ranks[0].events() if type(e) is Compute)
     step = replay(found, FAST)
     assert step.seconds == pytest.approx(products / 1e9, rel=0.1)
     assert step.computing == pytest.approx(step.seconds) and not step.waited
@@ -164,7 +164,7 @@ def test_attention_may_be_slower_than_its_kernel_by_itself():
     """Mutants: products are slower as well; attention is not."""
     found = traced("dp=2")
     one, three = (replay(found, FAST, attention=factor).computing for factor in (1.0, 3.0))
-    works = [e for e in found.ranks[0].events if getattr(e, "work", "") == "attention"]
+    works = [e for e in found.ranks[0].events() if getattr(e, "work", "") == "attention"]
     kernels = sum(operations.seconds_of(work, FAST) for work in works)
     assert three - one == pytest.approx(2 * kernels) and kernels > 0
 

@@ -1,8 +1,10 @@
 """Traces beside formulas, beside those without any short cut, and rank beside rank."""
 
+import gc
 import itertools
 from collections import defaultdict
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -11,6 +13,8 @@ from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
+from minipar.sim import trace as traces
+from minipar.sim import tracer
 from minipar.sim.memory import llama_activations, model_state
 from minipar.sim.trace import Actor, pretend, trace
 from minipar.sim.tracer import Compute, Launch, Memory, Tracer
@@ -29,8 +33,45 @@ def exhaustive(text: str):
 def events_of(rank, kind):
     """Launches, or computing of a kind, without names: ranks that are alike have other layers."""
     if kind is Launch:
-        return [e for e in rank.events if type(e) is Launch]
-    return [e._replace(name="") for e in rank.events if type(e) is Compute and e.work == kind]
+        return [e for e in rank.events() if type(e) is Launch]
+    return [e._replace(name="") for e in rank.events() if type(e) is Compute and e.work == kind]
+
+
+# ---------------------------------------------------------------------- short cuts change nothing
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4,zero=3,microbatches=6,precision=bf16,checkpointing=full",
+        "pp=4,dp=2,zero=1,microbatches=6",
+        exhaustive("dp=4,microbatches=7"),
+        exhaustive("dp=4,zero=2,microbatches=6"),
+        exhaustive("pp=2,dp=2,zero=1,microbatches=6,schedule=interleaved_1f1b"),
+        slow("pp=2,tp=2,sequence_parallel,microbatches=6,schedule=zb_h1,checkpointing=selective"),
+        exhaustive("pp=2,microbatches=8,schedule=dualpipe"),
+    ],
+)
+def test_what_is_repeated_is_what_all_do(text, monkeypatch):
+    """One microbatch for many, one rank for those alike, and shapes from memory: nothing differs.
+
+    Mutants: the second microbatch repeated in the place of the third; ranks alike by layers alone.
+    """
+    config, plan = CONFIG, Plan.parse(text)
+    short = trace(config, plan, seq_len=32)
+    monkeypatch.setattr(traces, "DISTINCT", 1000)
+    monkeypatch.setattr(traces, "_kind_of", lambda config, plan, place: place)
+    monkeypatch.setattr(
+        tracer._Known, "again", lambda known, args, kwargs: known.op(*args, **kwargs)
+    )
+    whole = trace(config, plan, seq_len=32)
+    for place in range(plan.pp):
+        own, every = (found.ranks[place] for found in (short, whole))
+        for kind in ("product", "attention", Launch):
+            assert events_of(own, kind) == events_of(every, kind), (place, kind)
+        moved = [sum(e.num_bytes for e in events_of(rank, "bytes")) for rank in (own, every)]
+        held = [sum(rank.at_peak().values()) for rank in (own, every)]
+        assert moved[0] == pytest.approx(moved[1], rel=0.01)
+        assert held[0] == pytest.approx(held[1], rel=0.01)
 
 
 @pytest.mark.slow
@@ -39,7 +80,7 @@ def test_a_step_ends_with_the_memory_that_it_began_with():
     for text in ("dp=4,zero=3,microbatches=9", "pp=4,dp=2,zero=1,microbatches=9"):
         found = trace(CONFIG, Plan.parse(text), seq_len=32)
         for rank in found.ranks.values():
-            assert sum(e.num_bytes for e in rank.events if type(e) is Memory) == 0
+            assert sum(e.num_bytes for e in rank.events() if type(e) is Memory) == 0
 
 
 # ---------------------------------------------------------------------- beside closed forms
@@ -67,10 +108,10 @@ def test_experts_cost_the_same_flops_grouped_as_one_by_one():
         for precision in ("bf16", "float32")
     )
     assert grouped.flops == loop.flops
-    shapes = {e.shape for e in grouped.events if type(e) is Compute and e.op == "_grouped_mm"}
+    shapes = {e.shape for e in grouped.events() if type(e) is Compute and e.op == "_grouped_mm"}
     rows = 64 * 2 // 4  # of each of 4 experts, which are 64 wide and 32 in between
     assert (4, rows, 64, 64) in shapes and (4, 64, 32, rows) in shapes
-    assert not any(e.op == "_grouped_mm" for e in loop.events if type(e) is Compute)
+    assert not any(e.op == "_grouped_mm" for e in loop.events() if type(e) is Compute)
 
 
 @pytest.mark.slow
@@ -167,7 +208,7 @@ def test_memory_is_that_of_the_closed_forms(zero):
         return
     layer = llama_activations(config, 1024, bytes_per_number=4, fused_norm=False)
     kept = config.num_layers * sum(layer.values())
-    changes = [e.num_bytes for e in rank.events if e[0] == "activations"]
+    changes = [e.num_bytes for e in rank.events() if e[0] == "activations"]
     assert max(itertools.accumulate(changes)) == pytest.approx(kept, rel=0.1)
 
 
@@ -245,10 +286,40 @@ def test_bad_sizes_are_refused():
         trace(CONFIG, Plan(tp=3), seq_len=32)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was(enabled):
+    """Mutants: all is looked at, which takes half of a small trace; what is new has become old
+    meanwhile; the collector stays off; it is on for a user who has switched it off."""
+    calls = []
+
+    def collect(*args, **options):
+        calls.append((args, options, gc.isenabled()))
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with mock.patch.object(gc, "collect", collect):
+            trace(CONFIG, Plan(), seq_len=8)
+        assert calls and set(map(str, calls)) == {"((), {'generation': 0}, False)"}
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_1f1b"])
+def test_zero_2_learns_in_which_order_stages_have_their_last_backward(schedule):
+    """Each stage of a rank sends once per microbatch. Mutant: the step in which it learns has one
+    microbatch, after which `no_sync()` came as a surprise."""
+    plan = Plan.parse(f"dp=2,pp=2,zero=2,microbatches=4,schedule={schedule}")
+    for rank in trace(CONFIG, plan, seq_len=32).ranks.values():
+        sums = [e for e in events_of(rank, Launch) if e.verb == "reduce_scatter"]
+        assert len(sums) >= 2 * plan.microbatches
+
+
 @pytest.mark.slow
 def test_a_view_is_free():
     """That of a product's rows, which autograd takes for no view, too. Mutant: it moves bytes."""
-    names = {e.op for e in trace(CONFIG, Plan.parse("tp=2"), seq_len=32).ranks[0].events
+    names = {e.op for e in trace(CONFIG, Plan.parse("tp=2"), seq_len=32).ranks[0].events()
              if type(e) is Compute}  # fmt: skip
     assert "mm" in names and not {"view", "_unsafe_view", "transpose"} & names
 
