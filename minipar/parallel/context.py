@@ -54,7 +54,6 @@ from minipar.parallel.blockwise import (
     KERNELS,
     Block,
     Kernel,
-    KernelName,
     OnlineGradients,
     OnlineSoftmax,
     best_kernel,
@@ -70,7 +69,7 @@ def apply(
     *,
     order: Order = "zigzag",
     exchange: Exchange = "ring",
-    kernel: KernelName | None = None,
+    kernel: str | None = None,
 ) -> "ContextParallel":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
@@ -284,7 +283,7 @@ class ContextParallel(CutSequences):
         axis: Axis,
         order: Order,
         exchange: Exchange,
-        kernel: KernelName | None,
+        kernel: str | None,
     ) -> None:
         super().__init__(model, axis)
         self.order, self.attention, self.kernel = order, EXCHANGES[exchange], kernel

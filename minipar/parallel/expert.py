@@ -253,13 +253,9 @@ def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
     """
     if not table.is_meta:
         return to_host(table)
-    even = [evenly(num, table.shape[1]) for num in num_slots]
+    num_experts = table.shape[1]
+    even = [[(num + e) // num_experts for e in range(num_experts)] for num in num_slots]
     return torch.tensor(even, device="cpu").repeat(len(table) // len(num_slots), 1)
-
-
-def evenly(num: int, parts: int) -> list[int]:
-    """Divide a number into parts: 7 in 3 parts is 3, 2, 2."""
-    return [num // parts + (part < num % parts) for part in range(parts)]
 
 
 # ---------------------------------------------------------------------- 3. sizes that are known

@@ -117,11 +117,6 @@ class Bucket(Row):
             own, self.reducing = self.reducing.wait(), None
             self.reduced = own if self.reduced is None else self.reduced.add_(own)
 
-    def hand_out(self, p: nn.Parameter) -> None:
-        """Give the piece of `p` its gradient; in `finish_backward`."""
-        if p.piece.grad is None:
-            p.piece.grad = self.reduced[self.spans[p.piece]].view_as(p.piece)
-
     def gather(self) -> None:
         """Start to collect the slices of all ranks; after the step."""
         if self.parameters[0].data_ptr() != self.weights.data_ptr():
@@ -229,9 +224,9 @@ class Stage1(Strategy):
         while self.in_flight:
             self.in_flight.popleft().wait_for_reduce()
         # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
-        for p, is_used in zip(self.bucket_of, used_by_any(), strict=True):
-            if is_used:
-                self.bucket_of[p].hand_out(p)
+        for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
+            if is_used and p.piece.grad is None:
+                p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
         self.used.clear()
         super().finish_backward()
 
@@ -304,15 +299,13 @@ class ShardedOptimizer(Optimizer):
         trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
         num_bytes = sum(p.nbytes for own in trainable for p in own)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
-        groups_of = [in_groups(own, lambda _: capacity) for own in trainable]
-        self.buckets = [Bucket(own, axis) for own in chain(*groups_of)]
+        self.buckets: list[Bucket] = []
+        for group, own in zip(groups, trainable, strict=True):
+            self.buckets += [Bucket(some, axis) for some in in_groups(own, lambda _: capacity)]
+            group["params"] = [p.piece for p in own]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.has_stepped = False  # with the gradients that are here
-        cut = [
-            {**group, "params": [p.piece for p in own]}
-            for group, own in zip(groups, trainable, strict=True)
-        ]
-        self.inner = optimizer_class(cut, **options)
+        self.inner = optimizer_class(groups, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self._adopt()
 
@@ -414,8 +407,8 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
     """
     needs: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
     for module in model.modules():
-        own = (optimizer.bucket_of.get(p) for p in module.parameters(recurse=False))
-        needs[module] = [bucket for bucket in own if bucket is not None]
+        own = [p for p in module.parameters(recurse=False) if p in optimizer.bucket_of]
+        needs[module] = [optimizer.bucket_of[p] for p in own]
     never_called = WeakKeyDictionary(needs)
 
     # One hook for all modules, or torch.compile would make a graph for each layer.

@@ -311,37 +311,18 @@ def test_a_model_from_meta_equals_that_of_one_process():
 
 
 # ---------------------------------------------------------------------- precision
-@pytest.mark.slow
-@pytest.mark.parametrize("reduce_dtype, width", [(None, 2), (torch.float32, 4)])
 @on_ranks(2)
-def test_computes_in_bf16_on_float32_shards(reduce_dtype, width):
-    """Mutants: gathering in float32; shards or gradients that stay in bf16."""
-    mesh = Mesh(dp=2)
-    model, plain = models.llama(seed=mesh.rank), models.llama(seed=0).bfloat16()
-    strategy = fsdp.apply(model, mesh.dp, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+def test_gradients_travel_in_the_dtype_that_computes():
+    """Unless `reduce_dtype` says more, as under a plan. Mutant: shards' gradients stay in bf16."""
+    mesh, model = Mesh(dp=2), models.llama(seed=0)
+    count = sum(p.numel() for p in model.parameters())
+    strategy = fsdp.apply(model, mesh.dp, compute_dtype=torch.bfloat16)
     with timeline.record() as recorded:
-        logits = model(tokens(mesh.rank))
-        logits.float().square().sum().backward()
+        model(tokens(mesh.rank)).float().square().sum().backward()
         strategy.finish_backward()
-    assert torch.equal(logits, plain(tokens(mesh.rank)))
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-    own = []
-    for rank in range(2):
-        plain.zero_grad()
-        plain(tokens(rank)).float().square().sum().backward()
-        own.append({name: p.grad.float() for name, p in plain.named_parameters()})
-    mean = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
-    exact, found = reduce_dtype == torch.float32, strategy.full_gradients()
-    assert_equal(found, mean, rtol=1e-6 if exact else 2**-7)
-    assert exact == any((g != g.bfloat16()).any() for g in found.values())  # what the wire rounds
-    gathered, reduced = (
-        sum(span.num_bytes for span in recorded.select(name=name))
-        for name in ("all_gather", "reduce_scatter")
-    )
-    count = sum(p.numel() for p in plain.parameters())
-    root = count - sum(p.numel() for p in plain.model.layers.parameters())
-    assert gathered == pytest.approx(2 * (2 * count - root) / 2, abs=40)  # of a first step
-    assert reduced == pytest.approx(width * count / 2, abs=40)
+    reduced = sum(span.num_bytes for span in recorded.select(name="reduce_scatter"))
+    assert reduced == pytest.approx(2 * count / 2, abs=40)
 
 
 @on_ranks(2)

@@ -111,7 +111,7 @@ def embedding(**options) -> nn.Module:
 
 AT_APPLY: list[tuple[Callable[[str], nn.Module], str]] = [
     (twice, "is trained by .* along dp already, .* apply one of ddp, zero, fsdp, local_sgd, once"),
-    (lambda _: embedding(sparse=True), "0 has sparse=True, .* make it sparse=False"),
+    (lambda _: embedding(sparse=True), "0 has sparse=True; .* make it False"),
     (lambda _: embedding(max_norm=1.0), "0 has max_norm=1: .* make it with max_norm=None"),
 ]
 
@@ -198,7 +198,7 @@ AT_STEP = [
     (unscale_before_finish, KINDS, r"unscale_\(\) came before finish_backward"),
     (only_no_sync, KINDS, "came before finish_backward"),
     (unfrozen, KINDS, "was frozen when .* was applied along dp"),
-    (torchs_clip, SHARDED, "use strategy.clip_grad_norm_"),
+    (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),
     (torchs_scaler, SHARDED, r"without strategy.unscale_\(scaler, optimizer\)"),
     (whole_matrices, SHARDED, "Normed may look at whole matrices .* elementwise = True"),
     (another_optimizer, SHARDED[:2], "changes nothing: step the ShardedOptimizer"),
@@ -264,7 +264,7 @@ def test_torchs_norm_where_nothing_but_the_model_is_cut(cuts):
     model(torch.arange(8)[None]).square().sum().backward()
     strategy.finish_backward()
     clip_grad_norm_(model.parameters(), 1.0)
-    with refuses("use strategy.clip_grad_norm_"):
+    with refuses("clip them by strategy.clip_grad_norm_"):
         optimizer.step()
     if cuts is tensor:
         with refuses("Muon may look at whole matrices", ValueError):

@@ -103,8 +103,8 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
         noted = getattr(param, "reduced", None)
         if noted is not None and param.grad is not None and noted != param.grad._version:
             raise RuntimeError(
-                "shards of gradients have changed since finish_backward(): to clip, use "
-                "strategy.clip_grad_norm_; to change each number alone, call note_reduced() then"
+                "shards of gradients have changed since finish_backward(): clip them by "
+                "strategy.clip_grad_norm_; after a change of each number alone, call note_reduced()"
             )
 
 

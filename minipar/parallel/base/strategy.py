@@ -274,7 +274,7 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
     for path, module in model.named_modules():
         where = path or type(module).__name__
         if getattr(module, "sparse", False) is True:
-            raise ValueError(f"{where} has sparse=True, which no rank sums; make it sparse=False")
+            raise ValueError(f"{where} has sparse=True; ranks sum dense gradients: make it False")
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
                 f"{where} has max_norm={module.max_norm:g}: each rank's forward would write into "
@@ -286,6 +286,7 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
                 f"{name} along {axis.name}: {path} is trained by {other[0]} already, and its "
                 f"gradient would be summed twice; apply one of ddp, zero, fsdp, local_sgd, once"
             )
+    for p in model.parameters():
         p.claimed_by = Local([f"{name} along {axis.name}"])
 
 
@@ -293,13 +294,14 @@ def refuse_state(model: nn.Module) -> None:
     """Make ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and any(axes_of(p) for p in module.parameters()):
+        if not keep_vars:  # which asks for the parameters themselves
             raise RuntimeError(
                 "state_dict() would hold this rank's shards: call full_state_dict() of the "
                 "strategy on all ranks for whole weights, load_full_state_dict() to load them"
             )
 
-    model.register_state_dict_pre_hook(refuse)
+    if any(axes_of(p) for p in model.parameters()):
+        model.register_state_dict_pre_hook(refuse)
 
 
 # ---------------------------------------------------------------------- when gradients arrive
