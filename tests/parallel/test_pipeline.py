@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -167,6 +168,12 @@ ERRORS = [
     (
         lambda: _apply(make("1f1b", 1, 4), 1).run(models.llama(0), [], microbatches(3)),
         "3 microbatches, but the schedule 1f1b is for 4",
+    ),
+    (
+        lambda: _apply(make("zb_h1", 1, 4), 1).run(
+            models.llama(0), [SimpleNamespace(units={})], microbatches(4)
+        ),
+        "fsdp reduces gradients at the end of a whole backward, and zb_h1 splits",
     ),
 ]
 

@@ -138,8 +138,16 @@ class Step:
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
         self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
-        self.methods: dict[str, Method] = {"F": self.forward, "B": self.backward}
-        self.methods |= {"I": self.backward_input, "W": self.backward_weight}
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The method for each kind of action; an attribute would keep the step alive."""
+        return {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weight,
+        }
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
@@ -271,8 +279,14 @@ class Pipeline(Strategy):
         stages still compute. Returns the sum of the losses, float64, equal on all ranks of the
         axis; it is complete after `finish_backward`.
 
-        Raises `ValueError` for another number of microbatches than the schedule is for.
+        Raises `ValueError` for another number of microbatches than the schedule is for, and for
+        fsdp under a schedule whose backwards are split.
         """
+        if self.splits and any(hasattr(strategy, "units") for strategy in strategies):
+            raise ValueError(
+                f"fsdp reduces gradients at the end of a whole backward, and {self.schedule.name} "
+                f"splits backwards; use a schedule of F and B, or zero or ddp"
+            )
         if len(microbatches) != self.schedule.num_microbatches:
             raise ValueError(
                 f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
