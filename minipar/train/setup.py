@@ -1,4 +1,4 @@
-"""The model of a run under its plan, with the optimizer that fits: made, saved and loaded.
+"""The model of a run under its plan, with the optimizer that fits: made, and loaded.
 
 A checkpoint has weights and optimizer state as one device would have them, so a run can go on by
 any other plan, and on any number of ranks.
@@ -22,7 +22,6 @@ from minipar.train.checkpoint import Stored
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import say
 from minipar.train.optim import make_optimizer
-from minipar.train.saver import Saver
 
 
 def make_model(config: TrainConfig, shape: LlamaConfig) -> Llama:
@@ -36,36 +35,36 @@ def make_model(config: TrainConfig, shape: LlamaConfig) -> Llama:
     return Llama(shape, seed=config.seed).to(device, dtype)
 
 
-class Setup:
-    """A model under the plan of `config`: made in place, by a collective, alike on all ranks."""
+def apply(config: TrainConfig, model: Llama, mesh: Mesh) -> compose.Composed:
+    """Put `model` under the plan of `config`, in place, with its optimizer; a collective."""
+    plan = config.as_plan()
+    strategy = compose.apply(
+        model,
+        mesh,
+        plan,
+        partial(make_optimizer, lr=config.lr, weight_decay=config.weight_decay),
+        init=_first_values(config, model) if plan.zero == 3 else None,
+    )
+    if config.compile != "none":
+        compiled.compile_blocks(model, config.compile)
+    return strategy
 
-    def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
-        self.config, self.model, self.mesh, self.plan = config, model, mesh, config.as_plan()
-        self.strategy = compose.apply(
-            model,
-            mesh,
-            self.plan,
-            partial(make_optimizer, lr=config.lr, weight_decay=config.weight_decay),
-            init=_first_values(config, model) if self.plan.zero == 3 else None,
-        )
-        self.optimizer = self.strategy.optimizer
-        if config.compile != "none":
-            compiled.compile_blocks(model, config.compile)
 
-    def save(self, saver: Saver, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint of weights, optimizer and `state`: each rank what it has."""
-        shards.save(self.strategy, saver, step, state)
-
-    def load(self, weights: dict[str, Stored], optimizer: dict[str, Any], where: str) -> None:
-        """Go on from a checkpoint. Raises `CheckpointError` naming `where`, if it does not fit."""
-        checkpoint.check_shapes(self.strategy.shapes, weights, where)
-        shards.fill(self.strategy, weights)
-        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        shards.load_optimizer(self.strategy, optimizer)
-        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay  # as the flags of this run say
-        if self.plan.compression != "none":
-            say(self.mesh, "compression starts with nothing kept back of the gradients before")
+def load(
+    strategy: compose.Composed,
+    weights: dict[str, Stored],
+    optimizer: dict[str, Any],
+    where: str,
+) -> None:
+    """Go on from a checkpoint. Raises `CheckpointError` naming `where`, if it does not fit."""
+    checkpoint.check_shapes(strategy.shapes, weights, where)
+    shards.fill(strategy, weights)
+    decays = [group["weight_decay"] for group in strategy.optimizer.param_groups]
+    shards.load_optimizer(strategy, optimizer)
+    for group, decay in zip(strategy.optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay  # as the flags of this run say
+    if strategy.plan.compression != "none":
+        say(strategy.mesh, "compression starts with nothing kept back of the gradients before")
 
 
 def _first_values(config: TrainConfig, model: Llama) -> Callable[[str], Tensor]:

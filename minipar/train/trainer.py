@@ -19,7 +19,7 @@ from minipar.model.llama import Llama
 from minipar.observe import watchdog
 from minipar.observe.timeline import Timeline
 from minipar.ranks.backends import compute_device
-from minipar.train import checkpoint, out_of_memory, peak
+from minipar.train import checkpoint, out_of_memory, peak, setup, shards
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
@@ -37,7 +37,6 @@ from minipar.train.report import (
 )
 from minipar.train.sampling import write
 from minipar.train.saver import Saver
-from minipar.train.setup import Setup, make_model
 from minipar.train.step import StepResult, evaluate, train_step
 from minipar.train.stop import StopRequest
 from minipar.train.tokenizer import Tokenizer, load_tokenizer
@@ -68,10 +67,10 @@ class Trainer:
         texts = {"training": self.batches.sequences, "validation": self.validation}
         check_same(config.data, texts, self.mesh.world)
 
-        self.model = make_model(config, config.model_config(self.tokenizer.vocab_size))
+        self.model = setup.make_model(config, config.model_config(self.tokenizer.vocab_size))
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        self.setup = Setup(config, self.model, self.mesh)
-        self.strategy, self.optimizer = self.setup.strategy, self.setup.optimizer
+        self.strategy = setup.apply(config, self.model, self.mesh)
+        self.optimizer = self.strategy.optimizer
         self.precision = Precision(self.plan.autocast, self.device)
         dtype = COMPUTE_DTYPES[self.plan.precision] or getattr(torch, config.dtype)
         self.peak = peak.of_ranks(self.device, dtype, self.mesh.world)
@@ -239,7 +238,7 @@ class Trainer:
             "validation": self.validation.fingerprint,
             "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
         }
-        self.setup.save(self.saver, self.step, state)
+        shards.save(self.strategy, self.saver, self.step, state)
 
     def load(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`: exactly, unless a printed line says not.
@@ -257,7 +256,7 @@ class Trainer:
         with checkpoint.reading(folder):
             _check_shape(state["model"], asdict(self.model.config))
             self.batches.load_state_dict(state["data"])
-            self.setup.load(weights, state["optimizer"], f"checkpoint {folder}")
+            setup.load(self.strategy, weights, state["optimizer"], f"checkpoint {folder}")
             self.precision.load_state_dict(state["precision"])
             random_states = state["random"]
             torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])

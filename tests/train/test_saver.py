@@ -1,8 +1,5 @@
 """Several ranks write one checkpoint: all of it or nothing, in the background as well."""
 
-import random
-import resource
-import signal
 import threading
 import time
 from pathlib import Path
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 
 from minipar.comm.mesh import Axis, Mesh
 from minipar.parallel.base.shards import Part, Region
-from minipar.ranks.launch import RankError, Ranks
+from minipar.ranks.launch import RankError
 from minipar.train import saver
 from minipar.train.checkpoint import available, load, step_of
 from minipar.train.saver import Saver, deal
@@ -229,35 +226,3 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-# ---------------------------------------------------------------------- a rank that is killed
-def save_and_die(folder: Path, step: int, victim: int, num_bytes: int) -> None:
-    """Save; the kernel kills one rank when a file of it would grow beyond so many bytes."""
-    if world().rank == victim:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-    save_together(folder, step, 20)
-
-
-@pytest.mark.slow
-def test_kill_of_any_rank_at_any_byte(tmp_path):
-    """The others are told by the launcher, and the checkpoint before is loadable.
-
-    Byte 0 is before any file; the last victim dies late, when its files are there.
-    """
-    generator = random.Random(11)
-    with Ranks(3, grace=0.3) as ranks:
-        ranks.run(save_together, tmp_path, 1, 20)
-        for attempt in range(6):
-            room = 0 if attempt < 2 else generator.randrange(9000)
-            with pytest.raises(RankError, match="SIGXFSZ") as caught:
-                ranks.run(save_and_die, tmp_path, 2, attempt % 3, room)
-            assert list(caught.value.failures) == [attempt % 3]
-            assert [step_of(path) for path in available(tmp_path)] == [1]
-            assert_is(available(tmp_path)[0], 1, 20)
-        assert list(tmp_path.glob(".unfinished_*"))  # which the next save clears away
-        ranks.run(save_together, tmp_path, 2, 20)
-    assert names(tmp_path) == ["step_000001", "step_000002"]
-    assert_is(tmp_path / "step_000002", 2, 20)

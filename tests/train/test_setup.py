@@ -15,7 +15,7 @@ from torch import nn
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel.plan import Plan
-from minipar.train import checkpoint, trainer
+from minipar.train import checkpoint, setup, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.trainer import Trainer
@@ -169,7 +169,7 @@ def test_weights_of_another_model_are_refused_by_shards_too(run, tmp_path):
     weights, _ = checkpoint.load(start, lazily=True)
     config = replace(PLAIN, data=__file__, mesh="dp=1", zero=3, preset="small")
     with pytest.raises(checkpoint.CheckpointError, match="of another model: it has lm_head"):
-        Trainer(config, tmp_path).setup.load(weights, {}, "checkpoint x")
+        setup.load(Trainer(config, tmp_path).strategy, weights, {}, "checkpoint x")
 
 
 # ---------------------------------------------------------------------- sixteen bits
