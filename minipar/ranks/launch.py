@@ -216,10 +216,7 @@ class Ranks:
         self.close()
 
     def __reduce__(self):
-        raise TypeError(
-            "it is the pool of ranks itself, which stays in the process that started it; "
-            "did you mean `rank`?"
-        )
+        raise TypeError("these are the ranks themselves, which stay here; did you mean `rank`?")
 
     def _check_open(self) -> None:
         if self.closed:
@@ -375,8 +372,8 @@ class Call:
             return  # we killed it ourselves
         message = f"the process ended by exit {exitcode}"
         if exitcode < 0:
-            names = {int(number): number.name for number in signal.Signals}
-            message = f"the process ended by signal {-exitcode} ({names.get(-exitcode, 'unknown')})"
+            name = signal.Signals(-exitcode).name
+            message = f"the process ended by signal {-exitcode} ({name})"
         if exitcode == -signal.SIGABRT:
             message += (
                 "; gloo ends it where ranks call different collectives, or with other sizes: all "
