@@ -168,9 +168,6 @@ class LinkWork(dist.Work):
             self.result()  # who has seen that it is done may read it
         return done
 
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
-
     def exception(self) -> Exception | None:
         return self._error
 
