@@ -7,7 +7,7 @@ take its hooks away again.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,16 @@ class Recorder(Tap):
     def comm(self, name: str, axis_name: str, num_bytes: int, start: float, end: float) -> None:
         """Append a finished communication; any thread may call (`list.append` is atomic)."""
         self.spans.append(Span("comm", name, self.rank, start, end, axis_name, num_bytes))
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all communication has arrived, at most `seconds` in all.
+
+        torch's profiler ends the process by a SIGSEGV if it stops while gloo works for it.
+        """
+        deadline = time.monotonic() + seconds
+        for work in list(self.unwaited):
+            with suppress(Exception):  # the caller who waits for the result hears of it
+                work.wait_for(max(0.0, deadline - time.monotonic()))
 
     def finish(self) -> None:
         """End the spans that are still in flight: the ledger has all bytes."""
@@ -171,6 +181,11 @@ class RecordedWork:
         except BaseException as error:
             self._error = error
         self._end()
+
+    def wait_for(self, seconds: float) -> None:
+        """Wait for the end, at most so many seconds. The caller still has to call `wait`."""
+        if self._ended.wait(seconds) and self._thread is None:
+            self._work.wait()  # gloo sets its future a little before its end
 
     def wait(self) -> None:
         """Wait as torch's work does; then the span is in the ledger."""

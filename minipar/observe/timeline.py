@@ -237,8 +237,8 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
 
     Communication and optimizers are always seen. With `model`, so are forward and backward of its
     blocks (`recorder.blocks` says which), and its work between them. A recomputed block counts as
-    backward. A collective in flight at the end of the body ends there. Where there is a GPU, wait
-    for it in the body: torch's profiler ends the process if it stops while gloo is at work.
+    backward. A collective in flight at the end of the body ends there. Where there is a GPU,
+    torch's profiler runs as well, and `record` waits for the collective.
     Raises RuntimeError when this process is recording already.
     """
     global _active
@@ -259,6 +259,8 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
                 yield timeline
             finally:
                 recorder.close(rest)
+                if profiler is not None:
+                    recorder.wait_for_all(seconds=10.0)
                 recorder.finish()
                 calls.taps.remove(recorder)
                 _active = None
