@@ -224,7 +224,6 @@ def test_the_layers_contract_refuses_what_is_not(tmp_path, name, line, contract)
 CALLED_WITH_A_GPU: dict[str, set[str]] = {
     "minipar/comm/hostcopy.py": {"_enqueue"},  # its stream is made where the device is a GPU
     "minipar/comm/values.py": {"lane"},  # asked for where it is
-    "minipar/ranks/worker.py": {"_abort_together"},  # groups over NCCL
 }
 GPU_ONLY = {"apex", "cupy", "deepspeed", "flash_attn", "pynvml", "transformer_engine", "triton"}
 QUESTIONS = {"is_available", "is_initialized", "device_count"}  # of torch.cuda: safe without a GPU

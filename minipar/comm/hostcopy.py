@@ -56,14 +56,14 @@ class Copy:
         self.call: Call | None = None  # on a CPU, until `wait` returns
         self.event: Any = None  # on a GPU: of the end of the copy
 
-    def wait(self, *, block: bool = False) -> list[Tensor]:
-        """Wait for the copy. Where a GPU receives it, only the stream waits, unless `block`."""
+    def wait(self) -> list[Tensor]:
+        """Wait for the copy. Where a GPU receives it, only the stream waits."""
         if self.call is not None:
             with self.call.waiting():
                 self.call.work.wait()
             self.call = None
         if self.event is not None:
-            if not block and any(tensor.is_cuda for tensor in self.tensors):
+            if any(tensor.is_cuda for tensor in self.tensors):
                 torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
             else:
                 self.event.synchronize()

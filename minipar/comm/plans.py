@@ -25,7 +25,7 @@ practice, and experience", sections 3 (duality) and 4 (composition).
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
 Span = tuple[int, int]
@@ -109,15 +109,6 @@ def together(*plans: Plan) -> Plan:
     ]
 
 
-def _renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
-    """Return the plan among ranks with other numbers."""
-
-    def to(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(replace(m, peer=name(m.peer)) for m in messages)
-
-    return [Round(to(step.sends), to(step.recvs)) for step in plan]
-
-
 # ---------------------------------------------------------------------- spreading: all-gather
 def ring_gather(
     parts: Sequence[Span], rank: int, size: int, chunk: int | None = None, step: int = 1
@@ -172,14 +163,18 @@ def _adjacent(indices: Sequence[int], parts: Sequence[Span]) -> list[Span]:
     return spans
 
 
-def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
-    """Swap all parts with the rank 1, 2, 4 ... away: log2 n rounds, n a power of two."""
-    assert size & (size - 1) == 0, f"doubling among {size} ranks"
+def doubling_gather(parts: Sequence[Span], members: Sequence[int], place: int) -> Plan:
+    """Swap all parts with the member 1, 2, 4 ... places away: log2 n rounds, n a power of two.
+
+    `place` is that of this rank among `members`, which are ranks.
+    """
+    assert len(members) & (len(members) - 1) == 0, f"doubling among {len(members)} ranks"
     plan, have = [], 1
-    while have < size:
-        mine, theirs = rank // have * have, (rank ^ have) // have * have
+    while have < len(members):
+        mine, theirs = place // have * have, (place ^ have) // have * have
         sent, received = ((parts[i][0], parts[i + have - 1][1]) for i in (mine, theirs))
-        plan.append(_round([(rank ^ have, sent)], [(rank ^ have, received)]))
+        peer = members[place ^ have]
+        plan.append(_round([(peer, sent)], [(peer, received)]))
         have *= 2
     return plan
 
@@ -279,10 +274,8 @@ def halving_doubling(numel: int, rank: int, size: int, chunk: int | None = None)
         swap = dual([_round([(partner, high)], [(partner, low)])])
         rest = [Round()] * 2 * (core.bit_length() - 1)
         return [*swap, _round([(partner, high)], []), *rest, _round([], [(partner, whole)])]
-    # Number the core anew, 0 .. p-1: the even ones of the pairs, then the rest.
-    members = [*range(0, folded, 2), *range(folded, size)]
-    spread = doubling_gather(cut((0, numel), core), members.index(rank), core)
-    spread = _renamed(spread, members.__getitem__)
+    members = [*range(0, folded, 2), *range(folded, size)]  # the even ones of pairs, then the rest
+    spread = doubling_gather(cut((0, numel), core), members, members.index(rank))
     return before + dual(spread) + spread + after
 
 

@@ -168,9 +168,6 @@ class LinkWork(dist.Work):
             self.result()  # who has seen that it is done may read it
         return done
 
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
-
     def exception(self) -> Exception | None:
         return self._error
 
@@ -267,10 +264,9 @@ class LinkGroup(dist.ProcessGroup):
             self._raise_if_aborted(work.verb)
             if lane not in self._lanes:
                 works = self._lanes[lane] = queue.SimpleQueue()
-                name = f"link {self.group_name} {lane}"
-                threading.Thread(
-                    target=self._work_off, args=(works,), name=name, daemon=True
-                ).start()
+                thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
+                thread.name = f"link {self.group_name} {lane}"
+                thread.start()
             self._pending.add(work)
             self._lanes[lane].put(work)
         return work
@@ -287,10 +283,9 @@ class LinkGroup(dist.ProcessGroup):
                     pass
                 work.t_end = end if device.current() else None  # however late it is here
                 self._finish(work)
-            except Mismatch as error:
-                self._finish(work, error)
             except Exception as error:
-                self._finish(work, self._failed(work.verb, error))
+                is_mismatch = isinstance(error, Mismatch)
+                self._finish(work, error if is_mismatch else self._failed(work.verb, error))
             del work  # a lane at rest must not keep tensors alive
 
     def _finish(self, work: LinkWork, error: Exception | None = None) -> None:

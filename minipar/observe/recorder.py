@@ -206,17 +206,13 @@ def in_backward() -> bool:
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules worth a span: members of lists, and other leaves with weights."""
     found: dict[str, nn.Module] = {}
-
-    def visit(module: nn.Module, name: str, member: bool) -> None:
-        children = dict(module.named_children())
-        if member or (not children and any(True for _ in module.parameters())):
+    for name, module in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        in_list = bool(name) and isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        is_leaf = not any(module.children()) and any(True for _ in module.parameters())
+        is_inside = any(name.startswith(f"{block}.") for block in found)
+        if (in_list or is_leaf) and not is_inside:
             found[name or type(model).__name__] = module
-            return
-        is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        for child_name, child in children.items():
-            visit(child, f"{name}.{child_name}" if name else child_name, is_list)
-
-    visit(model, "", False)
     return found
 
 

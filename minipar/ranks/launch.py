@@ -103,7 +103,6 @@ class Ranks:
         backend: "gloo", "nccl", or "link" (gloo behind an emulated link).
         timeout: seconds after which a collective that is not joined by all fails.
         grace: seconds that ranks may go on after another has failed; see *Failure* above.
-        threads: threads of each rank for computing.
         sink: receives what ranks print, while they run; None lets them print for themselves.
         max_lines: how many lines a rank may print in a call; more are only counted. None: all.
         preload: names of modules that every rank should find imported when it starts.
@@ -121,7 +120,6 @@ class Ranks:
         backend: str = "gloo",
         timeout: float = 20.0,
         grace: float = 1.0,
-        threads: int = 1,
         sink: OutputSink | None = prefixed,
         max_lines: int | None = None,
         preload: tuple[str, ...] = (),
@@ -153,9 +151,9 @@ class Ranks:
                 wait_for_workers=False,
                 master_listen_fd=os.dup(door.fileno()),
             )
-        environment = {**QUIET, **os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**QUIET, **os.environ, "OMP_NUM_THREADS": "1"}
         self._setup = Setup(
-            size, backend, timeout, threads, sink is not None, max_lines, self._store.port,
+            size, backend, timeout, sink is not None, max_lines, self._store.port,
             tuple(preload), environment, device, strict
         )  # fmt: skip
         self._processes: list[Process] = []
@@ -216,10 +214,7 @@ class Ranks:
         self.close()
 
     def __reduce__(self):
-        raise TypeError(
-            "it is the pool of ranks itself, which stays in the process that started it; "
-            "did you mean `rank`?"
-        )
+        raise TypeError("these are the ranks themselves, which stay here; did you mean `rank`?")
 
     def _check_open(self) -> None:
         if self.closed:
@@ -375,8 +370,8 @@ class Call:
             return  # we killed it ourselves
         message = f"the process ended by exit {exitcode}"
         if exitcode < 0:
-            names = {int(number): number.name for number in signal.Signals}
-            message = f"the process ended by signal {-exitcode} ({names.get(-exitcode, 'unknown')})"
+            name = signal.Signals(-exitcode).name
+            message = f"the process ended by signal {-exitcode} ({name})"
         if exitcode == -signal.SIGABRT:
             message += (
                 "; gloo ends it where ranks call different collectives, or with other sizes: all "

@@ -4,7 +4,7 @@ import os
 import signal
 
 os.setsid()  # Ctrl-C, and a notebook that shuts down, are for the parent, which decides
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it; a rank sets its own number later
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # A scheduler sends SIGTERM or SIGUSR1 to every process of a job. The ranks decide what to do then.

@@ -56,7 +56,6 @@ class Setup:
     size: int
     backend: str
     timeout: float
-    threads: int
     capture: bool
     max_lines: int | None  # that a rank may print in a call
     port: int  # of the store in the parent, where the ranks meet
@@ -188,9 +187,6 @@ class Stream(io.TextIOBase):
     def flush(self) -> None:
         self._output.flush(self.name)
 
-    def writable(self) -> bool:
-        return True
-
 
 # ---------------------------------------------------------------------- the loop
 class _Worker:
@@ -208,7 +204,7 @@ class _Worker:
     def run(self) -> None:
         signal.signal(signal.SIGUSR2, self._on_signal)
         threading.Thread(target=self._obey, daemon=True).start()
-        torch.set_num_threads(self.setup.threads)
+        torch.set_num_threads(1)
         device.use(self.setup.emulated)
         if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()

@@ -75,7 +75,7 @@ def held_port():
         ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
         ({"RANK": "-1"}, ValueError, "RANK='-1' is no number"),
         ({"WORLD_SIZE": "two"}, ValueError, "WORLD_SIZE='two' is no number"),
-        ({"MASTER_PORT": "99999999"}, ValueError, "MASTER_PORT=99999999: ports are 1 to 65535"),
+        ({"MASTER_PORT": "99999999"}, ValueError, "port must have value from 0 to 65535"),
         ({}, ConnectionError, "the 2 ranks do not meet at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
         ({"RANK": "1"}, ConnectionError, "within 1 s: no answer"),
         ({"RANK": "1", "MASTER_PORT": "9"}, ConnectionError, "MASTER_PORT=9 within 1 s: "),
