@@ -30,6 +30,7 @@ from minipar.lab.bench import race
 from minipar.lab.bench.race import RaceConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of, token_loss
 from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.schedules import make
 
@@ -48,26 +49,26 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
     rows = []
     for link_name in config.links:
         with race.pool(config.ranks, link_name) as ranks:
-            for ours, rivals in contest.rivals.items():
-                measured = ranks.run(measure, config, link_name, ours)[0]
+            for name, rivals in contest.rivals.items():
+                measured = ranks.run(measure, config, link_name, name)[0]
                 for torchs in rivals:
-                    rows.append(race.row(config, link_name, ours, torchs, measured))
-                    print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
+                    rows.append(race.row(config, link_name, name, torchs, measured))
+                    print(f"{rows[-1]['link']}: {name} {rows[-1]['ratio']:.3f}", flush=True)
     print("\n" + race.table(rows))
     race.save(rows, config.json)
     return rows
 
 
-def measure(config: RaceConfig, link_name: str, ours: str) -> dict[str, race.Measured]:
-    """Run `ours` and its rivals in turns on a link; called on every rank."""
+def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, race.Measured]:
+    """Run a contender of ours and its rivals in turns on a link; called on every rank."""
     contest = CONTESTS[config.strategy]
     axis = getattr(Mesh(**{contest.axis: config.ranks}), contest.axis)
     changes = dict(tie_embeddings=config.strategy not in ("tensor", "pipeline"))
     if config.strategy == "pipeline":
         changes["num_layers"] = 4 * config.ranks
     shape = replace(PRESETS[config.preset], **changes)
-    names = [ours, *contest.rivals[ours]]
-    steps = {name: contest.make[name](config, axis, shape) for name in names}
+    names = [name, *contest.rivals[name]]
+    steps = {each: contest.make[each](config, axis, shape) for each in names}
     return race.race(steps, axis, link_name, config.rounds)
 
 
@@ -92,14 +93,22 @@ def training(
     return step
 
 
+def ours(
+    config: RaceConfig,
+    axis: Axis,
+    shape: LlamaConfig,
+    apply: Callable[..., Strategy],
+    shared: bool = False,
+    **options: Any,
+) -> Step:
+    """Return a step of a strategy of ours; `shared`: all ranks have the same tokens."""
+    model = Llama(shape, seed=0)
+    strategy = apply(model, axis, **options)
+    tokens = config.tokens(shape, seed=0 if shared else axis.rank)
+    return training(model, tokens, strategy.finish_backward)
+
+
 # ---------------------------------------------------------------------- data parallel
-def our_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, version: ddp.Version) -> Step:
-    """Return a step of `minipar.parallel.ddp`, as in the trainer."""
-    model = Llama(shape)
-    strategy = ddp.apply(model, axis, version=version)
-    return training(model, config.tokens(shape, axis.rank), strategy.finish_backward)
-
-
 def torch_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, bucket_mb: float) -> Step:
     """Return a step of `DistributedDataParallel` with buckets of that size."""
     return training(wrapped(Llama(shape), bucket_mb), config.tokens(shape, axis.rank))
@@ -118,13 +127,6 @@ def our_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, stage: int) -> 
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, axis, **ADAMW)
     strategy = zero.apply(model, axis, optimizer=optimizer, stage=stage)
     return training(model, batch, strategy.finish_backward, optimizer)
-
-
-def our_fsdp(config: RaceConfig, axis: Axis, shape: LlamaConfig) -> Step:
-    """Return a step of `minipar.parallel.fsdp`."""
-    model = Llama(shape)
-    strategy = fsdp.apply(model, axis)
-    return training(model, config.tokens(shape, axis.rank), strategy.finish_backward)
 
 
 # PyTorch's parts are imported where they are used: they take most of a second.
@@ -199,13 +201,6 @@ class AsyncReduceScatter:
 
 
 # ---------------------------------------------------------------------- tensor parallel
-def our_tensor(config: RaceConfig, axis: Axis, shape: LlamaConfig, **options: bool) -> Step:
-    """Return a step of `minipar.parallel.tensor`."""
-    model = Llama(shape, seed=0)
-    strategy = tensor.apply(model, axis, **options)
-    return training(model, config.tokens(shape), strategy.finish_backward)
-
-
 def torch_tensor(
     config: RaceConfig, axis: Axis, shape: LlamaConfig, sequence: bool = False
 ) -> Step:
@@ -391,8 +386,8 @@ CONTESTS = {
     "ddp": Contest(
         "dp",
         {
-            "overlapped": partial(our_ddp, version="overlapped"),
-            "tuned": partial(our_ddp, version="tuned"),
+            "overlapped": partial(ours, apply=ddp.apply, version="overlapped"),
+            "tuned": partial(ours, apply=ddp.apply, version="tuned"),
             "25 MB": partial(torch_ddp, bucket_mb=25),
             "5 MB": partial(torch_ddp, bucket_mb=5),
         },
@@ -403,7 +398,7 @@ CONTESTS = {
         {
             "ZeRO-1": partial(our_zero, stage=1),
             "ZeRO-2": partial(our_zero, stage=2),
-            "FSDP": our_fsdp,
+            "FSDP": partial(ours, apply=fsdp.apply),
             "ZeroRedundancyOptimizer": torch_zero,
             "fully_shard": torch_fsdp,
             "fully_shard, async": partial(torch_fsdp, asynchronous=True),
@@ -417,9 +412,9 @@ CONTESTS = {
     "tensor": Contest(
         "tp",
         {
-            "plain": our_tensor,
-            "sequence": partial(our_tensor, sequence=True),
-            "overlap": partial(our_tensor, sequence=True, overlap=True),
+            "plain": partial(ours, apply=tensor.apply, shared=True),
+            "sequence": partial(ours, apply=tensor.apply, shared=True, sequence=True),
+            "overlap": partial(ours, apply=tensor.apply, shared=True, sequence=True, overlap=True),
             "parallelize_module": torch_tensor,
             "with SequenceParallel": partial(torch_tensor, sequence=True),
         },
