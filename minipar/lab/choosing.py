@@ -9,7 +9,6 @@ All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measu
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
@@ -77,23 +76,17 @@ def calculator(
         ax, 0.15, height - 0.52, f"{model}, {plan}, {tokens:,} tokens, {link}", color=pen.MUTED
     )
     for left, unit, values in ((0.15, "GB", held), (4.6, "ms", times)):
-        inner = pen.panel(figure, left + 1.15, 0.45, 3.3, 0.3 * rows)
-        _rows(inner, _seen(values), unit, inks, rows)
+        inner, most = pen.panel(figure, left + 1.15, 0.45, 3.3, 0.3 * rows), max(values.values())
+        seen = _seen(values)
+        pen.bar_rows(inner, seen, 1.35 * most, rows)
+        for i, (name, value) in enumerate(seen.items()):
+            inner.barh(i, value, height=0.62, color=inks.get(name, pen.KIND["backward"]))
+            pen.text(inner, value + 0.027 * most, i, f"{pen.number(value)} {unit}")
     return figure
 
 
 def _seen(values: Mapping[str, float]) -> dict[str, float]:
     return {name: v for name, v in values.items() if v > SHOWN * max(values.values())}
-
-
-def _rows(
-    ax: Axes, values: Mapping[str, float], unit: str, inks: Mapping[str, str], rows: int
-) -> None:
-    """Draw horizontal bars with their values, from above, in a panel with room for `rows`."""
-    pen.bar_rows(ax, values, 1.35 * max(values.values()), rows)
-    for i, (name, value) in enumerate(values.items()):
-        ax.barh(i, value, height=0.62, color=inks.get(name, pen.KIND["backward"]))
-        pen.text(ax, value + 0.02 * ax.get_xlim()[1], i, f"{pen.number(value)} {unit}")
 
 
 # ---------------------------------------------------------------------- where the rest goes

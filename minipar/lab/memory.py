@@ -209,11 +209,9 @@ class MemoryLedger(LiveBytes):
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._events: list[Event] = []
         self._before: list[Event] = []  # what there was at the start
-        self._phase = "forward"
-        self._start = 0.0
+        self._phase, self._start = "forward", 0.0
         self._parameters: dict[nn.Parameter, None] = {}
-        self._on_gpu = False
-        self._is_closed = False
+        self._on_gpu = self._is_closed = False
         self._is_open = False  # what there is at the start is judged as a whole
 
     def __enter__(self) -> "MemoryLedger":

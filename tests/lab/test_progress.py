@@ -2,14 +2,14 @@
 
 import pytest
 
-from minipar.lab import exercises, solved
+from minipar.lab import exercises
 from minipar.lab.progress import progress
 
 
 @pytest.fixture
 def notebook(tmp_path, monkeypatch):
     """As in a notebook of this folder, which has the exercises of the repository."""
-    monkeypatch.setattr(solved, "get_ipython", lambda: "a shell")
+    monkeypatch.setattr(exercises, "get_ipython", lambda: "a shell")
     known = exercises.exercises()
     monkeypatch.setattr(exercises, "exercises", lambda: known)
     monkeypatch.chdir(tmp_path)
@@ -24,13 +24,13 @@ def test_a_check_that_passes_is_remembered_once(notebook):
     assert (notebook / "solved.txt").read_text(encoding="utf-8") == "1.2\n"
     with pytest.raises(exercises.CheckFailed):
         exercises.check("0.1", lambda tensor, axis: tensor)
-    assert solved.solved() == ["1.2"]
+    assert exercises.solved() == ["1.2"]
 
 
 def test_progress_has_a_tick_for_what_is_solved(notebook):
     before = progress().data
     assert before.startswith("0 of ") and "✓" not in before and "The next: 0.1" in before
-    solved.note("0.1")
+    exercises.note("0.1")
     after = progress().data
     assert after.startswith("1 of ") and "**0.1 ✓**" in after and "The next: 0.2" in after
     first, one = (int(text.split(", ")[1].split()[0]) for text in (before, after))
@@ -39,12 +39,12 @@ def test_progress_has_a_tick_for_what_is_solved(notebook):
 
 def test_all_solved_leaves_nothing(notebook):
     for number in exercises.exercises():
-        solved.note(number)
+        exercises.note(number)
     assert "left" not in progress().data.splitlines()[0]
 
 
 def test_nothing_is_written_outside_of_a_notebook(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(solved, "get_ipython", lambda: None)
-    solved.note("0.1")
+    monkeypatch.setattr(exercises, "get_ipython", lambda: None)
+    exercises.note("0.1")
     assert not list(tmp_path.iterdir())

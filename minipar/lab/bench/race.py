@@ -15,9 +15,9 @@ import string
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -79,12 +79,11 @@ def label(link_name: str) -> str:
 
 
 # ---------------------------------------------------------------------- the race
-@dataclass
-class Measured:
+class Measured(NamedTuple):
     """All steps of one contender."""
 
-    seconds: list[float] = field(default_factory=list)  # of the slowest rank
-    num_bytes: list[int] = field(default_factory=list)  # sent by the rank that sends most
+    seconds: list[float]  # of the slowest rank
+    num_bytes: list[int]  # sent by the rank that sends most
 
 
 @contextmanager
@@ -137,7 +136,7 @@ def race(
     link.use("none")
     link.check_calls(True)
     mine = [(end - start, bytes_of(sent, start, end)) for _, start, end in turns]
-    measured = {name: Measured() for name in steps}
+    measured = {name: Measured([], []) for name in steps}
     for (name, *_), *ranks in zip(turns, *all_gather_object(mine, axis), strict=True):
         seconds, num_bytes = zip(*ranks, strict=True)
         measured[name].seconds.append(max(seconds))

@@ -1,6 +1,6 @@
 """`minipar bench STRATEGY`: strategies of ours, and whom of PyTorch's each races against.
 
-A contender is a function ``(config, axis, shape) -> step``, called on each rank. How a race is run:
+A contender is a function ``field -> step``, called on each rank. How a race is run:
 race.py. PyTorch takes part in its fastest form, and beside it as it comes:
 
 - ddp: `DistributedDataParallel` with buckets of 25 and of 5 MB.
@@ -16,9 +16,9 @@ Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,13 @@ from minipar.lab.bench import race
 from minipar.lab.bench.race import RaceConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of, token_loss
 from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.schedules import make
 
 Step = Callable[[], Tensor]
 """A training step: forward, backward, optimizer. It returns the loss in nats per token."""
-Make = Callable[[RaceConfig, Axis, LlamaConfig], Step]
+Make = Callable[["Field"], Step]
 ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
 """The optimizer of all contenders."""
 
@@ -48,61 +49,79 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
     rows = []
     for link_name in config.links:
         with race.pool(config.ranks, link_name) as ranks:
-            for ours, rivals in contest.rivals.items():
-                measured = ranks.run(measure, config, link_name, ours)[0]
+            for name, (_, rivals) in contest.pairs.items():
+                measured = ranks.run(measure, config, link_name, name)[0]
                 for torchs in rivals:
-                    rows.append(race.row(config, link_name, ours, torchs, measured))
-                    print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
+                    rows.append(race.row(config, link_name, name, torchs, measured))
+                    print(f"{rows[-1]['link']}: {name} {rows[-1]['ratio']:.3f}", flush=True)
     print("\n" + race.table(rows))
     race.save(rows, config.json)
     return rows
 
 
-def measure(config: RaceConfig, link_name: str, ours: str) -> dict[str, race.Measured]:
-    """Run `ours` and its rivals in turns on a link; called on every rank."""
+def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, race.Measured]:
+    """Run a contender of ours and its rivals in turns on a link; called on every rank."""
     contest = CONTESTS[config.strategy]
     axis = getattr(Mesh(**{contest.axis: config.ranks}), contest.axis)
     changes = dict(tie_embeddings=config.strategy not in ("tensor", "pipeline"))
     if config.strategy == "pipeline":
         changes["num_layers"] = 4 * config.ranks
     shape = replace(PRESETS[config.preset], **changes)
-    names = [ours, *contest.rivals[ours]]
-    steps = {name: contest.make[name](config, axis, shape) for name in names}
+    mine, rivals = contest.pairs[name]
+    steps = {
+        each: make(Field(config, axis, shape)) for each, make in ({name: mine} | rivals).items()
+    }
     return race.race(steps, axis, link_name, config.rounds)
 
 
-def training(
-    model: nn.Module,
-    batch: Sequence[Tensor],
-    finish: Callable[[], None] = lambda: None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Step:
-    """Return a training step on one batch."""
-    inputs, targets = batch
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
+class Field(NamedTuple):
+    """The conditions that all contenders of a race share."""
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model)(model(inputs), targets) / targets.numel()
-        loss.backward()
-        finish()
-        optimizer.step()
-        return loss.detach()
+    config: RaceConfig
+    axis: Axis
+    shape: LlamaConfig
 
-    return step
+    def model(self) -> Llama:
+        """Return the model, with the same weights on all ranks."""
+        return Llama(self.shape, seed=0)
+
+    def tokens(self) -> list[Tensor]:
+        """Return inputs and targets; only ranks of data parallelism have different ones."""
+        return self.config.tokens(self.shape, self.axis.rank if self.axis.name == "dp" else 0)
+
+    def training(
+        self,
+        model: nn.Module,
+        finish: Callable[[], None] = lambda: None,
+        optimizer: torch.optim.Optimizer | None = None,
+        cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+    ) -> Step:
+        """Return a training step on one batch; `cut` chooses the tokens of a rank."""
+        inputs, targets = (cut(tokens).contiguous() for tokens in self.tokens())
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
+
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(model)(model(inputs), targets) / targets.numel()
+            loss.backward()
+            finish()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+
+def ours(on: Field, apply: Callable[..., Strategy], **options: Any) -> Step:
+    """Return a step of a strategy of ours."""
+    model = on.model()
+    strategy = apply(model, on.axis, **options)
+    return on.training(model, strategy.finish_backward)
 
 
 # ---------------------------------------------------------------------- data parallel
-def our_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, version: ddp.Version) -> Step:
-    """Return a step of `minipar.parallel.ddp`, as in the trainer."""
-    model = Llama(shape)
-    strategy = ddp.apply(model, axis, version=version)
-    return training(model, config.tokens(shape, axis.rank), strategy.finish_backward)
-
-
-def torch_ddp(config: RaceConfig, axis: Axis, shape: LlamaConfig, bucket_mb: float) -> Step:
+def torch_ddp(on: Field, bucket_mb: float) -> Step:
     """Return a step of `DistributedDataParallel` with buckets of that size."""
-    return training(wrapped(Llama(shape), bucket_mb), config.tokens(shape, axis.rank))
+    return on.training(wrapped(on.model(), bucket_mb))
 
 
 def wrapped(model: Llama, bucket_mb: float = 25.0) -> DistributedDataParallel:
@@ -112,43 +131,34 @@ def wrapped(model: Llama, bucket_mb: float = 25.0) -> DistributedDataParallel:
 
 
 # ---------------------------------------------------------------------- ZeRO and FSDP
-def our_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig, stage: int) -> Step:
+def our_zero(on: Field, stage: int) -> Step:
     """Return a step of `minipar.parallel.zero`."""
-    model, batch = Llama(shape), config.tokens(shape, axis.rank)
-    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, axis, **ADAMW)
-    strategy = zero.apply(model, axis, optimizer=optimizer, stage=stage)
-    return training(model, batch, strategy.finish_backward, optimizer)
-
-
-def our_fsdp(config: RaceConfig, axis: Axis, shape: LlamaConfig) -> Step:
-    """Return a step of `minipar.parallel.fsdp`."""
-    model = Llama(shape)
-    strategy = fsdp.apply(model, axis)
-    return training(model, config.tokens(shape, axis.rank), strategy.finish_backward)
+    model = on.model()
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, on.axis, **ADAMW)
+    strategy = zero.apply(model, on.axis, optimizer=optimizer, stage=stage)
+    return on.training(model, strategy.finish_backward, optimizer)
 
 
 # PyTorch's parts are imported where they are used: they take most of a second.
-def torch_zero(config: RaceConfig, axis: Axis, shape: LlamaConfig) -> Step:
+def torch_zero(on: Field) -> Step:
     """Return a step of `ZeroRedundancyOptimizer` on top of `DistributedDataParallel`."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = wrapped(Llama(shape))
+    model = wrapped(on.model())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
     )
-    return training(model, config.tokens(shape, axis.rank), optimizer=optimizer)
+    return on.training(model, optimizer=optimizer)
 
 
-def torch_fsdp(
-    config: RaceConfig, axis: Axis, shape: LlamaConfig, asynchronous: bool = False
-) -> Step:
+def torch_fsdp(on: Field, asynchronous: bool = False) -> Step:
     """Return a step of `fully_shard` on every block and the root."""
     from torch.distributed.fsdp import fully_shard
 
-    model, reduce_scatter = Llama(shape), AsyncReduceScatter()
+    model, reduce_scatter = on.model(), AsyncReduceScatter()
     blocks = list(model.model.layers)
     for module in (*blocks, model):
-        fully_shard(module, mesh=grid_of(axis))
+        fully_shard(module, mesh=grid_of(on.axis))
     if asynchronous:
         model._set_unshard_async_op(True)
         for here, following in zip((model, *blocks), blocks, strict=False):
@@ -157,7 +167,7 @@ def torch_fsdp(
             here.set_modules_to_backward_prefetch([following])
         for module in (model, *blocks):
             module.set_custom_reduce_scatter(reduce_scatter)
-    return training(model, config.tokens(shape, axis.rank), reduce_scatter.wait)
+    return on.training(model, reduce_scatter.wait)
 
 
 def grid_of(axis: Axis) -> Any:
@@ -199,29 +209,19 @@ class AsyncReduceScatter:
 
 
 # ---------------------------------------------------------------------- tensor parallel
-def our_tensor(config: RaceConfig, axis: Axis, shape: LlamaConfig, **options: bool) -> Step:
-    """Return a step of `minipar.parallel.tensor`."""
-    model = Llama(shape, seed=0)
-    strategy = tensor.apply(model, axis, **options)
-    return training(model, config.tokens(shape), strategy.finish_backward)
-
-
-def torch_tensor(
-    config: RaceConfig, axis: Axis, shape: LlamaConfig, sequence: bool = False
-) -> Step:
+def torch_tensor(on: Field, sequence: bool = False) -> Step:
     """Return a step of `parallelize_module`, with or without its `SequenceParallel`."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-    model = Llama(shape, seed=0)
-    parallelize_module(model, grid_of(axis), tensor_plan(shape.num_layers, sequence))
+    model = on.model()
+    parallelize_module(model, grid_of(on.axis), tensor_plan(on.shape.num_layers, sequence))
     kinds: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in model.parameters():
         kinds[isinstance(parameter, DTensor)].append(parameter)
     # A fused optimizer takes DTensors and tensors in parameter groups of their own.
     groups = [dict(params=params) for params in kinds.values() if params]
-    optimizer = torch.optim.AdamW(groups, **ADAMW)
-    step = training(model, config.tokens(shape), optimizer=optimizer)
+    step = on.training(model, optimizer=torch.optim.AdamW(groups, **ADAMW))
 
     def with_loss_parallel() -> Tensor:
         with loss_parallel():
@@ -263,20 +263,17 @@ def tensor_plan(num_layers: int, sequence: bool) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- context parallel
-def our_context(
-    config: RaceConfig, axis: Axis, shape: LlamaConfig, kind: str, ring: str = "ours"
-) -> Step:
+def our_context(on: Field, kind: str, ring: str = "ours") -> Step:
     """Return a step of "ring", "gather" or "ulysses"; `ring` may be PyTorch's, in place of ours."""
-    model = Llama(shape, seed=0)
+    model = on.model()
     if kind == "ulysses":
-        strategy = ulysses.apply(model, axis)
+        strategy = ulysses.apply(model, on.axis)
     else:
-        strategy = context.apply(model, axis, exchange=kind)
+        strategy = context.apply(model, on.axis, exchange=kind)
     if ring == "torch":
         strategy.attention = torch_ring()
-    data = ddp.apply(model, axis)  # sums the gradients of all tokens
-    batch = [strategy.own_tokens(x).contiguous() for x in config.tokens(shape)]
-    return training(model, batch, data.finish_backward)
+    data = ddp.apply(model, on.axis)  # sums the gradients of all tokens
+    return on.training(model, data.finish_backward, cut=strategy.own_tokens)
 
 
 def torch_ring() -> type[torch.autograd.Function]:
@@ -321,12 +318,12 @@ PIPELINES = {
 MICROBATCHES = 4  # per rank
 
 
-def our_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
+def our_pipeline(on: Field, name: str) -> Step:
     """Return a step of `minipar.parallel.pipeline`."""
-    m = MICROBATCHES * axis.size
-    model = Llama(shape, seed=0)
-    pipeline = runtime.apply(model, axis, make(name, axis.size, m))
-    inputs, targets = config.tokens(shape, sequences=m * config.batch_size)
+    m = MICROBATCHES * on.axis.size
+    model = on.model()
+    pipeline = runtime.apply(model, on.axis, make(name, on.axis.size, m))
+    inputs, targets = on.config.tokens(on.shape, sequences=m * on.config.batch_size)
     microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
@@ -340,20 +337,20 @@ def our_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) 
     return step
 
 
-def torch_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str) -> Step:
+def torch_pipeline(on: Field, name: str) -> Step:
     """Return a step of `torch.distributed.pipelining` on the stages of ours."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import schedules as theirs
 
-    m = MICROBATCHES * axis.size
-    model, schedule = Llama(shape, seed=0), make(name, axis.size, m)
-    inputs, targets = config.tokens(shape, sequences=m * config.batch_size)
-    last, own = schedule.num_stages - 1, schedule.stages_on(axis.rank)
-    cut = stages.balance(stages.estimate_costs(shape), schedule.num_stages)
+    m = MICROBATCHES * on.axis.size
+    model, schedule = on.model(), make(name, on.axis.size, m)
+    inputs, targets = on.config.tokens(on.shape, sequences=m * on.config.batch_size)
+    last, own = schedule.num_stages - 1, schedule.stages_on(on.axis.rank)
+    cut = stages.balance(stages.estimate_costs(on.shape), schedule.num_stages)
     parts = []
     for stage in own:
         part = stages.part_of(model, stages.layers_of(cut, stage), stage == 0, stage == last)
-        parts.append(PipelineStage(part, stage, last + 1, inputs.device, group=axis.group))
+        parts.append(PipelineStage(part, stage, last + 1, inputs.device, group=on.axis.group))
     stages.keep_only(model, set(own), cut)
     kind = getattr(theirs, PIPELINES[name])
     runner = kind(
@@ -379,72 +376,58 @@ def torch_pipeline(config: RaceConfig, axis: Axis, shape: LlamaConfig, name: str
 # ---------------------------------------------------------------------- who races
 @dataclass(frozen=True)
 class Contest:
-    """The contenders of one strategy, and with whom of PyTorch's each of ours is compared."""
+    """One strategy: contenders of ours, each with those of PyTorch's to compare with."""
 
     axis: str
-    make: Mapping[str, Make]
-    rivals: Mapping[str, Sequence[str]]
-    seq_len: int = field(default=128, kw_only=True)
+    pairs: Mapping[str, tuple[Make, Mapping[str, Make]]]
+    seq_len: int = 128
 
 
+DDP = {f"{mb} MB": partial(torch_ddp, bucket_mb=mb) for mb in (25, 5)}
+ZERO = {"ZeroRedundancyOptimizer": torch_zero}
+SEQUENCE = {"with SequenceParallel": partial(torch_tensor, sequence=True)}
+RING = {"PyTorch's ring": partial(our_context, kind="ring", ring="torch")}
 CONTESTS = {
     "ddp": Contest(
         "dp",
         {
-            "overlapped": partial(our_ddp, version="overlapped"),
-            "tuned": partial(our_ddp, version="tuned"),
-            "25 MB": partial(torch_ddp, bucket_mb=25),
-            "5 MB": partial(torch_ddp, bucket_mb=5),
+            "overlapped": (partial(ours, apply=ddp.apply, version="overlapped"), DDP),
+            "tuned": (partial(ours, apply=ddp.apply, version="tuned"), DDP),
         },
-        dict.fromkeys(("overlapped", "tuned"), ("25 MB", "5 MB")),
     ),
     "fsdp": Contest(
         "dp",
         {
-            "ZeRO-1": partial(our_zero, stage=1),
-            "ZeRO-2": partial(our_zero, stage=2),
-            "FSDP": our_fsdp,
-            "ZeroRedundancyOptimizer": torch_zero,
-            "fully_shard": torch_fsdp,
-            "fully_shard, async": partial(torch_fsdp, asynchronous=True),
-        },
-        {
-            "ZeRO-1": ["ZeroRedundancyOptimizer"],
-            "ZeRO-2": ["ZeroRedundancyOptimizer"],  # PyTorch has no ZeRO-2
-            "FSDP": ["fully_shard", "fully_shard, async"],
+            "ZeRO-1": (partial(our_zero, stage=1), ZERO),
+            "ZeRO-2": (partial(our_zero, stage=2), ZERO),  # PyTorch has no ZeRO-2
+            "FSDP": (
+                partial(ours, apply=fsdp.apply),
+                {
+                    "fully_shard": torch_fsdp,
+                    "fully_shard, async": partial(torch_fsdp, asynchronous=True),
+                },
+            ),
         },
     ),
     "tensor": Contest(
         "tp",
         {
-            "plain": our_tensor,
-            "sequence": partial(our_tensor, sequence=True),
-            "overlap": partial(our_tensor, sequence=True, overlap=True),
-            "parallelize_module": torch_tensor,
-            "with SequenceParallel": partial(torch_tensor, sequence=True),
-        },
-        {
-            "plain": ["parallelize_module"],
-            "sequence": ["with SequenceParallel"],
-            "overlap": ["with SequenceParallel"],
+            "plain": (partial(ours, apply=tensor.apply), {"parallelize_module": torch_tensor}),
+            "sequence": (partial(ours, apply=tensor.apply, sequence=True), SEQUENCE),
+            "overlap": (partial(ours, apply=tensor.apply, sequence=True, overlap=True), SEQUENCE),
         },
         seq_len=256,
     ),
     "context": Contest(
         "cp",
-        {
-            **{kind: partial(our_context, kind=kind) for kind in ("ring", "gather", "ulysses")},
-            "PyTorch's ring": partial(our_context, kind="ring", ring="torch"),
-        },
-        dict.fromkeys(("ring", "gather", "ulysses"), ["PyTorch's ring"]),
+        {kind: (partial(our_context, kind=kind), RING) for kind in ("ring", "gather", "ulysses")},
         seq_len=2048,
     ),
     "pipeline": Contest(
         "pp",
         {
-            **{name: partial(our_pipeline, name=name) for name in PIPELINES},
-            **{theirs: partial(torch_pipeline, name=name) for name, theirs in PIPELINES.items()},
+            name: (partial(our_pipeline, name=name), {theirs: partial(torch_pipeline, name=name)})
+            for name, theirs in PIPELINES.items()
         },
-        {name: [theirs] for name, theirs in PIPELINES.items()},
     ),
 }

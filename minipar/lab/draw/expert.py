@@ -120,7 +120,7 @@ def heat(
     inner = len(rows), len(columns)
     if sums:
         rows, columns = [*rows, "sum"], [*columns, "sum"]
-    figure, ax, corners = _tables([*panels], rows, columns, (0.52, 0.34), across, title, note)
+    figure, ax, corners = _tables([*panels], rows, columns, (0.52, 0.34, 0.3), across, title, note)
     for (x, top), table in zip(corners, panels.values(), strict=True):
         lines = [[*line, sum(line)] for line in table]
         lines.append([sum(column) for column in zip(*lines, strict=True)])
@@ -146,7 +146,7 @@ def choices(
 ) -> Figure:
     """Draw tables of choices, a dot for each 1; the cells `marked`, (row, column), are framed."""
     side = 0.25
-    shape = (side, side), len(panels)
+    shape = (side, side, 0.37), len(panels)
     figure, ax, corners = _tables([*panels], rows, columns, *shape, title, note)
     for (x, top), table in zip(corners, panels.values(), strict=True):
         for i, j in product(range(len(rows)), range(len(columns))):
@@ -163,14 +163,17 @@ def _tables(
     names: Sequence[str],
     rows: Sequence[str],
     columns: Sequence[str],
-    cell: tuple[float, float],
+    sides: tuple[float, float, float],
     across: int,
     title: str,
     note: str,
 ) -> tuple[Figure, Axes, list[pen.Point]]:
-    """Draw names of tables, rows and columns; return the upper left corner of each table."""
-    (wide, tall), left = cell, 0.25 + 0.08 * max(map(len, rows))
-    pitch, high = wide * len(columns) + 0.35, tall * len(rows) + 0.65
+    """Draw names of tables, rows and columns; return the upper left corner of each table.
+
+    `sides` in inches: width and height of a cell, and from table to table.
+    """
+    (wide, tall, gap), left = sides, 0.25 + 0.075 * max(map(len, rows))
+    pitch, high = wide * len(columns) + gap, tall * len(rows) + 0.65
     width = max(left + pitch * across, pen.title_width(title))
     height = high * -(-len(names) // across) + 0.7
     figure, ax = pen.sheet(width, height, title, note)

@@ -1,7 +1,8 @@
-"""Meshes, and what collectives and samplers do on them: whose data is where, by colour."""
+"""Meshes, and what collectives, samplers and plans do on them: whose data is where, who sends."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from itertools import zip_longest
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,8 +10,9 @@ from matplotlib.patches import FancyArrowPatch
 
 from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import Mesh, coordinates, groups_along
+from minipar.comm.plans import Plan, Round
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK, WIDTH, colour
+from minipar.lab.draw.pen import GRID, INK, KIND, MUTED, PAPER, RANK, SERIES, WIDTH, colour
 
 
 # ---------------------------------------------------------------------- meshes
@@ -81,7 +83,7 @@ SENTENCE = {
     "scatter": "rank r gets block r of rank 0",
     "all_to_all": "block s of rank r becomes block r of rank s",
 }
-CELL, ROW = 0.44, 0.56  # inches: a block, and from rank to rank
+GAP = 0.12  # inches from row to row
 Cell = tuple[frozenset[int], int]  # (ranks whose data is summed in it, number of the block)
 
 
@@ -112,16 +114,17 @@ def collective(verb: str, size: int = 4) -> Figure:
     A colour is the rank that data comes from, a number its block; a cell of all colours is the sum.
     """
     before, after = blocks_of(verb, size)
-    left, middle, side = 0.8, 1.1, CELL * size  # inches
-    width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + ROW * size
+    cell, left, middle = 0.44, 0.8, 1.1  # inches
+    side, row = cell * size, cell + GAP
+    width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + row * size
     share = wire_bytes(verb, 1200, size) / 1200
     note = f"of a tensor of N bytes, the ledger counts {share:.3g} N at the busiest rank"
     title = f"{verb.replace('_', '-')}: {SENTENCE[verb]}"
     figure, ax = pen.sheet(width, height, title, note)
     x, top = left + side, height - 0.8
-    _ranks(ax, left, top, "before", before, slots=size, named=True)
-    _ranks(ax, x + middle, top, "after", after, slots=size)
-    y = top - (ROW * size - (ROW - CELL)) / 2
+    _ranks(ax, left, top, cell, "before", before, slots=size, named=True)
+    _ranks(ax, x + middle, top, cell, "after", after, slots=size)
+    y = top - (row * size - GAP) / 2
     pen.arrow(ax, (x + 0.28, y), (x + middle - 0.28, y), 16, color=INK, lw=1.4)
     return figure
 
@@ -137,16 +140,17 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
     """
     panels = list(history.items())
     ranks, blocks = len(panels[0][1]), max(len(row) for _, held in panels for row in held)
-    left, gap, side = 0.75, 0.34, CELL * blocks  # inches
+    cell, left, gap = 0.42, 0.75, 0.34  # inches
+    side, row = cell * blocks, cell + GAP
     columns = min(len(panels), max(1, int((WIDTH - left) / (side + gap))))
-    lines, panel = math.ceil(len(panels) / columns), ROW * ranks + 0.42
+    lines, panel = math.ceil(len(panels) / columns), row * ranks + 0.42
     width, height = max(left + columns * (side + gap), 5.2), 0.55 + panel * lines + 0.2
     figure, ax = pen.sheet(width, height, title, note)
     before: list[dict[int, Cell]] | None = None
     for i, (word, held) in enumerate(panels):
         x, top = left + (i % columns) * (side + gap), height - 0.85 - (i // columns) * panel
         cells = [{b: (frozenset(whose), b) for b, whose in enumerate(r) if whose} for r in held]
-        _ranks(ax, x, top, word, cells, before, slots=blocks, named=x == left)
+        _ranks(ax, x, top, cell, word, cells, before, slots=blocks, named=x == left)
         before = cells
     return figure
 
@@ -155,6 +159,7 @@ def _ranks(
     ax: Axes,
     left: float,
     top: float,
+    cell: float,
     word: str,
     held: Sequence[Mapping[int, Cell]],
     before: Sequence[Mapping[int, Cell]] | None = None,
@@ -165,20 +170,20 @@ def _ranks(
     """Draw what each rank holds, a row per rank; a frame is around what it did not hold before."""
     pen.text(ax, left + 0.03, top + 0.14, word, color=MUTED)
     for rank, contents in enumerate(held):
-        y = top - ROW * rank - CELL
+        y = top - (cell + GAP) * rank - cell
         if named:
-            pen.text(ax, left - 0.12, y + CELL / 2, f"rank {rank}", color=MUTED, ha="right")
+            pen.text(ax, left - 0.12, y + cell / 2, f"rank {rank}", color=MUTED, ha="right")
         for slot in range(slots):
-            x = left + slot * CELL
-            _cell(ax, x, y, contents.get(slot))
+            x = left + slot * cell
+            _cell(ax, x, y, cell, contents.get(slot))
             if before and slot in contents and contents[slot] != before[rank].get(slot):
                 frame = {"fill": False, "ec": INK, "lw": 1.6, "zorder": 4}
-                pen.rectangle(ax, x + 0.03, y + 0.03, CELL - 0.06, CELL - 0.06, **frame)
+                pen.rectangle(ax, x + 0.03, y + 0.03, cell - 0.06, cell - 0.06, **frame)
 
 
-def _cell(ax: Axes, x: float, y: float, content: Cell | None) -> None:
+def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> None:
     """Draw a block at (x, y): its colours from top to bottom are the ranks that it comes from."""
-    side = CELL - 0.06
+    side = cell - 0.06
     sources, block = content or (frozenset({-1}), "")
     summed = len(sources) > 1
     for i, source in enumerate(sorted(sources, reverse=True)):
@@ -187,7 +192,7 @@ def _cell(ax: Axes, x: float, y: float, content: Cell | None) -> None:
     box = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
     style = {"size": 10, "weight": "bold", "ha": "center", "bbox": box if summed else None}
     text = f"Σ{block}" if summed else block
-    pen.text(ax, x + CELL / 2, y + CELL / 2 - 0.01, text, **style)
+    pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, text, **style)
 
 
 # ---------------------------------------------------------------------- shares of the data
@@ -209,3 +214,65 @@ def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
             pen.text(ax, left - 0.12, y + cell / 2, f"step {row}", color=MUTED, ha="right")
     pen.key(figure, pen.of_ranks(size), left + 0.03, 0.16)
     return figure
+
+
+# ---------------------------------------------------------------------- plans of messages
+ADDED, PASSED = SERIES[0], SERIES[1]
+COLUMN, LINE, LEFT = 0.3, 0.3, 0.72  # inches
+
+
+def schedules(
+    plans: Mapping[str, Sequence[Plan]], *, numel: int, title: str = "", note: str = ""
+) -> Figure:
+    """Draw plans beside each other: `{"ring": [plan of rank 0, plan of rank 1, ...], ...}`.
+
+    A column is a round, a row a rank, an arrow a message: the thicker, the more of `numel` elements
+    it holds (half as thick where four or more arrive together). Its colour says whether the
+    receiver adds it to what it has. Rounds in which all rest are left out.
+    """
+    plans = {name: _without_rests(each) for name, each in plans.items()}
+    ranks = max(map(len, plans.values()))
+    rounds = {name: len(each[0]) for name, each in plans.items()}
+    wide = {name: COLUMN * max(2, count) for name, count in rounds.items()}
+    width = LEFT + sum(wide.values()) + 0.34 * len(wide)
+    height = 1.3 + LINE * (ranks - 1) + 0.55
+    figure, ax = pen.sheet(max(width, 5.2), height, title, note)
+    top, x = height - 1.1, LEFT
+    for rank in range(ranks):
+        pen.text(ax, LEFT - 0.14, top - LINE * rank, f"rank {rank}", color=MUTED, ha="right")
+    for name in plans:
+        pen.text(ax, x, top + 0.52, name, weight="bold")
+        caption = f"{rounds[name]} round{'s' * (rounds[name] > 1)}"
+        pen.text(ax, x, top + 0.31, caption, color=MUTED, size=8)
+        _panel(ax, plans[name], numel, x, top)
+        x += wide[name] + 0.34
+    pen.key(figure, [(ADDED, "added"), (PASSED, "passed on")], LEFT, 0.2)
+    return figure
+
+
+def _without_rests(each: Sequence[Plan]) -> list[list[Round]]:
+    """Return the plans of all ranks, equally long, without the rounds in which no rank sends."""
+    rounds = zip_longest(*each, fillvalue=Round())
+    rounds = [steps for steps in rounds if any(step.sends for step in steps)]
+    return [list(plan) for plan in zip(*rounds, strict=True)]
+
+
+def _panel(ax: Axes, each: Sequence[Plan], numel: int, left: float, top: float) -> None:
+    column = COLUMN if len(each[0]) > 1 else 2 * COLUMN
+    for i in range(len(each[0]) + 1):
+        x = left + column * i
+        ax.plot([x, x], [top - LINE * (len(each) - 1), top], color=GRID, lw=0.8, zorder=1)
+        ys = [top - LINE * rank for rank in range(len(each))]
+        ax.plot([x] * len(ys), ys, "o", color=MUTED, ms=2.6, mew=0, zorder=3)
+    for rank, plan in enumerate(each):
+        for i, step in enumerate(plan):
+            crowd = 1 if len(step.recvs) < 4 else 2  # or the lines would be one block of colour
+            for message in step.recvs:
+                if message.peer == rank:
+                    continue
+                adds = any(m.add and m.lo < message.hi and message.lo < m.hi for m in step.recvs)
+                start = left + column * i, top - LINE * message.peer
+                end = left + column * (i + 1), top - LINE * rank
+                share = math.sqrt((message.hi - message.lo) / numel) / crowd
+                style = {"lw": 0.3 + 2.9 * share, "color": ADDED if adds else PASSED, "zorder": 2}
+                pen.arrow(ax, start, end, 4 + 7 * share, **style)

@@ -6,8 +6,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
-from minipar.lab.draw import gradients
-from minipar.lab.draw.gradients import kept
+from minipar.lab.draw import compression
+from minipar.lab.draw.compression import kept
 from tests.lab.figures import words as texts
 
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
@@ -23,7 +23,7 @@ def heights(figure, colour):
 
 @pytest.fixture(autouse=True)
 def five_numbers(monkeypatch):
-    monkeypatch.setattr(gradients, "COUNT", 5)
+    monkeypatch.setattr(compression, "COUNT", 5)
 
 
 def test_bars_are_the_numbers_and_red_is_what_became_zero():

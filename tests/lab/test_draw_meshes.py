@@ -6,7 +6,7 @@ from matplotlib.patches import FancyArrowPatch
 
 from minipar.comm import plans
 from minipar.comm.plans import ALL_REDUCE
-from minipar.lab.draw.messages import ADDED, PASSED, schedules
+from minipar.lab.draw.meshes import ADDED, PASSED, schedules
 
 
 def lines(figure):
