@@ -122,7 +122,9 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the ranks
     do not meet within `timeout` seconds, or lose each other.
     """
-    rank, size = rank_and_size()
+    (rank, size), port = rank_and_size(), _number("MASTER_PORT")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port}: ports are 1 to 65535")
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_backend(backend, num_here)
