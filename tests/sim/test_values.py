@@ -326,7 +326,6 @@ ELSEWHERE = {
     "parallel/expert.py DispatchPlan.__init__": "a table on the host",
     "parallel/expert.py hierarchical": "a table on the host",
     "parallel/base/random.py fork_rng": "a number of the host's generator",
-    "parallel/local_sgd.py trainable": "a list",
     "train/balance.py rank_loads": "lengths of documents, on the host",
     "train/data.py Batches._rows": "indices of samples, on the host",
     "train/data.py Sequences.fingerprint": "tokens of the text, on the host",

@@ -104,7 +104,9 @@ def _style(word: str, ink: str, is_own: bool) -> pen.Style:
     return {"fc": pen.pale(ink)} if word == "block" else _EMPTY
 
 
-def _travels(ax: Axes, verb: str, start: float, end: float, y: float) -> None:
-    """Draw a collective as an arrow with its name."""
+def _travels(ax: Axes, said: str, start: float, end: float, y: float) -> None:
+    """Draw a collective as an arrow: its name above, other words below."""
+    verb, _, more = said.partition(" ")
     pen.arrow(ax, (start, y), (end, y), 9, color=INK, lw=1.1)
     pen.text(ax, (start + end) / 2, y + 0.13, verb, size=8, ha="center")
+    pen.text(ax, (start + end) / 2, y - 0.13, more, size=8, ha="center", color=MUTED)
