@@ -1,15 +1,20 @@
-"""What buckets of gradients cost: when the last one is done, from when each is ready.
+"""The best cut of gradients into buckets, from when each is ready and what a call costs.
 
 A bucket leaves once its last gradient is there and the bucket before it is done, and each call
 delays what is computed after it:
 
     end_k = max(ready_k + calls before k, end_(k-1)) + latency + bytes_k seconds_per_byte
+
+Whatever the last bucket is, the step ends earliest if the buckets before it end as early as they
+can. So the best cut into k buckets follows from the best cuts of all beginnings into k-1 (dynamic
+programming), in O(k n^2) for n gradients.
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +23,9 @@ from minipar.comm import clock
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
+
+MOST_BUCKETS = 32
+FINEST = 64  # a bucket ends only where another 64th of all bytes is complete
 
 
 @dataclass(frozen=True)
@@ -67,3 +75,32 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
     (latency, call), (seconds, _) = look(best, on_meta=None)
     per_byte = max(seconds - latency, 0) / (many * like.element_size())
     return Costs(latency, per_byte, min(call, latency))
+
+
+def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> list[int]:
+    """Return how many gradients each bucket takes.
+
+    Args:
+        ready: seconds at which each gradient may be sent; never falling.
+        num_bytes: of each gradient.
+    """
+    n, upto = len(ready), [0, *accumulate(num_bytes)]
+    part = max(upto[-1] / FINEST, 1)
+    ends = [j for j in range(1, n) if upto[j] // part > upto[j - 1] // part] + [n]
+    # For the first j gradients in so many buckets: the earliest end, and where each bucket ends.
+    earliest: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    best: tuple[float, list[int]] = (math.inf, [])
+    for calls in range(min(MOST_BUCKETS, len(ends))):
+        found = {}
+        for j in ends:
+            free = ready[j - 1] + calls * costs.call
+            cuts = (
+                (max(end, free) + costs.latency + (upto[j] - upto[i]) * costs.per_byte, [*cut, j])
+                for i, (end, cut) in earliest.items()
+                if i < j
+            )
+            found[j] = min(cuts, default=(math.inf, []))
+        earliest = found
+        end, cut = earliest[n]
+        best = min(best, (max(end, ready[-1] + (calls + 1) * costs.call), cut))
+    return [end - start for start, end in pairwise([0, *best[1]])]

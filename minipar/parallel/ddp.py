@@ -20,8 +20,9 @@ Proved by tests/parallel/test_ddp.py; taught in notebooks/03_data_parallel.ipynb
 Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
+import math
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import torch
@@ -194,8 +195,7 @@ class Tuned(Overlapped):
     """The capacity of buckets with which the step ends first, on this model and this axis.
 
     The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. Of some capacities, all ranks then take the best by `bucket_sizes.Costs`, and keep it.
-    Sums of more than two ranks depend in their last bit on where a bucket ends, so two runs may
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more than two ranks depend in their last bit on where a bucket ends, so two runs may
     differ there.
     """
 
@@ -227,18 +227,17 @@ class Tuned(Overlapped):
         own = torch.tensor(own, dtype=torch.float64, device=self.device)
         slowest = look(all_reduce(own, self.axis, "max"), on_meta=None)
         # A gradient that comes before its turn waits for the gradients before it.
-        ready = dict(zip(order, accumulate(slowest, max), strict=True))
+        ready, sizes = list(accumulate(slowest, max)), [gradient_bytes(p) for p in order]
         costs = bucket_sizes.measure(self.axis, self.buckets[0].flat, int(self.capacity))
-
-        def facts(cut: list[list[nn.Parameter]]) -> tuple[list[float], list[int]]:
-            return [ready[own[-1]] for own in cut], [sum(map(gradient_bytes, own)) for own in cut]
-
-        cuts = [fill_buckets(order, self.capacity * 2.0**k) for k in range(-4, 4)]
-        chosen = min(cuts, key=lambda cut: costs.end(*facts(cut)))
-        lines = {"chosen": chosen, "rule": [bucket.parameters for bucket in self.buckets]}
-        said = [f"{name}: {costs.describe(*facts(cut))}" for name, cut in lines.items()]
-        self.said = "\n".join([*said, str(costs)])
-        self._use([Bucket(own) for own in chosen])
+        chosen, lines, rest = bucket_sizes.best_cut(ready, sizes, costs), [], iter(order)
+        for name, cut in ("chosen", chosen), ("rule", [len(b.parameters) for b in self.buckets]):
+            ends = list(accumulate(cut))
+            num_bytes = [sum(sizes[end - many : end]) for end, many in zip(ends, cut, strict=True)]
+            said = costs.describe([ready[end - 1] for end in ends], num_bytes)
+            lines.append(f"{name}: {said}")
+        self.said = "\n".join([*lines, str(costs)])
+        parts = [list(islice(rest, many)) for many in chosen]  # each is a bucket, if of one dtype
+        self._use([Bucket(own) for part in parts for own in in_groups(part, lambda _: math.inf)])
 
 
 VERSIONS: dict[str, type[Naive]] = {

@@ -1,6 +1,43 @@
-"""Predictions of buckets follow the rule that is stated."""
+"""The best cut is the best of all cuts, and predictions follow the rule that is stated."""
 
-from minipar.parallel.bucket_sizes import Costs
+import itertools
+import random
+
+import pytest
+
+from minipar.parallel.bucket_sizes import FINEST, MOST_BUCKETS, Costs, best_cut
+
+
+def end(cut, ready, num_bytes, costs):
+    bounds = [0, *itertools.accumulate(cut)]
+    sizes = [sum(num_bytes[a:b]) for a, b in itertools.pairwise(bounds)]
+    return costs.end([ready[b - 1] for b in bounds[1:]], sizes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_cut_ends_earlier(seed):
+    """Mutants: calls that cost nothing; buckets that do not wait for one another."""
+    chance = random.Random(seed)
+    n = chance.randint(1, 8)
+    ready = sorted(chance.random() for _ in range(n))
+    num_bytes = [chance.randint(50, 100) for _ in range(n)]
+    costs = Costs(chance.random() / 3, chance.random() / 300, chance.random() / 20)
+    cuts = [
+        [len(list(group)) for _, group in itertools.groupby(itertools.accumulate(starts))]
+        for starts in itertools.product([1], *[[0, 1]] * (n - 1))
+    ]
+    assert len(cuts) == 2 ** (n - 1)
+    cut = best_cut(ready, num_bytes, costs)
+    assert sum(cut) == n
+    best = min(end(cut, ready, num_bytes, costs) for cut in cuts)
+    assert end(cut, ready, num_bytes, costs) == pytest.approx(best, rel=1e-12)
+
+
+def test_of_many_gradients_neighbours_stay_together():
+    ready, num_bytes = [i / 1e4 for i in range(2000)], [8] * 2000
+    cut = best_cut(ready, num_bytes, Costs(1e-9, 1e-5, 0.0))
+    assert sum(cut) == 2000 and 1 < len(cut) <= MOST_BUCKETS
+    assert min(cut[:-1]) >= 2000 // FINEST
 
 
 def test_buckets_leave_one_after_the_other():
