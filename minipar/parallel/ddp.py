@@ -195,8 +195,8 @@ class Tuned(Overlapped):
     """The capacity of buckets with which the step ends first, on this model and this axis.
 
     The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more than two ranks depend in their last bit on where a bucket ends, so two runs may
-    differ there.
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more
+    than two ranks depend in their last bit on where a bucket ends, so two runs may differ there.
     """
 
     said = "not tuned yet: the second backward tells when gradients arrive"
