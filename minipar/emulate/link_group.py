@@ -7,16 +7,13 @@ hang.
 """
 
 import math
-import mmap
-import os
 import queue
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +23,7 @@ from torch.futures import Future
 from minipar.comm import clock
 from minipar.comm.collectives import stands_for, wire_bytes
 from minipar.emulate import device, link, strict
+from minipar.emulate.link_calls import Calls, Cell, Transfer
 from minipar.emulate.operations import tensors as tensors_in
 
 
@@ -33,69 +31,6 @@ def register() -> None:
     """Make the backend ``link`` known to `torch.distributed`; a second call does nothing."""
     if "link" not in dist.Backend.backend_list:
         dist.Backend.register_backend("link", LinkGroup, extended_api=True, devices=["cpu"])
-
-
-# ---------------------------------------------------------------------- who called when
-class Transfer(NamedTuple):
-    """Start of an operation, or of one rank's part, and the seconds that the wire needs."""
-
-    start: float
-    seconds: float
-    num_bytes: int = 0  # of a message
-
-
-Cell = tuple[int, int, int]
-"""(end, src, dst): end 0 is the sender's of a message from src to dst, end 1 the receiver's;
-(0, rank, rank) is for the collectives of `rank`."""
-
-
-class Calls:
-    """The times of all calls of one process group, in memory that its ranks share.
-
-    A rank posts before it hands the operation to gloo, and reads when gloo is done: by then all
-    other ranks of the call have posted. Shared memory costs microseconds, gloo milliseconds.
-    """
-
-    SLOTS, FIELDS = 256, 4  # calls that one rank may be ahead of another; numbers per cell
-
-    def __init__(self, store: dist.Store, size: int) -> None:
-        self._size = size
-        handle, mine = tempfile.mkstemp(prefix="minipar-link-")
-        with open(handle, "wb") as file:
-            file.write(bytes(8 * 2 * size * size * self.SLOTS * self.FIELDS))
-        path = store.compare_set("calls", "", mine).decode()  # that of the first rank to come
-        if path != mine:
-            os.unlink(mine)
-        try:
-            with open(path, "r+b") as file:
-                self._numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
-        except FileNotFoundError:
-            raise RuntimeError("an emulated link joins the ranks of one machine only") from None
-        if store.add("calls opened", 1) == size:
-            os.unlink(path)  # the last rank has come: the memory lives on, the file need not
-
-    def post(self, cell: Cell, call: int, mine: Transfer) -> None:
-        """Say that this rank is ready for operation number `call` of this cell."""
-        at = self._at(cell, call)
-        for field, number in enumerate(mine, start=1):
-            self._numbers[at + field] = number
-        self._numbers[at] = call  # last: now the cell is good
-
-    def read(self, cell: Cell, call: int) -> Transfer | None:
-        """Return what was posted, or None if that rank has not called yet."""
-        at = self._at(cell, call)
-        number, *transfer = self._numbers[at : at + self.FIELDS]
-        return Transfer(*transfer) if number == call else None
-
-    def latest(self, cells: Sequence[Cell], call: int, mine: Transfer) -> Transfer:
-        """Return the latest start and the longest transfer, of `mine` and all that was posted."""
-        posted = [mine, *filter(None, (self.read(cell, call) for cell in cells))]
-        return Transfer(*map(max, zip(*posted, strict=True)))
-
-    def _at(self, cell: Cell, call: int) -> int:
-        end, src, dst = cell
-        row = (end * self._size + src) * self._size + dst
-        return (row * self.SLOTS + call % self.SLOTS) * self.FIELDS
 
 
 # ---------------------------------------------------------------------- one operation

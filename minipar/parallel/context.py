@@ -84,8 +84,9 @@ def apply(
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
     """
+    strategy = ContextParallel(model, axis, order, exchange, kernel)  # refuses before any message
     connect(axis, device_of(model))
-    return ContextParallel(model, axis, order, exchange, kernel)
+    return strategy
 
 
 # ---------------------------------------------------------------------- who holds which tokens

@@ -42,8 +42,10 @@ def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostS
     gathered, in the order of the last step. Each gradient of a shard leaves for the host during
     backward. The device keeps blocks in use, and at most four shards that come.
 
-    Call it before the first step.
+    Call it before the first step. Raises `ValueError` for a strategy of another kind than fsdp.
     """
+    if not hasattr(strategy, "units"):
+        raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
     return HostShards(strategy, copies or HostCopy(strategy.device))
 
 

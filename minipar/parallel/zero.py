@@ -315,7 +315,12 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's slices, and start to hand them out, those of the first layer first."""
+        """Update this rank's slices, and start to hand them out, those of the first layer first.
+
+        Raises `RuntimeError` before `zero.apply`: no gradient would come, and no weight would move.
+        """
+        if not self.names:
+            raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         self.synchronize()
         for p in self.bucket_of:
             if hasattr(p, "master"):

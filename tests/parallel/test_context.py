@@ -16,7 +16,7 @@ from minipar.emulate import link
 from minipar.model.llama import dense_core, rope_tables
 from minipar.model.masks import document_mask
 from minipar.observe import timeline
-from minipar.parallel import blockwise, context
+from minipar.parallel import blockwise, context, ulysses
 from minipar.parallel.blockwise import KERNELS, best_kernel
 from minipar.train.data import Sequences
 from tests.comm.same import launched_over
@@ -322,6 +322,8 @@ ERRORS = [
         lambda: context.shard(torch.zeros(2, 3), on_paper("cp", 4), "plain"),
         "4 chunks.*3 tokens; pad them to 4$",
     ),
+    (lambda: context.apply(torch.nn.Linear(2, 2), on_paper("cp", 4)), "Linear has no Attention"),
+    (lambda: ulysses.apply(torch.nn.Linear(2, 2), on_paper("cp", 4)), "Linear has no Attention"),
 ]
 
 

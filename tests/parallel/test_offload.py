@@ -12,7 +12,7 @@ from minipar.comm.mesh import Mesh
 from minipar.lab.memory import MemoryLedger
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.observe import timeline
-from minipar.parallel import fsdp, offload
+from minipar.parallel import ddp, fsdp, offload
 from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.trains
@@ -146,3 +146,8 @@ def test_shards_may_be_collected_in_the_middle_of_a_step():
         assert gone() is None
     finally:
         handle.remove()
+
+
+def test_a_strategy_without_shards_is_refused():
+    with pytest.raises(ValueError, match="does not gather shards; use fsdp.apply"):
+        offload.shards_on_host(ddp.apply(llama(1), Mesh().dp))

@@ -27,6 +27,7 @@ from minipar.parallel.pipeline.simulate import lower
 from tests.comm.same import launched_over
 from tests.law import models
 from tests.law.harness import Task
+from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
 
 TASK = Task(partial(models.llama, num_layers=4))
@@ -173,9 +174,18 @@ ERRORS = [
         lambda: _apply(make("zb_h1", 1, 4), 1).run(
             models.llama(0), [SimpleNamespace(units={})], microbatches(4)
         ),
-        "fsdp reduces gradients at the end of a whole backward, and zb_h1 splits",
+        "schedule of F and B, not zb_h1",
     ),
 ]
+
+
+@on_ranks(2)
+def test_fsdp_is_refused_where_two_stages_have_the_embedding():
+    """Each rank would have the gradient of one use, and reduce it alone."""
+    model = models.llama(0)
+    pipeline = runtime.apply(model, Mesh(pp=2).pp, ONE)
+    with pytest.raises(ValueError, match="untie embeddings that two ranks have"):
+        pipeline.run(model, [SimpleNamespace(units={})], microbatches(3))
 
 
 @pytest.mark.parametrize("call, said", ERRORS)

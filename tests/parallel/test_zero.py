@@ -133,6 +133,7 @@ REFUSED = [
     ("make(own, torch.optim.LBFGS)", ValueError, "LBFGS may look at whole"),
     ("make(own, torch.optim.Muon)", ValueError, "Muon may look at whole"),
     ("fine.load_state_dict(make(own[:2], AdamW).state_dict())", ValueError, "here are .12."),
+    ("fine.step()", RuntimeError, "no gradients come here before zero.apply"),
 ]
 
 

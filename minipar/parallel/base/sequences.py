@@ -17,10 +17,14 @@ class CutSequences(Strategy):
 
     A subclass has two methods. ``own_tokens(whole)`` cuts this rank's tokens out of the last dim.
     ``attend(core, q, k, v, mask)`` lets own queries [B, H, T/n, K] see all keys, k and v
-    [B, G, T/n, K]; `core` computed attention before, on one device.
+    [B, G, T/n, K]; `core` computed attention before, on one device. Raises `ValueError` for a model
+    without `Attention`: its tokens would see tokens of their own rank alone.
     """
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
+        if not any(isinstance(module, Attention) for module in model.modules()):
+            name = type(model).__name__
+            raise ValueError(f"{name} has no Attention of minipar.model.llama to split")
         super().__init__(model, axis)
         # Lambdas, not methods: a deep copy of the model must not copy the process groups.
         number = lambda *call: self._number(*call)  # noqa: E731

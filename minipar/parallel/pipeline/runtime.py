@@ -280,12 +280,15 @@ class Pipeline(Strategy):
         axis; it is complete after `finish_backward`.
 
         Raises `ValueError` for another number of microbatches than the schedule is for, and for
-        fsdp under a schedule whose backwards are split.
+        fsdp with split backwards or with embeddings that two stages have.
         """
-        if self.splits and any(hasattr(strategy, "units") for strategy in strategies):
+        if any(hasattr(strategy, "units") for strategy in strategies) and (
+            self.splits or any(len(weight.ranks) > 1 for weight in self.weights)
+        ):
             raise ValueError(
-                f"fsdp reduces gradients at the end of a whole backward, and {self.schedule.name} "
-                f"splits backwards; use a schedule of F and B, or zero or ddp"
+                f"fsdp reduces gradients at the end of a whole backward: use a schedule of F and "
+                f"B, not {self.schedule.name}, and untie embeddings that two ranks have; or use "
+                f"zero"
             )
         if len(microbatches) != self.schedule.num_microbatches:
             raise ValueError(
