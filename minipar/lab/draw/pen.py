@@ -65,7 +65,7 @@ Point = tuple[float, float]
 Style = dict[str, Any]  # properties of a rectangle
 Entry = tuple[str | Style, str]  # of a legend
 FINDING = "finding"
-"""The id of a text that says beside a heading what came of it: "308 ms a step, nothing hidden"."""
+"""The id of a text that those who do not see the figure must hear, such as "nothing hidden"."""
 
 
 def colour(kind_or_axis: str) -> str:
@@ -366,7 +366,8 @@ def in_words(figure: Figure) -> str:
     texts = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
     headings = [t for t in texts if t.get_gid() == FINDING or _is_heading(t)]
     notes = [t for t in figure.texts if t.get_size() == 8]
-    return ". ".join(dict.fromkeys(t.get_text() for t in (*headings, *notes) if t.get_text()))
+    said = (t.get_text().replace("\n", " ") for t in (*headings, *notes))
+    return ". ".join(dict.fromkeys(text for text in said if text))
 
 
 def svg(figure: Figure) -> str:
