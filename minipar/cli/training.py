@@ -118,10 +118,8 @@ def _place(config: TrainConfig) -> tuple[Path, str | None]:
         saved = checkpoint.newest(folder)
     else:
         folder, saved = found(config.resume)
-    if saved is not None:
-        checkpoint.verify(saved)
-        if saved.name != checkpoint.newest(folder).name:
-            print(f"later checkpoints stay in {folder}; name one of this run's to resume it")
+    if saved is not None and saved.name != checkpoint.newest(folder).name:
+        print(f"later checkpoints stay in {folder}; name one of this run's to resume it")
     return folder, saved and str(saved)
 
 

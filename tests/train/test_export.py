@@ -67,7 +67,9 @@ def test_a_checkpoint_becomes_a_folder_of_hugging_face(tmp_path, tied):
     model = Llama(shape, seed=3)
     state = {"step": 1, "model": asdict(shape)}
     save(tmp_path, 1, model.state_dict(), state)
-    assert checkpoint.export(tmp_path / "step_000001", tmp_path / "out") == shape
+    tensors, found = checkpoint.model_of(tmp_path / "step_000001")
+    assert found == shape
+    hf.save(tensors, tmp_path / "out", found)
     other = hf.load(tmp_path / "out")
     assert other.config == shape
     tokens = torch.arange(40)[None]
@@ -90,7 +92,8 @@ def test_a_run_goes_on_from_an_exported_one(tmp_path, text):
     names = Llama(SHAPE).state_dict().keys()
     assert checkpoint.load(start)[0].keys() == names  # two layers, where "tiny" has four
 
-    checkpoint.export(start, tmp_path / "more")
+    tensors, shape = checkpoint.model_of(start)
+    hf.save(tensors, tmp_path / "more", shape)
     more = replace(config, init=str(tmp_path / "more"), lr=1e-6, warmup_steps=0, steps=1)
     trainer.train(more, str(tmp_path / "two"))
     first, validated = (read(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
