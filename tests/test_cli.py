@@ -153,7 +153,7 @@ def test_a_malformed_call_is_told_before_anything_starts(
     [
         ("--seed 5", "cannot resume the data with another seed"),
         ("--data W/nowhere.txt", "no file or folder"),
-        ("--data W/short.txt", "--seq-len 32 does not fit the 3 tokens of validation text"),
+        ("--data W/short.txt", "seq_len=32 does not fit a text of 3 tokens"),
         ("flipped", "state.pt does not match its CRC-32"),
     ],
 )

@@ -17,7 +17,6 @@ from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import MESH, Plan
 from minipar.train import compiled
-from minipar.train.corpus import Corpus
 from minipar.train.metrics import write_whole
 from minipar.train.tokenizer import ByteTokenizer
 
@@ -154,12 +153,6 @@ class TrainConfig:
         """Ranks of the whole mesh."""
         return self.as_plan().num_ranks
 
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that have sequences of their own."""
-        plan = self.as_plan()
-        return plan.dp * plan.ep
-
     # ------------------------------------------------------------------ what cannot work
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work, before anything is started."""
@@ -184,7 +177,15 @@ class TrainConfig:
                 f"--tokenizer {own_tokenizer}"
             )
         plan.check(model)
-        self._check_batch(plan)
+        ranks = plan.dp * plan.ep  # ranks that have sequences of their own
+        most = -(-self.batch_size // ranks)  # sequences of a rank
+        made = -(-most // -(-most // plan.microbatches))  # microbatches that are not empty
+        if made != plan.microbatches:
+            raise ValueError(
+                f"--microbatches {plan.microbatches} leaves some empty: of --batch-size "
+                f"{self.batch_size}, each of {ranks} ranks has {most} sequences, and so up to "
+                f"{made} microbatches of one size"
+            )
         if plan.precision != "float32" and self.dtype != "float32":
             raise ValueError(
                 f"--precision {plan.precision} casts from master weights in float32, and --dtype "
@@ -192,33 +193,6 @@ class TrainConfig:
             )
         if self.compile != "none":
             compiled.check(plan)
-
-    def _check_batch(self, plan: Plan) -> None:
-        most = -(-self.batch_size // self.data_ranks)  # sequences of a rank
-        if plan.microbatches > most:
-            raise ValueError(
-                f"--microbatches {plan.microbatches} is too many: each of the {self.data_ranks} "
-                f"ranks with sequences has only {most} of --batch-size {self.batch_size}; use up "
-                f"to {most}"
-            )
-        rows = -(-most // plan.microbatches)  # of a microbatch
-        if plan.pp > 1 and (made := -(-most // rows)) != plan.microbatches:
-            least = plan.microbatches * self.data_ranks
-            raise ValueError(
-                f"--batch-size {self.batch_size} makes {made} microbatches, and the schedule of "
-                f"the pipeline is for --microbatches {plan.microbatches}; use a --batch-size that "
-                f"{least} divides"
-            )
-
-    def check_length(self, corpus: Corpus) -> None:
-        """Raise `ValueError` unless a sequence fits into both parts of `corpus`."""
-        for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
-            if self.seq_len >= len(tokens):
-                shorter = min(len(corpus.train), len(corpus.validation)) - 1
-                raise ValueError(
-                    f"--seq-len {self.seq_len} does not fit the {len(tokens):,} tokens of {part} "
-                    f"text in {self.data}; use up to {shorter:,}, or more text"
-                )
 
     # ------------------------------------------------------------------ the model
     def model_config(self, vocab_size: int = 0) -> LlamaConfig:

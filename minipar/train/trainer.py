@@ -61,7 +61,6 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or None)
         self.corpus: Corpus = load_corpus(config.data, self.tokenizer)
-        config.check_length(self.corpus)
         self.batches = self._batches(self.corpus.train, config.seed)
         self.validation = Sequences(self.corpus.validation, config.seq_len)
         texts = {"training": self.batches.sequences, "validation": self.validation}
@@ -185,12 +184,9 @@ class Trainer:
         is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
         if not math.isfinite(loss) or not is_sound:
             self.saver.finish()  # of a step before, which was finite
-            remedy = f"Try a lower --lr than {self.config.lr:g}"
-            if 0 < self.first_step == step - 1:
-                remedy = f"Resume from a checkpoint before step {self.first_step}. {remedy}"
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {norm}; checkpoints are untouched. "
-                f"{remedy}"
+                f"Try a lower --lr than {self.config.lr:g}"
             )
         line["tokens_per_second"] = num_tokens / line["seconds"]
         line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
@@ -267,21 +263,13 @@ class Trainer:
                     f"the validation text of {self.config.data} is not that of the checkpoint: "
                     f"validation losses from here on cannot be compared with earlier ones",
                 )
-            self._say_jump(state["lr"])
-
-    def _say_jump(self, before: float) -> None:
-        """Say by how much the learning rate jumps where flags have stretched its schedule."""
-        if self.step == self.config.steps:
-            return
-        now = self.learning_rate(self.step)
-        near = [self.learning_rate(max(self.step - 1, 0)), now]
-        if not min(near) * 0.999 <= before <= max(near) * 1.001:
-            say(
-                self.mesh,
-                f"the learning rate goes from {before:.3g} at step {self.step} to {now:.3g} at "
-                f"step {self.step + 1}: the schedule is now that of --steps {self.config.steps}, "
-                f"--lr {self.config.lr:g}",
-            )
+            before, now = state["lr"], self.learning_rate(self.step - 1)
+            if not math.isclose(before, now):
+                say(
+                    self.mesh,
+                    f"the schedule is not that of the checkpoint: the learning rate of step "
+                    f"{self.step} was {before:.3g}, and is {now:.3g} by the flags of this run",
+                )
 
     # ------------------------------------------------------------------ the end
     def _report(
@@ -366,11 +354,9 @@ def train(
             return None
         # A run that was done already has reported more than one of no step could.
         has_news = trainer.step > trainer.first_step or not (place / "report.json").exists()
+        report.prompt, report.sample = trainer.sample()
         if trainer.is_first and trainer.timeline.spans:
             trainer.timeline.save(place / "timeline.json")
         if trainer.is_first and has_news:
-            report.write(place)
-        report.prompt, report.sample = trainer.sample()  # may take long: the report is written
-        if trainer.is_first and has_news and report.sample:
             report.write(place)
         return report

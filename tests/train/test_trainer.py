@@ -137,9 +137,7 @@ def test_what_has_changed_since_the_checkpoint_is_said(run, text, tmp_path, capf
     run(1, "same", start=start)
     assert "the checkpoint" not in capfd.readouterr().out
     run(1, "longer", start=start, steps=12)
-    says = "the learning rate goes from 0.0003 at step 6 to 0.00165 at step 7: the schedule is now"
-    assert says in capfd.readouterr().out
-    assert lines_of(tmp_path / "longer", "lr")[0] == (pytest.approx(1.65e-3, rel=1e-2),)
+    assert "the learning rate of step 6 was 0.0003, and is" in capfd.readouterr().out
     other = tmp_path / "other.txt"
     other.write_text(text.read_text(encoding="utf-8")[:-1] + "!", encoding="utf-8")
     run(1, "other", start=start, data=str(other))
@@ -199,22 +197,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
     newest = checkpoint.newest(tmp_path / "wild")
     assert steps and checkpoint.step_of(newest) == steps[-1] < 6
     assert all(weight.isfinite().all() for weight in checkpoint.load(newest)[0].values())
-
-
-def test_a_first_step_that_is_not_finite_speaks_of_the_checkpoint(run, monkeypatch):
-    """A lower learning rate alone would not help. Mutant: it is all that is said."""
-    start, usual = run(1, "one", steps=2) / "checkpoints/step_000002", trainer.train_step
-
-    def spoil(*args, **options):
-        result = usual(*args, **options)
-        return replace(result, loss=result.loss * math.nan)
-
-    monkeypatch.setattr(trainer, "train_step", spoil)
-    says = "Resume from a checkpoint before step 2. Try a"
-    with pytest.raises(FloatingPointError, match=f"step 3: loss nan, .* untouched. {says}"):
-        run(1, "two", start=start)
-    with pytest.raises(FloatingPointError, match="step 1: loss nan, .* untouched. Try a lower"):
-        run(1, "new")
 
 
 @pytest.mark.slow
