@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, on_device, share
+from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, on_device
 from tests.streams import GPU, Streams
 
 # --------------------------------------------------------------------------------------- samples
@@ -212,12 +212,6 @@ def test_one_epoch_follows_the_other():
     stream = Batches(sequences_of(10), 4, seed=5).forever()
     seen = sum((samples_in(next(stream)) for _ in range(6)), [])
     assert seen == epoch_order(10, 5, 0).tolist() + epoch_order(10, 5, 1).tolist()
-
-
-def test_share_deals_evenly():
-    parts = [share(torch.arange(11), rank, 4) for rank in range(4)]
-    assert [len(part) for part in parts] == [3, 3, 3, 2]
-    assert sorted(torch.cat(parts).tolist()) == list(range(11))
 
 
 @pytest.mark.parametrize(

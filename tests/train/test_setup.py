@@ -173,16 +173,6 @@ def test_weights_of_another_model_are_refused_by_shards_too(run, tmp_path):
 
 
 # ---------------------------------------------------------------------- sixteen bits
-@pytest.mark.slow
-def test_sixteen_bits_with_zero(run):
-    """Close to float32, and not equal to it."""
-    changes = dict(dtype="float32", steps=4)
-    full = lines_of(run(1, "full", **changes), "loss")
-    for plan in ("dp=2,zero=2", "dp=2,pp=2,zero=2,schedule=zb_v,microbatches=2"):
-        plan = f"{plan},precision=bf16"
-        found = run(Plan.parse(plan).num_ranks, plan[:9], plan=plan, mesh="", **changes)
-        assert lines_of(found, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
-        assert lines_of(found, "loss") != full
 
 
 def with_an_overflow_on_one_rank(config: TrainConfig, folder: str) -> tuple[int, bool]:
