@@ -110,8 +110,7 @@ class Batches:
     their place. The place in the epoch is counted in samples.
 
     `for microbatches in batches` ends with the epoch; the next `for` is the next epoch. Training
-    for a number of steps reads `batches.forever()`. Raises `ValueError` for counts below 1 and for
-    a rank outside of 0..size-1.
+    for a number of steps reads `batches.forever()`.
     """
 
     def __init__(
@@ -124,12 +123,6 @@ class Batches:
         seed: int = 0,
         microbatches: int = 1,
     ) -> None:
-        counts = {"batch_size": batch_size, "size": size, "microbatches": microbatches}
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be 1 or more")
-        if not 0 <= rank < size:
-            raise ValueError(f"rank={rank} is not one of {size} ranks; use 0 to {size - 1}")
         self.sequences, self.batch_size = sequences, batch_size
         self.rank, self.size = rank, size
         self.seed = seed
@@ -161,8 +154,6 @@ class Batches:
         have one shape, B = ceil(batch_size / sum(shares)). Raises `ValueError` for another number
         of shares than ranks, or when there is nothing to deal.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be 1 or more")
         if len(shares) != self.size or min(shares) < 0 or sum(shares) < 1:
             raise ValueError(
                 f"shares={list(shares)} of {self.size} ranks must be {self.size} counts from 0 up, "

@@ -154,8 +154,7 @@ class LossScaler:
 
     All ranks must leave out the same steps. Where gradients are replicated, ranks agree by
     themselves, since an infinity survives a sum. Where gradients are sharded, `unscale` asks the
-    ranks along those axes. Nothing here waits for the device, but a step of an optimizer that
-    cannot skip by itself (a fused one can).
+    ranks along those axes. Only `step` waits for the device.
 
     State: `loss_scale` (float32), `good_steps` and `num_skipped` (int32), tensors on `device`;
     `found_inf` (1.0 or 0.0) between `unscale` and `update`. Equal to `torch.amp.GradScaler` step
@@ -216,14 +215,7 @@ class LossScaler:
         """Step `optimizer`, unless gradients were not finite. After `unscale`."""
         if self.found_inf is None:
             raise RuntimeError("call unscale() between backward() and step()")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused optimizer reads the flag on the device, and nothing waits for it.
-            optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-        elif not look(self.found_inf, on_meta=0.0):
+        if not look(self.found_inf, on_meta=0.0):
             optimizer.step()
 
     def update(self) -> None:

@@ -107,11 +107,6 @@ class Saver:
             self.finish()
 
     @property
-    def in_progress(self) -> bool:
-        """True if a save was begun and not finished, on all ranks."""
-        return self._writing is not None
-
-    @property
     def is_writing(self) -> bool:
         """True if this rank still writes its share."""
         return self._writing is not None and not self._writing[2].done()

@@ -123,13 +123,15 @@ class Trainer:
             for self.step in steps:
                 with recorder.step():
                     result = self._train_step(next(batches))
-                log.write(self._line(result, recorder.is_on))
+                line = {"step": self.step, "lr": self.learning_rate(self.step - 1)}
+                line |= result.numbers() | self.precision.report()  # no device is waited for
+                log.write(line | ({"recorded": True} if recorder.is_on else {}))
                 self._profile(profile)
                 is_last, is_to_stop = self.step == config.steps, self._agree(request.came)
-                if self._is_due(config.eval_every) and not is_last:
+                if config.eval_every and self.step % config.eval_every == 0 and not is_last:
                     log.add(validation_loss=self.validate())
                     log.restart_clock()
-                if self._is_due(config.save_every) or is_last or is_to_stop:
+                if self.step % config.save_every == 0 or is_last or is_to_stop:
                     log.flush()  # no checkpoint of a step that was not finite
                     self.save()
                     log.restart_clock()
@@ -141,9 +143,6 @@ class Trainer:
             if log.lines:
                 log.add(validation_loss=validation_loss)
         return self._report(log.lines, validation_loss, recorder)
-
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
 
     def _train_step(self, batch: list[tuple[Tensor, ...]]) -> StepResult:
         for group in self.optimizer.param_groups:
@@ -157,12 +156,6 @@ class Trainer:
             max_norm=self.config.max_norm,
             precision=self.precision,
         )
-
-    def _line(self, result: StepResult, is_recorded: bool) -> dict[str, Any]:
-        """Return the metrics of a step: numbers are tensors, and no device is waited for."""
-        line = {"step": self.step, "lr": self.learning_rate(self.step - 1), **result.numbers()}
-        line |= self.precision.report()
-        return line | ({"recorded": True} if is_recorded else {})
 
     def _recorder(self) -> StepRecorder:
         num_steps = most = self.config.steps - self.step
@@ -199,7 +192,7 @@ class Trainer:
         """
         flags = torch.tensor([is_asked, self.saver.is_writing], dtype=torch.int64)  # on the host
         is_to_stop, is_writing = all_reduce(flags, self.mesh.world, "max").tolist()
-        if self.saver.in_progress and not is_writing:
+        if not is_writing:
             self.saver.finish()
         return bool(is_to_stop)
 

@@ -214,20 +214,6 @@ def test_one_epoch_follows_the_other():
     assert seen == epoch_order(10, 5, 0).tolist() + epoch_order(10, 5, 1).tolist()
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"batch_size": 0}, "batch_size=0 must be 1 or more"),
-        ({"batch_size": 4, "microbatches": 0}, "microbatches=0"),
-        ({"batch_size": 4, "rank": 2, "size": 2}, "rank=2 is not one of 2 ranks; use 0 to 1"),
-        ({"batch_size": 4, "size": 0}, "size=0"),
-    ],
-)
-def test_batches_refuse_bad_counts(options, message):
-    with pytest.raises(ValueError, match=message):
-        Batches(sequences_of(5), **options)
-
-
 # ---------------------------------------------------------------------- to a GPU
 class Tokens:
     """What of a tensor is asked for on its way to a GPU, noted down with the stream of the time."""
