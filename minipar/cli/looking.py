@@ -82,10 +82,6 @@ class Prove:
 
 
 # ---------------------------------------------------------------------- minipar overlap
-MOST_DRAWN = 256
-"""Ranks in one picture: of more, nothing could be seen, and they would take gigabytes."""
-
-
 def overlap(command: Overlap) -> None:
     """Print how much communication the traces hide, per rank and axis, and draw it."""
     if not command.traces:
@@ -98,19 +94,15 @@ def overlap(command: Overlap) -> None:
             return
     else:
         print(f"{recorded}\n\n{parts}".rstrip())
-        if len(recorded.ranks) > MOST_DRAWN:
-            print(f"drawn are the first {MOST_DRAWN} of {len(recorded.ranks)} ranks")
-    ranks = recorded.ranks[:MOST_DRAWN]
-    rounds = recorded.steps.get(ranks[0], []) if ranks else []
+    rounds = recorded.steps.get(min(recorded.ranks, default=0), [])
     middle = rounds[len(rounds) // 2] if len(rounds) > 1 else None
-    shown, label = set(ranks), recorded.label
-    spans = (s for s in recorded if s.rank in shown)
+    label, spans = recorded.label, list(recorded)
     if middle:  # of many steps in one picture nothing could be seen
         name, a, b = middle
         label = f"{label} {name}".strip()
         spans = (
             replace(s, start=max(a, s.start), end=min(b, s.end))
-            for s in spans
+            for s in recorded
             if s.start < b and s.end > a
         )
     where = draw.save(draw.timeline(Timeline(spans, label)), command.out)

@@ -10,7 +10,6 @@ speed of a matmul on all ranks at once, so larger matmuls than that one may come
 `Peak.source` says which of the two a figure is.
 """
 
-import re
 import time
 from dataclasses import dataclass
 
@@ -19,17 +18,13 @@ import torch
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
 
-# Part of the name of a GPU: FLOP/s in 16 bits, and in float32 without TF32. The first that fits
-# counts: "H100" is that of the SXM board.
+# FLOP/s in 16 bits, and in float32 without TF32, by the name of a GPU. Boards of another name, and
+# slices of these, have other peaks.
 DATA_SHEETS = {
-    " MIG ": (None, None),  # a slice of a GPU
-    "H200 NVL": (835e12, 60e12),
-    "H200 PCIe": (835e12, 60e12),
-    "H200": (989e12, 67e12),
-    "H100 NVL": (835e12, 60e12),
-    "H100 PCIe": (756e12, 51e12),
-    "H100": (989e12, 67e12),
-    "A100": (312e12, 19.5e12),
+    "NVIDIA H200": (989e12, 67e12),
+    "NVIDIA H100 80GB HBM3": (989e12, 67e12),
+    "NVIDIA H100 PCIe": (756e12, 51e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
 }
 
 
@@ -66,10 +61,7 @@ def data_sheet(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s that the maker of a GPU promises; None for other devices and numbers."""
     if device.type != "cuda" or dtype.itemsize not in (2, 4):
         return None
-    name = torch.cuda.get_device_name(device)
-    if re.search(r"-\d+C$", name):  # a virtual GPU, such as "NVIDIA H100XM-80C": a share of one
-        return None
-    in_16_bits, in_float32 = next((v for k, v in DATA_SHEETS.items() if k in name), (None, None))
+    in_16_bits, in_float32 = DATA_SHEETS.get(torch.cuda.get_device_name(device), (None, None))
     return in_16_bits if dtype.itemsize == 2 else in_float32
 
 

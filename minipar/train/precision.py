@@ -277,20 +277,10 @@ def quantise(tensor: Tensor, dtype: torch.dtype) -> Scaled:
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     """a bᵀ: [M, K], [N, K] -> [M, N], summed in float32, rounded to `dtype` once at the end.
 
-    By the tensor cores where there are any for fp8; otherwise emulated: float32 holds every
-    product of two fp8 numbers exactly, so the two differ by the order of additions only.
+    Emulated: float32 holds every product of two fp8 numbers exactly. So the tensor cores of a GPU
+    (`torch._scaled_mm`) differ from this by the order of additions only.
     """
-    if runs_fp8(a.data, b.data):
-        # Both operands must be contiguous along K: the second, handed over as [K, N], is.
-        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=dtype)
     return (a.data.float() @ b.data.float().t() * (a.scale * b.scale)).to(dtype)
-
-
-def runs_fp8(a: Tensor, b: Tensor) -> bool:
-    """True if the device multiplies fp8 (NVIDIA Ada, Hopper and later) of these shapes."""
-    if a.device.type != "cuda" or any(size % 16 for size in (*a.shape, *b.shape)):
-        return False
-    return torch.cuda.get_device_capability(a.device) >= (8, 9)
 
 
 class _Fp8Product(torch.autograd.Function):

@@ -179,18 +179,12 @@ class Saver:
 
 
 def deal(num_bytes: dict[Any, int], size: int) -> list[list[Any]]:
-    """Share out the keys among `size` ranks so that all get about as many bytes.
+    """Share out the keys among `size` ranks in turn, the largest first.
 
-    The largest first, each to the rank that has the least so far: none gets more than the mean plus
-    the largest. Source: Graham, "Bounds on Multiprocessing Timing Anomalies" (1969).
+    No rank gets more bytes than the mean plus the largest.
     """
-    shares: list[list[Any]] = [[] for _ in range(size)]
-    loads = [0] * size
-    for key in sorted(num_bytes, key=lambda key: (-num_bytes[key], key)):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(key)
-        loads[lightest] += num_bytes[key]
-    return shares
+    in_order = sorted(num_bytes, key=lambda key: (-num_bytes[key], key))
+    return [in_order[rank::size] for rank in range(size)]
 
 
 def _copy_on_host(tensor: Tensor) -> Tensor:

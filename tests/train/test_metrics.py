@@ -118,9 +118,6 @@ def test_metrics_survive_what_a_kill_leaves(tmp_path):
     log.flush()
     assert [line["step"] for line in read(path)] == [1, 2, 3]
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["grad_norm"] is None
-    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no line of metrics"):
-        read(path)
 
 
 def test_a_small_file_is_never_half_written(tmp_path, monkeypatch):

@@ -70,11 +70,6 @@ def test_a_flat_piece_of_a_matrix_decays():
     assert group["weight_decay"] == 0.1
 
 
-def test_optimizer_refuses_a_frozen_model():
-    with pytest.raises(ValueError, match="no parameter to train"):
-        make_optimizer(Tied().requires_grad_(False), lr=1e-3, weight_decay=0.1)
-
-
 # ------------------------------------------------------------------------- norm, on one device
 
 

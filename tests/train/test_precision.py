@@ -15,7 +15,7 @@ from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.observe import timeline
 from minipar.parallel import fsdp, zero
-from minipar.train import precision, trainer
+from minipar.train import trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import MEASURED, read
 from minipar.train.precision import (
@@ -258,20 +258,6 @@ def test_the_product_is_exact_up_to_the_roundings_to_fp8():
     a[0, 0] = b[0, 0] = 7.0
     found = product(quantise(a * 64, E4M3), quantise(b / 1024, E4M3), torch.float32)
     torch.testing.assert_close(found, a @ b.t() / 16)
-
-
-def test_the_instruction_is_asked_for_where_the_device_has_it(monkeypatch):
-    class OnGpu:
-        device = torch.device("cuda")
-
-        def __init__(self, *shape):
-            self.shape = shape
-
-    for capability, expected in [((8, 0), False), ((8, 9), True), ((9, 0), True)]:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
-        assert precision.runs_fp8(OnGpu(16, 32), OnGpu(48, 32)) == expected
-        assert not precision.runs_fp8(OnGpu(17, 32), OnGpu(48, 32))
-    assert not precision.runs_fp8(torch.ones(16, 16), torch.ones(16, 16))
 
 
 @pytest.mark.parametrize("bias", [False, True])
