@@ -14,26 +14,9 @@ import torch
 
 from minipar.train import checkpoint, saver
 from minipar.train.checkpoint import CheckpointError, available, load, newest, step_of
-from tests.train.runs import save
+from tests.train.runs import assert_is, names, save, some
 
 FILES = ["weights_00000.safetensors", "state.pt", "manifest.json"]
-
-
-def some(step: int) -> tuple[dict, dict]:
-    """Weights and state from which one can tell the step that they are of."""
-    weights = {"a": torch.full((5, 3), float(step)), "b": torch.arange(4.0) + step}
-    return weights, {"step": step, "random": [torch.get_rng_state()]}
-
-
-def assert_is(folder, step: int) -> None:
-    weights, state = load(folder)
-    assert state["step"] == step == step_of(folder)
-    for name, expected in some(step)[0].items():
-        assert weights[name].equal(expected)
-
-
-def names(folder) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # ---------------------------------------------------------------------- what comes back

@@ -16,30 +16,7 @@ from minipar.ranks.launch import RankError
 from minipar.train import saver
 from minipar.train.checkpoint import available, load, step_of
 from minipar.train.saver import Saver, deal
-
-
-def some(step: int, scale: int = 1) -> tuple[dict, dict]:
-    """Weights and state, equal on all ranks, from which one can tell the step that they are of."""
-    weights = {f"w{i}": torch.full((40 * scale, i), float(step + i)) for i in range(1, 7)}
-    moments = {
-        name: {"exp_avg": w + 0.5, "step": torch.tensor(step)} for name, w in weights.items()
-    }
-    return {**weights, "tied": weights["w2"]}, {"step": step, "optimizer": moments}
-
-
-def assert_is(folder: Path, step: int, scale: int = 1) -> None:
-    (weights, state), (expected, _) = load(folder), some(step, scale)
-    assert state["step"] == step == step_of(folder)
-    assert weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert weights[name].equal(weight)
-        moments = state["optimizer"].get(name, state["optimizer"]["w2"])
-        assert moments["exp_avg"].equal(weight + 0.5) and moments["step"] == step
-    assert weights["tied"].equal(weights["w2"])
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+from tests.train.runs import assert_is, names, some
 
 
 # ---------------------------------------------------------------------- who writes what
@@ -58,8 +35,8 @@ def world() -> Axis:
     return Mesh(dp=dist.get_world_size()).world
 
 
-def save_together(folder: Path, step: int, scale: int = 1, **options) -> None:
-    Saver(folder, world(), **options).save(step, *some(step, scale))
+def save_together(folder: Path, step: int, **options) -> None:
+    Saver(folder, world(), **options).save(step, *some(step))
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from minipar.train.metrics import read
 from minipar.train.report import StepRecorder, training_figures
 from minipar.train.step import train_step
 from minipar.train.tokenizer import ByteTokenizer
-from tests.train.runs import SAME, assert_same_run, lines_of, saved
+from tests.train.runs import assert_same_run, lines_of, saved
 
 PLAIN = TrainConfig(
     steps=6,
@@ -97,24 +97,6 @@ def test_validation_counts_every_token_once_on_any_number_of_ranks(run, text, mo
 
 
 # ---------------------------------------------------------------------- interrupted runs
-@pytest.mark.slow
-def test_resumes_to_the_bit(run):
-    """12 steps, or 6 and another 6. Mutants: moments, place in the text, or schedule not restored.
-
-    With 3 ranks: a first step whose buckets are laid out in another order than those of later
-    steps adds up, and so rounds, otherwise.
-    """
-    changes = dict(steps=12, dtype="float32", save_every=6, microbatches=2, eval_every=4)
-    whole = run(3, "whole", **changes)
-    rest = run(3, "rest", start=whole / "checkpoints/step_000006", **changes)
-    assert [step for (step,) in lines_of(rest, "step")] == [*range(7, 13)]
-    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[6:]
-    validated = [line.get("validation_loss") for line in read(whole / "metrics.jsonl")]
-    assert [step for step, loss in enumerate(validated, 1) if loss] == [4, 8, 12]
-    assert validated[6:] == [line.get("validation_loss") for line in read(rest / "metrics.jsonl")]
-    ours, theirs = saved(rest, 12)[0], saved(whole, 12)[0]
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
-    assert (report_of(rest)["first_step"], report_of(rest)["steps"]) == (6, 12)
 
 
 @pytest.mark.slow
@@ -298,21 +280,6 @@ def test_a_profile_is_a_trace_of_torch(run):
         assert sum(name.startswith("ProfilerStep#") for name in names) >= 3
         assert "aten::mm" in names
     assert Timeline.load(folder / "timeline.json").ranks == [0, 1]
-
-
-@pytest.mark.slow
-def test_checkpoints_in_the_background_are_the_same(run):
-    """The run as well. Mutants: the last one is not waited for; a tensor is saved late."""
-    plain = run(2, "plain", save_every=2)
-    behind = run(2, "behind", save_every=2, async_save=True)
-    assert_same_run(behind, plain, rtol=0)
-    for folder in (plain, behind):
-        found = checkpoint.available(folder / "checkpoints")
-        assert [checkpoint.step_of(path) for path in found] == [4, 6]
-    for step in (4, 6):
-        ours, theirs = saved(behind, step), saved(plain, step)
-        for mine, other in zip(*map(torch.utils._pytree.tree_leaves, (ours, theirs)), strict=True):
-            assert mine.equal(other) if isinstance(mine, torch.Tensor) else mine == other
 
 
 @pytest.mark.slow
