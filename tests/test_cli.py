@@ -267,7 +267,7 @@ def test_a_model_that_is_shorter_than_usual_sets_the_length_and_says_so(
         f"{tmp_path} cannot see the usual 256 tokens: --seq-len 64\n",
     )
     code, _, err = call(capfd, "train", "--init", tmp_path, "--seq-len", 65)
-    assert code == 2 and "--seq-len 65 is longer than" in err and len(seen) == 1
+    assert code == 2 and "--seq-len 65 is too long" in err and len(seen) == 1
 
 
 def test_a_full_disk_and_a_bad_number_are_one_line(capfd, monkeypatch):

@@ -109,10 +109,8 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
     try:
         return pack((fn, args, kwargs))
     except Exception as error:
-        raise CannotTravel(
-            "the function, something that it mentions, or an argument cannot be sent to the ranks: "
-            f"{error}"
-        ) from None
+        what = "the function, something that it mentions, or an argument"
+        raise CannotTravel(f"{what} cannot be sent to the ranks: {error}") from None
 
 
 WIDTH = 2000  # characters of a line that travel, where the number of lines is bounded

@@ -47,10 +47,7 @@ def shares(speeds: Sequence[float], num_microbatches: int) -> list[int]:
     Raises `ValueError` for fewer microbatches than ranks, or a speed that is not positive.
     """
     if num_microbatches < len(speeds):
-        raise ValueError(
-            f"{num_microbatches} microbatches are too few for {len(speeds)} ranks to share; use "
-            f"{len(speeds)} or more"
-        )
+        raise ValueError(f"{num_microbatches} microbatches are too few for {len(speeds)} ranks")
     if not all(0 < speed < math.inf for speed in speeds):
         raise ValueError(f"speeds={list(speeds)} must be positive")
     counts = [1] * len(speeds)

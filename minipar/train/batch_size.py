@@ -55,10 +55,7 @@ def parse_ramp(text: str) -> Ramp:
         pair = whole_number(step), whole_number(size)
         previous = ramp[-1][0] if ramp else 0
         if None in pair or pair[1] < 1 or pair[0] <= previous:
-            raise ValueError(
-                f"ramp {text!r}: {part!r} is not sequences@step with a step above {previous}; "
-                f"try 64@100,128@200"
-            )
+            raise ValueError(f"ramp {text!r}: {part!r} is not like 64@100, with rising steps")
         ramp.append(pair)
     return ramp
 

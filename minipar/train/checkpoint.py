@@ -131,8 +131,7 @@ def load(
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if (layout := manifest["format"]) != FORMAT:
             raise ValueError(
-                f"it has format {layout}, and this version of minipar reads {FORMAT}; "
-                f"minipar export of the version that wrote it makes a model for --init"
+                f"it has format {layout}, not {FORMAT}; export it by the minipar that wrote it"
             )
         files, tied = dict(manifest["files"]), dict(manifest["tied"])
     own = sorted(files)[axis.rank :: axis.size]
@@ -226,10 +225,8 @@ def check_shapes(own: Mapping[str, Sequence[int]], weights: Mapping[str, Any], w
     there = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
-            raise CheckpointError(
-                f"{where} is of another model: {name[:300]} has shape {there.get(name)} there, and "
-                f"{here.get(name)} in this model"
-            )
+            shapes = f"{there.get(name)}, not {here.get(name)}"
+            raise CheckpointError(f"{where} is of another model: {name[:300]} has shape {shapes}")
 
 
 def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:

@@ -87,10 +87,7 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
         notes.append("nothing between documents: the tokenizer names no token that ends one")
     description = ", ".join([f"{num_bytes / 1e6:.3g} MB of {source}", *notes])
     if num_tokens < 2 * MIN_TOKENS:
-        raise ValueError(
-            f"{source} is too short: {num_tokens} tokens ({description}); training and validation "
-            f"need {MIN_TOKENS} each"
-        )
+        raise ValueError(f"{source} is too short: {num_tokens} tokens ({description})")
     return Corpus(*_split(names, tokens), description)
 
 
@@ -107,10 +104,7 @@ def _read(source: str) -> Documents:
         found = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
         paths = [path for path in found if path.is_file()]
         if not source or not paths:
-            raise ValueError(
-                f"no file or folder {source!r}; --data takes stdlib, a file, a folder, a glob, "
-                f"a .jsonl file or hf:NAME"
-            )
+            raise ValueError(f"no file or folder {source!r}; --data also takes stdlib or hf:NAME")
         root = Path(os.path.commonpath([path.parent for path in paths]))
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:

@@ -51,8 +51,7 @@ def held(folder: Path, axis: Axis) -> Iterator[None]:
         if blind:
             raise ValueError(
                 f"{folder} is not shared: {', '.join(blind[:8])} cannot read what {first} has "
-                f"written there, and checkpoints would lack their parts; all hosts of a run need "
-                f"one folder, such as --out on NFS"
+                f"written there; all hosts of a run need one folder, such as --out on NFS"
             )
         yield
     finally:

@@ -21,14 +21,7 @@ def write(
     """Return what the tokens [T] say, and the text of `count` more.
 
     A character that is begun in the one and ended in the other is in the second.
-    Raises `ValueError` for tokens that the model does not know.
     """
-    largest, vocab_size = max(tokens.tolist(), default=0), model.config.vocab_size
-    if not len(tokens) or largest >= vocab_size:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens, up to {largest}: a model of {vocab_size} tokens "
-            f"needs one at least, and those below that"
-        )
     prompt, device = tokenizer.decode(tokens.tolist()), next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     row = tokens.to(device, torch.int64)[None]

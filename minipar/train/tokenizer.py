@@ -60,10 +60,8 @@ class ByteTokenizer:
         if path.is_file():
             return path.read_bytes() == cls._as_file().encode()
         if vocab_size > cls.vocab_size:
-            raise ValueError(
-                f"no tokenizer.json in {path.parent}, and a model of {vocab_size:,} words does not "
-                f"read bytes; copy the file there, or to train add --tokenizer"
-            )
+            model = f"a model of {vocab_size:,} words does not read bytes; add --tokenizer"
+            raise ValueError(f"no tokenizer.json in {path.parent}, and {model}")
         return True
 
     @staticmethod

@@ -233,10 +233,7 @@ class Trainer:
         """
         done = checkpoint.step_of(folder)
         if done > self.config.steps:
-            raise ValueError(
-                f"--steps {self.config.steps} is below the {done} that {folder} has done; use "
-                f"{done} or more, or --resume an earlier checkpoint"
-            )
+            raise ValueError(f"--steps {self.config.steps} is below the {done} of {folder}")
         weights, state = checkpoint.load(folder, self.mesh.world, lazily=True)
         with checkpoint.reading(folder):
             _check_shape(state["model"], asdict(self.model.config))

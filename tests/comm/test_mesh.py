@@ -61,10 +61,10 @@ def test_groups_partition_the_ranks(sizes, data):
         (
             {"dp": 2, "tp": 3},
             4,
-            "mesh dp=2, tp=3 needs 6 ranks but there are 4; start 6 ranks, or tp=2 on 4 ranks",
+            "mesh dp=2, tp=3 needs 6 ranks but there are 4; or use tp=2",
         ),
-        ({"dp": 3}, 4, "mesh dp=3 needs 3 ranks but there are 4; start 3 ranks, or dp=4 on 4 rank"),
-        ({"dp": 3, "tp": 2}, 4, "mesh dp=3, tp=2 needs 6 ranks but there are 4; start 6 ranks$"),
+        ({"dp": 3}, 4, "mesh dp=3 needs 3 ranks but there are 4; or use dp=4"),
+        ({"dp": 3, "tp": 2}, 4, "mesh dp=3, tp=2 needs 6 ranks but there are 4$"),
         ({"dp": 0}, 4, "dp=0 must be a whole number from 1 up"),
         ({"dp": -2, "tp": -2}, 4, "dp=-2 must be a whole number from 1 up"),
         ({"dp": 2.0}, 2, "dp=2.0 must be a whole number"),

@@ -195,7 +195,7 @@ def test_the_check_sees_every_chunk_of_a_file(saved, monkeypatch, position):
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"format": 3}, "has format 3, and this version of minipar reads 4; minipar export of the"),
+        ({"format": 3}, "it has format 3, not 4"),
         ({"format": None}, "KeyError: 'format'"),
         ({"files": 1}, "TypeError"),
     ],

@@ -146,7 +146,7 @@ def test_a_run_that_is_done_only_reports(run):
 def test_another_text_seed_or_model_is_refused(run, tmp_path):
     start = run(1, "one", steps=2) / "checkpoints/step_000002"
     refused = [
-        (dict(steps=1), ValueError, "--steps 1 is below the 2 that .* has done; use 2 or"),
+        (dict(steps=1), ValueError, "--steps 1 is below the 2 of "),
         (dict(seed=1), ValueError, "cannot resume the data with another seed"),
         (dict(seq_len=16), ValueError, "cannot resume the data with another seq_len"),
         (
