@@ -5,7 +5,6 @@ before anything is started.
 """
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -16,15 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import tokenizers
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import minipar
@@ -176,14 +172,6 @@ def test_what_only_the_ranks_can_see_is_one_clear_line_too(work, capfd, tmp_path
 
 
 # ---------------------------------------------------------------------- 2. help
-@pytest.mark.parametrize("name", ["train", "generate", "plan"])
-def test_help_has_every_flag(capfd, monkeypatch, name):
-    monkeypatch.setenv("COLUMNS", "120")
-    code, out, err = call(capfd, name, "--help")
-    assert code == 0 and err == ""
-    for field in dataclasses.fields(commands.COMMANDS[name].flags):
-        flag = "--" + field.name.replace("_", "-")
-        assert flag in out or field.name.upper() in out, flag
 
 
 def test_usage_names_every_command_without_importing_torch(capfd):
@@ -312,30 +300,6 @@ def test_an_export_has_the_tokenizer_of_its_run(work, tmp_path, capfd):
         for path in (source, out):
             code, said, err = call(capfd, "generate", path, *typed)
             assert (code, err) == (0, "") and said == read_back.decode(theirs[0]) + "\n"
-
-
-def test_the_line_of_a_run_has_bar_loss_and_remaining_time_from_the_first_step(monkeypatch, capfd):
-    trainer_ = SimpleNamespace(
-        config=TrainConfig(steps=4),
-        step=0,
-        corpus=SimpleNamespace(description="a text"),
-        num_parameters=10**6,
-        mesh=SimpleNamespace(size=2),
-        device=torch.device("cpu"),
-    )
-    steps = [{"step": n, "loss": 5 - n, "tokens_per_second": 50.0} for n in range(1, 5)]
-    plain = training.Progress(trainer_)
-    for line in steps:
-        plain(line)
-    out, err = capfd.readouterr()
-    assert re.search(r"step 1/4: loss 4.000, 50 tokens/s, \d\d:\d\d left\n", out) and err == ""
-    assert out.endswith("step 4/4: loss 1.000, 50 tokens/s\n") and out.count("step ") == 2
-    terminal = io.StringIO()
-    monkeypatch.setattr(training, "tqdm", partial(tqdm, file=terminal, ncols=100))
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    training.Progress(trainer_)(steps[0])
-    shown = terminal.getvalue().rpartition("\r")[2]
-    assert "loss 4.000" in shown and "25%" in shown and "<" in shown, shown
 
 
 # ---------------------------------------------------------------------- 4. real runs

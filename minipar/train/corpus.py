@@ -82,7 +82,7 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
     num_tokens = sum(map(len, tokens))
     notes = [f"{len(names):,} documents"] if len(names) > 1 else []
     notes += [f"{num_skipped} files without text skipped"] if num_skipped else []
-    notes += ["cut there"] if num_bytes == limit_bytes else []
+    notes += ["cut at the limit"] if num_bytes == limit_bytes else []
     if tokenizer.separator is None and not isinstance(tokenizer, ByteTokenizer):
         notes.append("nothing between documents: the tokenizer names no token that ends one")
     description = ", ".join([f"{num_bytes / 1e6:.3g} MB of {source}", *notes])

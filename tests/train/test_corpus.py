@@ -138,7 +138,7 @@ def test_stdlib_is_real_text_without_tests():
     corpus = load_corpus("stdlib", BYTES, limit_bytes=3_000_000)
     assert len(corpus.train) + len(corpus.validation) == 3_000_000
     assert 0.05 <= len(corpus.validation) / 3e6 <= 0.06 and corpus.train.dtype == torch.uint8
-    assert "3 MB of stdlib, " in corpus.description and "cut there" in corpus.description
+    assert "3 MB of stdlib, " in corpus.description and "cut at the limit" in corpus.description
     assert "support.run_unittest(" not in text_of(corpus.train)
     again = load_corpus("stdlib", BYTES, limit_bytes=3_000_000)
     assert again.train.equal(corpus.train) and again.validation.equal(corpus.validation)
@@ -254,7 +254,7 @@ def test_streamed_dataset(monkeypatch):
     corpus = load_corpus("hf:some/name:validation", BYTES, limit_bytes=6_000)
     assert calls == [("some/name", "validation", True)]
     assert len(corpus.train) + len(corpus.validation) == 6_000
-    says = "0.006 MB of hf:some/name:validation, 1,000 documents, cut there"
+    says = "0.006 MB of hf:some/name:validation, 1,000 documents, cut at the limit"
     assert corpus.description == says
     assert next(endless) == {"text": "<1000>"}  # nothing past the limit was fetched
 
