@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from minipar.lab import draw
 from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
-from minipar.observe.spans import is_ours
+from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import Ranks, check_fits_here, prefixed
 from minipar.sim import planner
@@ -94,17 +94,13 @@ def overlap(command: Overlap) -> None:
             return
     else:
         print(f"{recorded}\n\n{parts}".rstrip())
-    rounds = recorded.steps.get(min(recorded.ranks, default=0), [])
+    here, label, spans = recorded.ranks, recorded.label, recorded.spans
+    rounds = recorded.steps.get(here[0], []) if here else []
     middle = rounds[len(rounds) // 2] if len(rounds) > 1 else None
-    label, spans = recorded.label, list(recorded)
     if middle:  # of many steps in one picture nothing could be seen
-        name, a, b = middle
+        name, begin, end = middle
         label = f"{label} {name}".strip()
-        spans = (
-            replace(s, start=max(a, s.start), end=min(b, s.end))
-            for s in recorded
-            if s.start < b and s.end > a
-        )
+        spans = clipped(recorded, dict.fromkeys(here, begin), dict.fromkeys(here, end))
     where = draw.save(draw.timeline(Timeline(spans, label)), command.out)
     if not command.json:
         print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))
