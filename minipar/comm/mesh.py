@@ -179,10 +179,7 @@ class Mesh:
         raise AttributeError(f"{name!r} is no axis of this mesh; it has {list(sizes)}")
 
     def __getitem__(self, name: str) -> Axis:
-        try:
-            return getattr(self, name)
-        except AttributeError as error:
-            raise KeyError(str(error)) from None
+        return getattr(self, name)
 
     def __repr__(self) -> str:
         asked = ", ".join(f"{name}={size}" for name, size in self.sizes.items())

@@ -202,6 +202,7 @@ def test_files_are_written_and_agree(run):
     assert [line["step"] for line in steps] == [*range(1, 7)]
     assert [line["step"] for line in steps if line.get("recorded")] == [5, 6]
     assert report["first_loss"] == steps[0]["loss"] and report["last_loss"] == steps[-1]["loss"]
+    assert steps[-1]["lr"] == PLAIN.lr  # the warm-up has ended with the run
     assert report["validation_loss"] == steps[-1]["validation_loss"]
     num_tokens, seconds = (sum(line[key] for line in steps[:4]) for key in ("tokens", "seconds"))
     assert report["tokens_per_second"] == pytest.approx(num_tokens / seconds)
