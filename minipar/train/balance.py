@@ -13,7 +13,6 @@ Graham's rule, whose fullest row has at most 4/3 as many tokens as that of the b
 
 Source. Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 5 (longest first). Krell
 et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027).
-Proved by tests/train/test_balance.py and tests/law/test_tokens.py.
 """
 
 import heapq

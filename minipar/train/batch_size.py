@@ -23,7 +23,6 @@ Source. McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (ar
         section 2.2 and appendix A.1. Square root: Malladi et al. 2022, "On the SDEs and Scaling
         Rules for Adaptive Gradient Algorithms" (arXiv 2205.10343). Linear: Goyal et al. 2017
         (arXiv 1706.02677).
-Proved by tests/train/test_batch_size.py; notebook 04c trains with it.
 """
 
 import math

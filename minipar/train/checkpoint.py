@@ -13,8 +13,6 @@ and a size along each dim. The metadata of the file say which box: `["NAME", [wh
 any number of ranks can read a checkpoint, and so can one process.
 
 A folder of this name is complete. `load` holds its files against the manifest.
-
-Proved by: tests/train/test_checkpoint.py.
 """
 
 import json

@@ -6,8 +6,6 @@ when the process ends, however that happens.
 *Seen by all.* Rank 0 writes a random word into that file, and each rank must read the word before
 it trains. A rank that cannot is on a host that does not share the folder: its part of every
 checkpoint would be lost.
-
-Proved by: tests/train/test_folder.py.
 """
 
 import fcntl

@@ -1,7 +1,4 @@
-"""The learning rate, and AdamW.
-
-Proved by: tests/train/test_optim.py.
-"""
+"""The learning rate, and AdamW."""
 
 import math
 from collections.abc import Callable

@@ -26,7 +26,6 @@ Comms.  One all-reduce of 4 bytes over each axis that shards gradients, for the 
 Source. Micikevicius et al. 1710.03740, sections 3.1 (master weights) and 3.2 (loss scaling);
         Micikevicius et al. 2209.05433, sections 2 and 3 (fp8).
 In torch: `torch.autocast` (used here), `torch.amp.GradScaler`.
-Proved by tests/train/test_precision.py, and tests/law/test_masters.py.
 """
 
 from collections import defaultdict

@@ -16,7 +16,6 @@ host: 1/n of weights and optimizer state on each of n ranks.
 
 The layout of the files is that of checkpoint.py; their folder must be one that all ranks see.
 In torch: `torch.distributed.checkpoint`.
-Proved by: tests/train/test_checkpoint.py, tests/train/test_saver.py.
 """
 
 import io

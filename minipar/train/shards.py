@@ -4,8 +4,6 @@ Tensor and expert parallelism leave a rank slices of weights, ZeRO flat ranges o
 a pipeline the weights of its layers. `parts` says of each which numbers of the whole tensor it is
 (a `Region`), so nothing is gathered for a save. `fill` reads the numbers of this rank, and no
 others. Where several ranks have the same numbers, one of them writes; all know which one.
-
-Proved by: tests/train/test_shards.py.
 """
 
 import itertools
