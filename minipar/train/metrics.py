@@ -81,14 +81,8 @@ class Log:
         self.progress(line)
 
     def add(self, **figures: Any) -> None:
-        """Put `figures` into the line of the latest step."""
-        if self.held is not None:
-            self.held[0].update(figures)
-            return
-        self.lines[-1] |= figures
-        if self.path is not None:
-            *before, last = read(self.path)
-            write_whole(self.path, "".join(map(_one_line, [*before, last | figures])))
+        """Put `figures` into the line that is held."""
+        self.held[0].update(figures)
 
     def restart_clock(self) -> None:
         """From here on, time counts as part of the next step."""

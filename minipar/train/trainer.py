@@ -125,10 +125,11 @@ class Trainer:
                 log.write(line | ({"recorded": True} if recorder.is_on else {}))
                 self._profile(profile)
                 is_last, is_to_stop = self.step == config.steps, self._agree(request.came)
-                if config.eval_every and self.step % config.eval_every == 0 and not is_last:
-                    log.add(validation_loss=self.validate())
+                if is_last or (config.eval_every and self.step % config.eval_every == 0):
+                    validation_loss = self.validate()
+                    log.add(validation_loss=validation_loss)
                     log.restart_clock()
-                if self.step % config.save_every == 0 or is_last or is_to_stop:
+                if is_last or is_to_stop or self.step % config.save_every == 0:
                     log.flush()  # no checkpoint of a step that was not finite
                     self.save()
                     log.restart_clock()
@@ -136,10 +137,7 @@ class Trainer:
                     self.saver.finish()
                     return None
             self.saver.finish()
-            validation_loss = self.validate()
-            if log.lines:
-                log.add(validation_loss=validation_loss)
-        return self._report(log.lines, validation_loss, recorder)
+        return self._report(log.lines, validation_loss if steps else self.validate(), recorder)
 
     def _train_step(self, batch: list[tuple[Tensor, ...]]) -> StepResult:
         for group in self.optimizer.param_groups:
