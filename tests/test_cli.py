@@ -5,7 +5,6 @@ before anything is started.
 """
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -16,15 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import tokenizers
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import minipar
@@ -105,19 +101,18 @@ MALFORMED = {
     "train --resume W/no_config": "it has no config.json",
     "train --resume W/bad_config": "is not the configuration of a run",
     "train --resume W/no_checkpoint": "the run has no checkpoint",
-    "train --resume W/truncated": "weights_00000.safetensors has 1000 bytes instead of",
-    "train --resume W/headless/checkpoints/step_000002": "manifest.json",
+    "generate W/headless/checkpoints/step_000002": "manifest.json",
     "train --resume W/run/checkpoints/step_000001": "does not exist",
     "train --resume W/run --mesh dp=0": "dp=0",
     "train --resume latest": "--resume latest needs the --name of the run",
     "generate W/nowhere": "nowhere does not exist; name a run, or what export wrote",
     "generate W/run --tokens 0": "--tokens 0 must be 1 or more",
     "generate W/run --prompt=": "--prompt is empty",
-    "generate W/truncated": "weights_00000.safetensors has 1000 bytes instead of",
+    "generate W/truncated": "weights_00000.safetensors does not match its CRC-32",
     "export W/run": "required",
     "export W/nowhere W/out": "nowhere does not exist; name the folder of a run",
     "export W/strangers W/out": "is no tokenizer.json: ",
-    "export W/truncated W/out": "weights_00000.safetensors has 1000 bytes instead of",
+    "export W/truncated W/out": "weights_00000.safetensors does not match its CRC-32",
     "export W/run W/run": "is a run, and would lose its config.json",
     "export W/run W/a.txt": "is a file; a checkpoint is a folder",
     "export W/run W/a.txt/out": "export: cannot write",
@@ -154,8 +149,8 @@ def test_a_malformed_call_is_told_before_anything_starts(
     [
         ("--seed 5", "cannot resume the data with another seed"),
         ("--data W/nowhere.txt", "no file or folder"),
-        ("--data W/short.txt", "--seq-len 32 does not fit the 3 tokens of validation text"),
-        ("flipped", "contents of state.pt do not match their CRC-32"),
+        ("--data W/short.txt", "seq_len=32 does not fit a text of 3 tokens"),
+        ("flipped", "state.pt does not match its CRC-32"),
     ],
 )
 def test_what_only_the_ranks_can_see_is_one_clear_line_too(work, capfd, tmp_path, words, says):
@@ -177,14 +172,6 @@ def test_what_only_the_ranks_can_see_is_one_clear_line_too(work, capfd, tmp_path
 
 
 # ---------------------------------------------------------------------- 2. help
-@pytest.mark.parametrize("name", ["train", "generate", "plan"])
-def test_help_has_every_flag(capfd, monkeypatch, name):
-    monkeypatch.setenv("COLUMNS", "120")
-    code, out, err = call(capfd, name, "--help")
-    assert code == 0 and err == ""
-    for field in dataclasses.fields(commands.COMMANDS[name].flags):
-        flag = "--" + field.name.replace("_", "-")
-        assert flag in out or field.name.upper() in out, flag
 
 
 def test_usage_names_every_command_without_importing_torch(capfd):
@@ -268,7 +255,7 @@ def test_a_model_that_is_shorter_than_usual_sets_the_length_and_says_so(
         f"{tmp_path} cannot see the usual 256 tokens: --seq-len 64\n",
     )
     code, _, err = call(capfd, "train", "--init", tmp_path, "--seq-len", 65)
-    assert code == 2 and "--seq-len 65 is longer than" in err and len(seen) == 1
+    assert code == 2 and "--seq-len 65 is too long" in err and len(seen) == 1
 
 
 def test_a_full_disk_and_a_bad_number_are_one_line(capfd, monkeypatch):
@@ -313,30 +300,6 @@ def test_an_export_has_the_tokenizer_of_its_run(work, tmp_path, capfd):
         for path in (source, out):
             code, said, err = call(capfd, "generate", path, *typed)
             assert (code, err) == (0, "") and said == read_back.decode(theirs[0]) + "\n"
-
-
-def test_the_line_of_a_run_has_bar_loss_and_remaining_time_from_the_first_step(monkeypatch, capfd):
-    trainer_ = SimpleNamespace(
-        config=TrainConfig(steps=4),
-        step=0,
-        corpus=SimpleNamespace(description="a text"),
-        num_parameters=10**6,
-        mesh=SimpleNamespace(size=2),
-        device=torch.device("cpu"),
-    )
-    steps = [{"step": n, "loss": 5 - n, "tokens_per_second": 50.0} for n in range(1, 5)]
-    plain = training.Progress(trainer_)
-    for line in steps:
-        plain(line)
-    out, err = capfd.readouterr()
-    assert re.search(r"step 1/4: loss 4.000, 50 tokens/s, \d\d:\d\d left\n", out) and err == ""
-    assert out.endswith("step 4/4: loss 1.000, 50 tokens/s\n") and out.count("step ") == 2
-    terminal = io.StringIO()
-    monkeypatch.setattr(training, "tqdm", partial(tqdm, file=terminal, ncols=100))
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    training.Progress(trainer_)(steps[0])
-    shown = terminal.getvalue().rpartition("\r")[2]
-    assert "loss 4.000" in shown and "25%" in shown and "<" in shown, shown
 
 
 # ---------------------------------------------------------------------- 4. real runs

@@ -3,6 +3,7 @@
 A command is imported when it is asked for: `minipar --help` needs none of them, and no torch.
 """
 
+import argparse
 import difflib
 import importlib
 import sys
@@ -76,9 +77,12 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         raise ValueError(f"{argv[0]!r} is no command; {hint} {', '.join(COMMANDS)}")
     flags, default = argv[len(name.split()) :], tyro.MISSING_NONPROP
     if name == "train":
-        resume, file = (_value_of(flag, flags) for flag in ("--resume", "--config"))
-        flags = _flags_of(file) + flags if file else flags
-        default = importlib.import_module("minipar.cli.training").defaults(resume)
+        first = argparse.ArgumentParser(f"minipar {name}", add_help=False, allow_abbrev=False)
+        first.add_argument("--resume", default="")
+        first.add_argument("--config", default="")
+        given, _ = first.parse_known_args(flags)
+        flags = _flags_of(given.config) + flags if given.config else flags
+        default = importlib.import_module("minipar.cli.training").defaults(given.resume)
     kind = COMMANDS[name].flags
     return name, tyro.cli(kind, default=default, prog=f"minipar {name}", args=flags)
 
@@ -106,14 +110,3 @@ def _flags_of(file: str) -> list[str]:
         else:
             typed += [f"--{name}", str(value)]
     return typed
-
-
-def _value_of(flag: str, argv: list[str]) -> str:
-    """Return the last value that `flag` is given, which is the one that counts."""
-    value = ""
-    for i, word in enumerate(argv):
-        if word == flag and i + 1 < len(argv):
-            value = argv[i + 1]
-        if word.startswith(flag + "="):
-            value = word.partition("=")[2]
-    return value

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from minipar.lab import draw
 from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
-from minipar.observe.spans import is_ours
+from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import Ranks, check_fits_here, prefixed
 from minipar.sim import planner
@@ -82,10 +82,6 @@ class Prove:
 
 
 # ---------------------------------------------------------------------- minipar overlap
-MOST_DRAWN = 256
-"""Ranks in one picture: of more, nothing could be seen, and they would take gigabytes."""
-
-
 def overlap(command: Overlap) -> None:
     """Print how much communication the traces hide, per rank and axis, and draw it."""
     if not command.traces:
@@ -98,21 +94,13 @@ def overlap(command: Overlap) -> None:
             return
     else:
         print(f"{recorded}\n\n{parts}".rstrip())
-        if len(recorded.ranks) > MOST_DRAWN:
-            print(f"drawn are the first {MOST_DRAWN} of {len(recorded.ranks)} ranks")
-    ranks = recorded.ranks[:MOST_DRAWN]
-    rounds = recorded.steps.get(ranks[0], []) if ranks else []
+    here, label, spans = recorded.ranks, recorded.label, recorded.spans
+    rounds = recorded.steps.get(here[0], []) if here else []
     middle = rounds[len(rounds) // 2] if len(rounds) > 1 else None
-    shown, label = set(ranks), recorded.label
-    spans = (s for s in recorded if s.rank in shown)
     if middle:  # of many steps in one picture nothing could be seen
-        name, a, b = middle
+        name, begin, end = middle
         label = f"{label} {name}".strip()
-        spans = (
-            replace(s, start=max(a, s.start), end=min(b, s.end))
-            for s in spans
-            if s.start < b and s.end > a
-        )
+        spans = clipped(recorded, dict.fromkeys(here, begin), dict.fromkeys(here, end))
     where = draw.save(draw.timeline(Timeline(spans, label)), command.out)
     if not command.json:
         print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))

@@ -1,10 +1,13 @@
 """`minipar train`: on ranks of our own or on torchrun's; a folder for the run, and its report."""
 
 import itertools
+import math
+import os
 import shlex
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,22 +55,16 @@ def train(config: TrainConfig) -> None:
         backend = backends.pick_backend(config.num_ranks)
     backends.check_backend(backend, config.num_ranks)
     folder, start = _place(config)
-    print(_headline(config, folder, start), flush=True)
+    how = dict(backend=backend, timeout=config.timeout, sink=None)
     try:
+        # The ranks find the trainer imported: once, and not in each of them.
         with (
-            Ranks(
-                config.num_ranks,
-                backend=backend,
-                timeout=config.timeout,
-                sink=None,
-                preload=(__name__,),  # with the trainer: once, and not in each rank
-            ) as ranks,
+            _saying_how_to_go_on(folder),
+            Ranks(config.num_ranks, **how, preload=(__name__,)) as ranks,
             pass_on(ranks.pids),
         ):
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
-    except (KeyboardInterrupt, SystemExit, RankError) as error:
-        if not (isinstance(error, RankError) and is_bad_input([*error.failures.values()])):
-            print(f"\n{how_to_go_on(folder)}", file=sys.stderr)
+    except BaseException:
         with suppress(OSError):
             folder.rmdir()  # only an empty one goes
         raise
@@ -79,8 +76,7 @@ def _train_under_torchrun(config: TrainConfig) -> None:
     if size != (asked := config.num_ranks):
         raise ValueError(
             f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; use --mesh dp={size} "
-            f"or torchrun's --nproc-per-node {asked}; if a pod set WORLD_SIZE, and no torchrun, "
-            f"unset it and RANK"
+            f"or torchrun's --nproc-per-node {asked}"
         )
     with backends.joined(config.backend, config.timeout):
         place = problem = None
@@ -94,53 +90,58 @@ def _train_under_torchrun(config: TrainConfig) -> None:
         if problem is not None:
             raise problem
         folder, start = place
-        if rank == 0:
-            print(_headline(config, folder, start), flush=True)
-        try:
+        with _saying_how_to_go_on(folder) if rank == 0 else nullcontext():
             report = trainer.train(config, str(folder), start, Progress)
-        except Exception as error:
-            if rank == 0 and not isinstance(error, ValueError):
-                print(f"\n{how_to_go_on(folder)}", file=sys.stderr)
-            raise
     if rank == 0:
         conclude(report, folder)
 
 
+@contextmanager
+def _saying_how_to_go_on(folder: Path) -> Iterator[None]:
+    """Say how the run is resumed where the body fails, but not where it refuses what was typed."""
+    try:
+        yield
+    except BaseException as error:
+        failed = isinstance(error, RankError) and not is_bad_input([*error.failures.values()])
+        if failed or not isinstance(error, (RankError, ValueError)):
+            print(f"\n{how_to_go_on(folder)}", file=sys.stderr)
+        raise
+
+
 # ---------------------------------------------------------------------- the folder of a run
 def _place(config: TrainConfig) -> tuple[Path, str | None]:
-    """Return the folder of the run, and the checkpoint to start from."""
+    """Return the folder of the run, and the checkpoint to start from; say both."""
     if not config.resume:
-        return new_folder(config), None
-    if config.resume == "latest":
-        if not config.name:
-            raise ValueError("--resume latest needs the --name of the run")
+        folder, saved = new_folder(config), None
+    elif config.resume != "latest":
+        folder, saved = found(config.resume)
+    elif config.name:
         folder = Path(config.out) / config.name
         saved = checkpoint.newest(folder)
     else:
-        folder, saved = found(config.resume)
-    if saved is not None:
-        checkpoint.verify(saved)
-        if saved.name != checkpoint.newest(folder).name:
-            print(f"later checkpoints stay in {folder}; name one of this run's to resume it")
+        raise ValueError("--resume latest needs the --name of the run")
+    if saved is not None and saved.name != checkpoint.newest(folder).name:
+        print(f"later checkpoints stay in {folder}; name one of this run's to resume it")
+    begins = f"Training {config.init or config.preset} on {config.data}"
+    print(f"{f'Resuming {saved}' if saved else begins} with {config.plan}, into {folder}/")
+    sys.stdout.flush()
     return folder, saved and str(saved)
 
 
 def new_folder(config: TrainConfig) -> Path:
     """Make and return a folder for the run; its name gets a number where it is taken."""
-    sizes = config.as_plan().mesh_sizes()
-    mesh = "-".join(f"{axis}{size}" for axis, size in sizes.items())
+    mesh = "-".join(f"{axis}{size}" for axis, size in config.as_plan().mesh_sizes().items())
     name = config.name or f"{Path(config.init).name or config.preset}-{mesh}"
-    for number in itertools.count(1):
-        folder = Path(config.out) / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            if not folder.exists():  # --out, or a folder above, is a file or a link to nowhere
-                raise ValueError(f"--out {config.out}: cannot make {folder}") from None
-        except OSError as error:
-            raise ValueError(f"--out {config.out}: cannot make {folder}: {error}") from None
-    raise AssertionError("there is always another number")
+    folder = Path(config.out) / name
+    for number in itertools.count(2):
+        if not os.path.lexists(folder):
+            break
+        folder = folder.with_name(f"{name}-{number}")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"--out {config.out}: cannot make {folder}: {error}") from None
+    return folder
 
 
 def found(path: str, asked: str = "--resume") -> tuple[Path, Path]:
@@ -171,41 +172,28 @@ def how_to_go_on(folder: Path) -> str:
 
 
 # ---------------------------------------------------------------------- what is printed
-def _headline(config: TrainConfig, folder: Path, start: str | None) -> str:
-    model = config.init or config.preset
-    verb = f"Resuming {start}" if start else f"Training {model} on {config.data}"
-    return f"{verb} with {config.plan}, into {folder}/"
-
-
 class Progress:
     """A bar on a terminal; without a terminal, a line every ten seconds. Lives in rank 0."""
 
     def __init__(self, trainer: Trainer) -> None:
-        print(
-            f"{trainer.corpus.description}\n"
-            f"{trainer.num_parameters / 1e6:.2f}M parameters, {trainer.mesh.size} ranks on "
-            f"{trainer.device.type}",
-            flush=True,
-        )
-        self.total = trainer.config.steps
-        self.bar = tqdm(
-            total=self.total, initial=trainer.step, unit="step", disable=None, dynamic_ncols=True
-        )
-        self.begun = self.spoken = time.monotonic()
-        self.num_steps = 0
+        size, million = trainer.mesh.size, trainer.num_parameters / 1e6
+        print(trainer.corpus.description)
+        print(f"{million:.2f}M parameters, {size} ranks on {trainer.device.type}", flush=True)
+        self.total, how = trainer.config.steps, dict(unit="step", disable=None, dynamic_ncols=True)
+        self.bar = tqdm(total=self.total, initial=trainer.step, **how)
+        self.first, self.begun, self.spoken = trainer.step + 1, time.monotonic(), -math.inf
 
     def __call__(self, line: dict[str, Any]) -> None:
-        self.num_steps += 1
+        step, now = line["step"], time.monotonic()
         status = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
-        self.bar.set_postfix_str(status, refresh=self.num_steps == 1)
+        self.bar.set_postfix_str(status, refresh=step == self.first)
         self.bar.update()
-        now, is_last = time.monotonic(), line["step"] == self.total
-        if self.bar.disable and (is_last or self.num_steps == 1 or now - self.spoken > 10):
-            left = (self.total - line["step"]) * (now - self.begun) / self.num_steps
-            words = "" if is_last else f", {tqdm.format_interval(left)} left"
-            print(f"step {line['step']}/{self.total}: {status}{words}", flush=True)
+        if self.bar.disable and (step == self.total or now - self.spoken > 10):
+            left = (self.total - step) * (now - self.begun) / (step - self.first + 1)
+            words = f", {tqdm.format_interval(left)} left" if step < self.total else ""
+            print(f"step {step}/{self.total}: {status}{words}", flush=True)
             self.spoken = now
-        if is_last:
+        if step == self.total:
             self.bar.close()
 
 
@@ -246,9 +234,9 @@ def summary(report: Report) -> str:
     else:
         rows["loss"] = f"{report.first_loss:.3f} -> {report.last_loss:.3f} nats per token"
         rows["speed"] = (
-            f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step"
+            f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step, "
+            f"{report.flops_per_second / 1e9:,.1f} GFLOP/s of the model on each rank"
         )
-        rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
     if report.hidden_fraction is not None:
         rows["communication"] = (

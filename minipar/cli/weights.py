@@ -57,9 +57,9 @@ def export(command: Export) -> None:
         raise ValueError(
             f"export: {folder} has weights already; name another folder, or say --overwrite"
         )
-    tokenizer = _tokenizer_of(run)
+    tokenizer, (weights, shape) = _tokenizer_of(run), checkpoint.model_of(start)
     try:
-        checkpoint.export(start, folder)
+        hf.save(weights, folder, shape)
     except OSError as error:
         raise ValueError(f"export: cannot write {folder}: {error}") from None
     tokenizer.save(folder / "tokenizer.json")

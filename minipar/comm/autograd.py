@@ -39,7 +39,6 @@ every rank, which is what I means, it yields gradients n times too large (T14). 
 Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, for f and g; Korthikanti
 et al. 2022 (arXiv 2205.05198), section 4.2.2, for the pair gather and reduce-scatter; the four
 types are those of meta-pytorch's `spmd_types`.
-Proved by tests/comm/test_autograd.py.
 """
 
 from collections.abc import Callable, Sequence

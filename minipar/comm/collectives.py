@@ -334,10 +334,8 @@ def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
 
 def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
     if out is not None and (out.shape != torch.Size(shape) or out.dtype != like.dtype):
-        raise ValueError(
-            f"{verb}: out= must be of shape {tuple(shape)} and {like.dtype}, "
-            f"not {tuple(out.shape)} and {out.dtype}"
-        )
+        fits = f"shape {tuple(shape)} and {like.dtype}"
+        raise ValueError(f"{verb}: out= must be of {fits}, not {tuple(out.shape)} and {out.dtype}")
 
 
 # ---------------------------------------------------------------------- slices in memory

@@ -87,16 +87,10 @@ def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:
             raise ValueError(f"mesh {asked}: {name}={size!r} must be a whole number from 1 up")
     product = math.prod(sizes.values())
     if product != world_size:
-        hint = ""
-        if sizes:
-            last = next(reversed(sizes))
-            rest = product // sizes[last]
-            if world_size % rest == 0:
-                hint = f", or {last}={world_size // rest} on {world_size} ranks"
-        raise ValueError(
-            f"mesh {asked} needs {product} ranks but there are {world_size}; "
-            f"start {product} ranks{hint}"
-        )
+        last = next(reversed(sizes), None)
+        rest = product // sizes.get(last, 1)
+        hint = f"; or use {last}={world_size // rest}" if last and world_size % rest == 0 else ""
+        raise ValueError(f"mesh {asked} needs {product} ranks but there are {world_size}{hint}")
 
 
 # ---------------------------------------------------------------------- process groups
@@ -185,10 +179,7 @@ class Mesh:
         raise AttributeError(f"{name!r} is no axis of this mesh; it has {list(sizes)}")
 
     def __getitem__(self, name: str) -> Axis:
-        try:
-            return getattr(self, name)
-        except AttributeError as error:
-            raise KeyError(str(error)) from None
+        return getattr(self, name)
 
     def __repr__(self) -> str:
         asked = ", ".join(f"{name}={size}" for name, size in self.sizes.items())

@@ -107,10 +107,8 @@ class Topology:
     def __post_init__(self) -> None:
         good = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
         if self.cards_per_node is not None and self.cards_per_node not in good:
-            raise ValueError(
-                f"cards_per_node={self.cards_per_node} does not divide ranks_per_node="
-                f"{self.ranks_per_node}; use {' or '.join(map(str, good))}"
-            )
+            good = " or ".join(map(str, good))
+            raise ValueError(f"cards_per_node={self.cards_per_node} does not fit; use {good}")
 
     def between(self, ranks: Sequence[int]) -> Link:
         """Return the link that bounds a group of these global ranks."""
@@ -201,10 +199,8 @@ def use(link: Link | Topology | str) -> Link | Topology:
     if isinstance(link, Topology) and dist.is_initialized():
         asked, world = link.nodes * link.ranks_per_node, dist.get_world_size()
         if asked != world:
-            raise ValueError(
-                f"{link.nodes} nodes x {link.ranks_per_node} ranks_per_node = {asked} ranks but "
-                f"there are {world}; their product must be {world}"
-            )
+            shape = f"{link.nodes} nodes x {link.ranks_per_node} ranks_per_node = {asked} ranks"
+            raise ValueError(f"{shape}, but there are {world}")
     _link = link
     return link
 

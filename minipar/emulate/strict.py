@@ -69,10 +69,8 @@ def watching() -> Iterator[None]:
     global _flying
     backends = {dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map}
     if "link" not in backends:
-        raise ValueError(
-            f"strict.watching() sees collectives of the backend link, and here they go over "
-            f"{', '.join(sorted(backends)) or 'none'}; use Ranks(n, backend='link')"
-        )
+        found = ", ".join(sorted(backends)) or "none"
+        raise ValueError(f"strict.watching() sees the backend link, not {found}; use Ranks of it")
     before, _flying = _flying, weakref.WeakSet()
     _lost.clear()
     taps.append(_threads)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import tyro
 
+from minipar.comm.clock import synchronise
 from minipar.comm.mesh import Mesh
 from minipar.lab import draw
 from minipar.model.llama import PRESETS, Llama
@@ -40,7 +41,6 @@ from minipar.sim.replay import replay
 from minipar.sim.trace import trace
 from minipar.train.compiled import compile_blocks
 from minipar.train.optim import make_optimizer
-from minipar.train.peak import synchronise
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
 

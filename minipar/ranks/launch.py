@@ -89,9 +89,8 @@ def check_fits_here(size: int, weight_bytes: float = 0) -> None:
     most = min(max(64, cores), int(memory / rank_bytes))
     if size > most:
         raise ValueError(
-            f"{size:,} ranks do not fit this machine: it has {cores} cores and "
-            f"{memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more, so "
-            f"that up to {most} do; use fewer, a smaller model, or torchrun on more machines"
+            f"{size:,} ranks do not fit this machine, but up to {most}: it has {cores} cores and "
+            f"{memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
         )
 
 
@@ -131,10 +130,8 @@ class Ranks:
         check_fits_here(size)
         check_backend(backend, size)
         if device is not None and not (isinstance(device, Device) and backend == "link"):
-            raise ValueError(
-                f"device={device!r} with backend={backend!r}: an emulated device talks over the "
-                "backend 'link', and is made by minipar.sim.emulate.device('h100/100'), say"
-            )
+            made = "made by minipar.sim.emulate.device('h100/100'), say, and talks over 'link'"
+            raise ValueError(f"device={device!r}, {backend=}: an emulated device is {made}")
         if strict and backend != "link":
             raise ValueError(f"strict=True watches the backend 'link', not {backend!r}")
         self.size, self.grace, self.sink = size, grace, sink

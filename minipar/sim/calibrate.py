@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 
 from minipar.comm import collectives
+from minipar.comm.clock import synchronise
 from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.ranks import backends
 from minipar.ranks.launch import Ranks
 from minipar.sim import hardware
-from minipar.train.peak import synchronise
 
 HALF = 390  # tokens at which attention's kernel on a GPU reaches half of its rate
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,7 +13,6 @@ Graham's rule, whose fullest row has at most 4/3 as many tokens as that of the b
 
 Source. Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 5 (longest first). Krell
 et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027).
-Proved by tests/train/test_balance.py and tests/law/test_tokens.py.
 """
 
 import heapq
@@ -47,10 +46,7 @@ def shares(speeds: Sequence[float], num_microbatches: int) -> list[int]:
     Raises `ValueError` for fewer microbatches than ranks, or a speed that is not positive.
     """
     if num_microbatches < len(speeds):
-        raise ValueError(
-            f"{num_microbatches} microbatches are too few for {len(speeds)} ranks to share; use "
-            f"{len(speeds)} or more"
-        )
+        raise ValueError(f"{num_microbatches} microbatches are too few for {len(speeds)} ranks")
     if not all(0 < speed < math.inf for speed in speeds):
         raise ValueError(f"speeds={list(speeds)} must be positive")
     counts = [1] * len(speeds)

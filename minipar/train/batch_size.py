@@ -23,7 +23,6 @@ Source. McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (ar
         section 2.2 and appendix A.1. Square root: Malladi et al. 2022, "On the SDEs and Scaling
         Rules for Adaptive Gradient Algorithms" (arXiv 2205.10343). Linear: Goyal et al. 2017
         (arXiv 1706.02677).
-Proved by tests/train/test_batch_size.py; notebook 04c trains with it.
 """
 
 import math
@@ -55,10 +54,7 @@ def parse_ramp(text: str) -> Ramp:
         pair = whole_number(step), whole_number(size)
         previous = ramp[-1][0] if ramp else 0
         if None in pair or pair[1] < 1 or pair[0] <= previous:
-            raise ValueError(
-                f"ramp {text!r}: {part!r} is not sequences@step with a step above {previous}; "
-                f"try 64@100,128@200"
-            )
+            raise ValueError(f"ramp {text!r}: {part!r} is not like 64@100, with rising steps")
         ramp.append(pair)
     return ramp
 

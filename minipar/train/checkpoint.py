@@ -12,10 +12,7 @@ and a size along each dim. The metadata of the file say which box: `["NAME", [wh
 [offset along each dim]]` by key; the second box of a tensor has the key "NAME#1". So any plan on
 any number of ranks can read a checkpoint, and so can one process.
 
-A folder of this name is complete. `verify` holds the lengths of its files against the manifest,
-`load` also their contents.
-
-Proved by: tests/train/test_checkpoint.py.
+A folder of this name is complete. `load` holds its files against the manifest.
 """
 
 import json
@@ -34,7 +31,6 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
 from minipar.parallel.base.shards import Region
@@ -62,7 +58,7 @@ def available(folder: Path) -> list[Path]:
 
 def newest(run: Path) -> Path | None:
     """Return the checkpoint of a run with the highest step; None if the run has none."""
-    return next(iter(available(run / "checkpoints")[::-1]), None)
+    return max(available(run / "checkpoints"), key=step_of, default=None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -79,13 +75,13 @@ class Box(NamedTuple):
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
-    def common(self, offset: tuple[int, ...], size: tuple[int, ...]) -> list[slice] | None:
-        """Return what this box has in common with another, as places in the whole tensor."""
+    def common(self, offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return (start, stop) along each dim of the overlap with another box; None without one."""
         found = [
-            slice(max(a, b), min(a + n, b + m))
+            (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(self.offset, self.size, offset, size, strict=True)
         ]
-        return found if all(part.start < part.stop for part in found) else None
+        return found if all(start < stop for start, stop in found) else None
 
 
 @dataclass(frozen=True)
@@ -102,23 +98,22 @@ class Stored:
         """Return the whole, or the numbers [k] of `region`. Opens only the files that have some."""
         wanted = Region.whole(self.shape) if region is None else region
         numbers = torch.empty(wanted.numel, dtype=self.dtype)
-        targets = list(wanted.boxes(numbers))  # views of `numbers`
-        for box in self.boxes:
-            common = [(box.common(at, tuple(part.shape)), at, part) for at, part in targets]
-            if not any(where is not None for where, *_ in common):
-                continue
-            with reading(self.folder, box.file), _open(self.folder / box.file) as contents:
-                for where, at, part in common:
-                    if where is not None:
-                        source = tuple(_seen_from(box.offset, where))
-                        stored = contents.get_slice(box.key)[source] if source else None
-                        stored = contents.get_tensor(box.key) if stored is None else stored
-                        part[tuple(_seen_from(at, where))] = stored
+        for offset, part in wanted.boxes(numbers):  # `part` is a view of `numbers`
+            for box in self.boxes:
+                overlap = box.common(offset, part.shape)
+                if overlap is None:
+                    continue
+                with reading(self.folder, box.file), _open(self.folder / box.file) as contents:
+                    if overlap:
+                        stored = contents.get_slice(box.key)[_seen_from(box.offset, overlap)]
+                    else:  # a tensor without dims
+                        stored = contents.get_tensor(box.key)
+                part[_seen_from(offset, overlap)] = stored
         return numbers.view(self.shape) if region is None else numbers
 
 
-def _seen_from(offset: tuple[int, ...], where: list[slice]) -> Iterator[slice]:
-    return (slice(w.start - at, w.stop - at) for w, at in zip(where, offset, strict=True))
+def _seen_from(offset: Sequence[int], place: list[tuple[int, int]]) -> tuple[slice, ...]:
+    return tuple(slice(a - at, b - at) for (a, b), at in zip(place, offset, strict=True))
 
 
 def load(
@@ -130,22 +125,26 @@ def load(
     stands in the place of every weight and of every tensor of the optimizer, for each rank to read
     its part. Raises `CheckpointError` on all ranks if the checkpoint is damaged.
     """
-    manifest = verify(folder)
-    own = sorted(manifest["files"])[axis.rank :: axis.size]
-    damaged = [name for name in own if not _is_sound(folder / name, manifest["files"][name])]
-    for names in all_gather_object(damaged, axis):
-        if names:
+    with reading(folder, "manifest.json"):
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if (layout := manifest["format"]) != FORMAT:
+            raise ValueError(
+                f"it has format {layout}, not {FORMAT}; export it by the minipar that wrote it"
+            )
+        files, tied = dict(manifest["files"]), dict(manifest["tied"])
+    own = sorted(files)[axis.rank :: axis.size]
+    damage = [words for name in own if (words := _damage(folder / name, files[name]))]
+    for words in all_gather_object(damage, axis):
+        if words:
             raise CheckpointError(
-                f"checkpoint {folder} is damaged: the contents of {names[0]} do not match their "
-                f"CRC-32; resume from an earlier one"
+                f"checkpoint {folder} is damaged: {words[0]}; resume from an earlier one"
             )
     weights, tensors = (
         {name: stored if lazily else stored() for name, stored in found.items()}
-        for found in (find(folder, manifest["files"], kind) for kind in ("weights_", "state_"))
+        for found in (find(folder, files, kind) for kind in ("weights_", "state_"))
     )
-    with reading(folder, "manifest.json"):
-        weights |= {alias: weights[name] for alias, name in manifest["tied"].items()}
-    with reading(folder, "state.pt"):
+    weights |= {alias: weights[name] for alias, name in tied.items()}
+    with reading(folder):
         state = torch.load(folder / "state.pt", weights_only=True)
         return weights, map_tensors(state, lambda name, t: tensors[name] if t.is_meta else t)
 
@@ -160,14 +159,10 @@ def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
             told = contents.metadata() or {}
             for key in list(contents.keys()):
                 head = contents.get_slice(key)
-                size = tuple(head.get_shape())
-                name, shape, offset = key, size, [0] * len(size)
-                if key in told:
-                    name, shape, offset = json.loads(told[key])
-                fact = tuple(shape), kinds[head.get_dtype()]
-                if facts.setdefault(name, fact) != fact or not len(size) == len(offset):
-                    raise ValueError(f"{name} has another shape here than {facts[name][0]}")
-                boxes[name].append(Box(file, key, tuple(offset), size))
+                size = head.get_shape()
+                name, shape, offset = json.loads(told[key]) if key in told else (key, size, None)
+                facts[name] = tuple(shape), kinds[head.get_dtype()]
+                boxes[name].append(Box(file, key, tuple(offset or [0] * len(size)), tuple(size)))
     for name, (shape, _) in facts.items():
         numel = sum(math.prod(box.size) for box in boxes[name])
         if numel != math.prod(shape):
@@ -177,38 +172,11 @@ def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
     return {name: Stored(folder, name, *facts[name], tuple(boxes[name])) for name in sorted(facts)}
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Return the manifest: "files", with the length and CRC-32 of each, and "tied" weights.
-
-    Looks at the lengths of the files, not into them. Raises `CheckpointError`.
-    """
-    with reading(folder, "manifest.json"):
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        layout, files, tied = manifest["format"], manifest["files"], dict(manifest["tied"])
-        if layout != FORMAT:
-            raise ValueError(
-                f"it has format {layout}, and this version of minipar reads {FORMAT}; "
-                f"minipar export of the version that wrote it makes a model for --init"
-            )
-        if "state.pt" not in files:
-            raise ValueError("it does not list state.pt")
-        for name, digest in files.items():
-            path, num_bytes = folder / name, digest["num_bytes"]
-            found = path.stat().st_size if path.is_file() else None
-            if found != num_bytes:
-                there = "is missing" if found is None else f"has {found} bytes"
-                raise CheckpointError(
-                    f"checkpoint {folder} is damaged: {name} {there} instead of {num_bytes} bytes; "
-                    f"resume from an earlier one"
-                )
-    return {"files": files, "tied": tied}
-
-
-def _is_sound(path: Path, digest: dict[str, int]) -> bool:
-    try:
-        return digest_of(path) == digest
-    except OSError:
-        return False
+def _damage(path: Path, digest: dict[str, int]) -> str:
+    """Return how a file differs from its `digest`, or ""."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    return "" if digest_of(path) == digest else f"{path.name} does not match its CRC-32"
 
 
 def digest_of(path: Path) -> dict[str, int]:
@@ -251,16 +219,12 @@ def map_tensors(tree: Any, change: Any, path: str = "") -> Any:
 # ---------------------------------------------------------------------- weights and models
 def check_shapes(own: Mapping[str, Sequence[int]], weights: Mapping[str, Any], where: str) -> None:
     """Raise `CheckpointError` unless `weights` have the names and shapes `own`."""
-    problems = [f"lacks {name}" for name in own.keys() - weights.keys()]
-    problems += [f"has {name}, which the model has not" for name in weights.keys() - own.keys()]
-    problems += [
-        f"has {name} of shape {tuple(weights[name].shape)} where the model has {tuple(own[name])}"
-        for name in own.keys() & weights.keys()
-        if tuple(own[name]) != tuple(weights[name].shape)
-    ]
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise CheckpointError(f"{where} is of another model: it {sorted(problems)[0][:300]}{more}")
+    here = {name: tuple(shape) for name, shape in own.items()}
+    there = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            shapes = f"{there.get(name)}, not {here.get(name)}"
+            raise CheckpointError(f"{where} is of another model: {name[:300]} has shape {shapes}")
 
 
 def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
@@ -273,14 +237,3 @@ def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
         if shape["moe"] is not None:
             shape["moe"] = MoEConfig(**shape["moe"])
         return weights, LlamaConfig(**shape)
-
-
-def export(checkpoint: Path, folder: Path) -> LlamaConfig:
-    """Write the weights of a checkpoint of `minipar train` as a Hugging Face `folder`.
-
-    Returns the shape of the model. Raises `CheckpointError` for a damaged checkpoint, and
-    `ValueError` where `folder` is a file.
-    """
-    weights, config = model_of(checkpoint)
-    hf.save(weights, folder, config)
-    return config

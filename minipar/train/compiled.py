@@ -15,7 +15,6 @@ Refused are schedules that compute gradients of weights apart, as the backward o
 piece, and selective recomputation, which looks at single operations. README has a table of it.
 
 In torch: `torch.compile`; torchtitan compiles block by block, too.
-Proved by: tests/train/test_compiled.py.
 """
 
 from typing import Any

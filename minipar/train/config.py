@@ -17,7 +17,6 @@ from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import MESH, Plan
 from minipar.train import compiled
-from minipar.train.corpus import Corpus
 from minipar.train.metrics import write_whole
 from minipar.train.tokenizer import ByteTokenizer
 
@@ -134,10 +133,8 @@ class TrainConfig:
         if self.mesh:
             strange = [p for p in self.mesh.split(",") if p.partition("=")[0].strip() not in MESH]
             if strange:
-                raise ValueError(
-                    f"--mesh {self.mesh}: {strange[0]!r} is not axis=size with an axis out of "
-                    f"{', '.join(MESH)}; try dp=4, or --plan for other words"
-                )
+                axes = f"axis=size with an axis out of {', '.join(MESH)}; try dp=4"
+                raise ValueError(f"--mesh {self.mesh}: {strange[0]!r} is not {axes}")
             sizes = Plan.parse(self.mesh)
             plan = replace(plan, **{axis: getattr(sizes, axis) for axis in MESH})
         given = {word: getattr(self, flag) for flag, word in WORDS.items()}
@@ -154,12 +151,6 @@ class TrainConfig:
         """Ranks of the whole mesh."""
         return self.as_plan().num_ranks
 
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that have sequences of their own."""
-        plan = self.as_plan()
-        return plan.dp * plan.ep
-
     # ------------------------------------------------------------------ what cannot work
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work, before anything is started."""
@@ -172,53 +163,25 @@ class TrainConfig:
             raise ValueError(f"--name {self.name!r} must be a plain name; --out chooses the folder")
         model = self.model_config()
         if self.seq_len > model.max_seq_len:
-            raise ValueError(
-                f"--seq-len {self.seq_len} is longer than {self.init or self.preset} can see; use "
-                f"up to {model.max_seq_len}"
-            )
+            sees = f"{self.init or self.preset} can see {model.max_seq_len} tokens"
+            raise ValueError(f"--seq-len {self.seq_len} is too long: {sees}")
         own_tokenizer = Path(self.init) / "tokenizer.json"
         asks = self.init and not self.tokenizer
         if asks and not ByteTokenizer.wrote(own_tokenizer, model.vocab_size):
-            raise ValueError(
-                f"--init {self.init} reads text as its own tokens, not as bytes; add "
-                f"--tokenizer {own_tokenizer}"
-            )
+            raise ValueError(f"--init {self.init} reads no bytes; add --tokenizer {own_tokenizer}")
         plan.check(model)
-        self._check_batch(plan)
-        if plan.precision != "float32" and self.dtype != "float32":
+        ranks = plan.dp * plan.ep  # ranks that have sequences of their own
+        most = -(-self.batch_size // ranks)  # sequences of a rank
+        made = -(-most // -(-most // plan.microbatches))  # microbatches that are not empty
+        if made != plan.microbatches:
             raise ValueError(
-                f"--precision {plan.precision} casts from master weights in float32, and --dtype "
-                f"{self.dtype} has others; leave out one of them"
+                f"--microbatches {plan.microbatches} leaves some empty: a rank has {most} sequences"
+                f" of --batch-size {self.batch_size}, for {made} microbatches"
             )
+        if plan.precision != "float32" and self.dtype != "float32":
+            raise ValueError(f"--precision {plan.precision} needs --dtype float32")
         if self.compile != "none":
             compiled.check(plan)
-
-    def _check_batch(self, plan: Plan) -> None:
-        most = -(-self.batch_size // self.data_ranks)  # sequences of a rank
-        if plan.microbatches > most:
-            raise ValueError(
-                f"--microbatches {plan.microbatches} is too many: each of the {self.data_ranks} "
-                f"ranks with sequences has only {most} of --batch-size {self.batch_size}; use up "
-                f"to {most}"
-            )
-        rows = -(-most // plan.microbatches)  # of a microbatch
-        if plan.pp > 1 and (made := -(-most // rows)) != plan.microbatches:
-            least = plan.microbatches * self.data_ranks
-            raise ValueError(
-                f"--batch-size {self.batch_size} makes {made} microbatches, and the schedule of "
-                f"the pipeline is for --microbatches {plan.microbatches}; use a --batch-size that "
-                f"{least} divides"
-            )
-
-    def check_length(self, corpus: Corpus) -> None:
-        """Raise `ValueError` unless a sequence fits into both parts of `corpus`."""
-        for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
-            if self.seq_len >= len(tokens):
-                shorter = min(len(corpus.train), len(corpus.validation)) - 1
-                raise ValueError(
-                    f"--seq-len {self.seq_len} does not fit the {len(tokens):,} tokens of {part} "
-                    f"text in {self.data}; use up to {shorter:,}, or more text"
-                )
 
     # ------------------------------------------------------------------ the model
     def model_config(self, vocab_size: int = 0) -> LlamaConfig:
@@ -231,10 +194,8 @@ class TrainConfig:
             return replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
         shape = hf.load_config(self.init)
         if vocab_size > shape.vocab_size:
-            raise ValueError(
-                f"--init {self.init} knows {shape.vocab_size} tokens, and the tokenizer has "
-                f"{vocab_size}; use the --tokenizer that the model was trained with"
-            )
+            knows = f"--init {self.init} knows {shape.vocab_size} tokens"
+            raise ValueError(f"{knows}, and the tokenizer has {vocab_size}; use the model's own")
         return shape
 
     def weight_bytes(self) -> int:
@@ -266,7 +227,5 @@ def check_numbers(record: Any, least: Mapping[str, float]) -> None:
         if field.name == "seed":
             most = 2**63 - 1
         if isinstance(value, (int, float)) and not low <= value <= most:
-            raise ValueError(
-                f"--{field.name.replace('_', '-')} {str(value)[:80]} must be {low:g} or more, and "
-                f"at most {most:,}"
-            )
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{flag} {str(value)[:80]} must be {low:g} or more, up to {most:,}")

@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,17 +35,12 @@ class Corpus:
 
     train: Tensor  # 1-D; uint8 where the vocabulary fits, else int32
     validation: Tensor  # 1-D, the same dtype
-    num_files: int  # 0 for a streamed dataset
-    num_bytes: int  # of text, as UTF-8
-    description: str  # "618 files, 11.2 MB of the Python standard library"
+    description: str  # "11.2 MB of stdlib, 618 documents"
 
 
-class Document(NamedTuple):
-    """A piece of text of its own."""
-
-    file: str  # "" where it came from no file
-    name: str  # relative, so alike on all machines: validation is drawn by it
-    text: str | None  # None: a file that is no text, to be counted and left out
+# The name of a document, by which validation is drawn, is relative, so alike on all machines.
+# A document without text (None) is a file that is no text.
+Documents = Iterator[tuple[str, str | None]]
 
 
 def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = None) -> Corpus:
@@ -54,8 +49,7 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
     `source` is one of
     - `stdlib`: every .py file of this Python's standard library, without tests and packages;
     - a file, a glob, or a folder: all files below it that are neither hidden nor binary;
-    - a .jsonl file, with a document in the field "text" of each line. A .json file of such lines,
-      or of an array of such objects, is read alike;
+    - a .jsonl file, with a document in the field "text" of each line;
     - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, 100 MB at most.
 
     Documents are drawn for validation by a hash of their names until `VALIDATION` of the tokens is
@@ -63,73 +57,74 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
 
     Raises `ValueError`, naming the source, where it is missing, empty, malformed or too short.
     """
-    if limit_bytes is None and source.startswith("hf:"):
+    is_stream = source.startswith("hf:")
+    if limit_bytes is None and is_stream:
         limit_bytes = STREAM_LIMIT_BYTES
     names: list[str] = []
     tokens: list[Tensor] = []
-    files: set[str] = set()
     num_bytes = num_skipped = 0
     try:
-        documents, label = _open(source)
-        for document in documents:
-            if document.text is None:
+        for name, text in _stream(source) if is_stream else _read(source):
+            if text is None:
                 num_skipped += 1
                 continue
-            data = document.text.encode("utf-8", errors="replace")
+            data = text.encode("utf-8", errors="replace")
             data = data if limit_bytes is None else data[: limit_bytes - num_bytes]
             if data:
-                text = data.decode("utf-8", errors="ignore")  # the limit may cut a character
-                names.append(document.name)
-                tokens.append(_tokenize(text, tokenizer))
-                files.add(document.file)
+                names.append(name)
+                # The limit may cut a character.
+                tokens.append(_tokenize(data.decode("utf-8", errors="ignore"), tokenizer))
                 num_bytes += len(data)
             if num_bytes == limit_bytes:
                 break
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or source}: {one_line(error)}") from error
-
-    skipped = f"{_count(num_skipped, 'file')} without text skipped"
-    if not num_bytes:
-        raise ValueError(f"{source} holds no text ({skipped})")
     num_tokens = sum(map(len, tokens))
-    if num_tokens < 2 * MIN_TOKENS:
-        raise ValueError(
-            f"{source} is too short: {_count(num_tokens, 'token')}; training and validation need "
-            f"{MIN_TOKENS} each"
-        )
-    files.discard("")
-    counts = [_count(len(files), "file")] if files else []
-    counts += [_count(len(names), "document")] if len(names) != len(files) else []
-    notes = [skipped] if num_skipped else []
-    notes += [f"cut at {size_of(num_bytes)}"] if num_bytes == limit_bytes else []
+    notes = [f"{len(names):,} documents"] if len(names) > 1 else []
+    notes += [f"{num_skipped} files without text skipped"] if num_skipped else []
+    notes += ["cut at the limit"] if num_bytes == limit_bytes else []
     if tokenizer.separator is None and not isinstance(tokenizer, ByteTokenizer):
         notes.append("nothing between documents: the tokenizer names no token that ends one")
-    description = f"{', '.join(counts)}, {size_of(num_bytes)} of {label}"
-    description += f" ({', '.join(notes)})" if notes else ""
-    return Corpus(*_split(names, tokens), len(files), num_bytes, description)
+    description = ", ".join([f"{num_bytes / 1e6:.3g} MB of {source}", *notes])
+    if num_tokens < 2 * MIN_TOKENS:
+        raise ValueError(f"{source} is too short: {num_tokens} tokens ({description})")
+    return Corpus(*_split(names, tokens), description)
 
 
 # ---------------------------------------------------------------------- documents
-def _open(source: str) -> tuple[Iterator[Document], str]:
-    """Return the documents of a source in their order, and what to call the source."""
-    if source.startswith("hf:"):
-        return _stream(source), source
+def _read(source: str) -> Documents:
+    """Yield the documents of files. Of several files, one that is no text is left out."""
+    path = Path(source).expanduser()
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
-        return _read(paths, root), "the Python standard library"
-    path = Path(source).expanduser()
-    if source and path.is_dir():
-        return _read(_walk(path, LEFT_OUT), path), source
-    if source and path.is_file():
-        return _read([path], path.parent), source
-    found = [path for path in map(Path, glob.glob(str(path), recursive=True)) if path.is_file()]
-    if not found:
-        raise ValueError(
-            f"no file or folder {source!r}; --data takes stdlib, a file, a folder, a glob, "
-            f"a .jsonl file or hf:NAME"
-        )
-    return _read(found, Path(os.path.commonpath([path.parent for path in found]))), source
+    elif source and path.is_dir():
+        root, paths = path, _walk(path, LEFT_OUT)
+    else:
+        found = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+        paths = [path for path in found if path.is_file()]
+        if not source or not paths:
+            raise ValueError(f"no file or folder {source!r}; --data also takes stdlib or hf:NAME")
+        root = Path(os.path.commonpath([path.parent for path in paths]))
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        try:
+            text = path.read_bytes().decode("utf-8")
+            if "\0" in text:
+                raise ValueError("it holds NUL bytes")
+        except ValueError as error:
+            if len(paths) == 1:
+                raise ValueError(f"{path} is no text in UTF-8: {one_line(error)}") from None
+            text = None
+        if text is None or path.suffix != ".jsonl":
+            yield name, text
+            continue
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
+                yield f"{name}:{number}", _text_of(row, f"{path}:{number}")
 
 
 def _walk(root: Path, left_out: set[str]) -> list[Path]:
@@ -142,45 +137,6 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def _read(paths: list[Path], root: Path) -> Iterator[Document]:
-    """Yield the documents of files. Of several, one that is no text is left out."""
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-        try:
-            text = path.read_bytes().decode("utf-8")
-            if "\0" in text:
-                raise ValueError("it holds NUL bytes")
-        except ValueError as error:
-            if len(paths) == 1:
-                raise ValueError(f"{path} is no text in UTF-8: {one_line(error)}") from None
-            text = None
-        rows = _rows(path, text) if text and path.suffix in (".json", ".jsonl") else None
-        if rows is None:
-            yield Document(name, name, text)
-        else:
-            for number, row in rows:
-                yield Document(name, f"{name}:{number}", _text_of(row, f"{path}:{number}"))
-
-
-def _rows(path: Path, text: str) -> list[tuple[int, Any]] | None:
-    """Return the numbered rows of a file of JSON documents; None for any other JSON."""
-    lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    rows: list[tuple[int, Any]] = []
-    try:
-        for number, line in lines:
-            rows.append((number, json.loads(line)))
-    except ValueError as error:
-        if path.suffix == ".jsonl":
-            raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
-        try:
-            rows = list(enumerate(json.loads(text), start=1))  # an array on many lines
-        except (TypeError, ValueError):
-            return None
-    if path.suffix == ".json" and len(rows) == 1 and isinstance(rows[0][1], list):
-        rows = list(enumerate(rows[0][1], start=1))
-    has_text = rows and isinstance(rows[0][1], dict) and "text" in rows[0][1]
-    return rows if has_text or path.suffix == ".jsonl" else None
-
-
 def _text_of(row: Any, where: str) -> str:
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
@@ -188,7 +144,7 @@ def _text_of(row: Any, where: str) -> str:
     return text
 
 
-def _stream(source: str) -> Iterator[Document]:
+def _stream(source: str) -> Documents:
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
         from datasets import load_dataset
@@ -199,7 +155,7 @@ def _stream(source: str) -> Iterator[Document]:
     try:
         rows = load_dataset(name, split=split or "train", streaming=True)
         for number, row in enumerate(rows):
-            yield Document("", str(number), _text_of(row, f"row {number}"))
+            yield str(number), _text_of(row, f"row {number}")
     except Exception as error:  # an unknown name or split, no network: each has its own type
         raise ValueError(f"cannot read {source}: {one_line(error)}") from error
 
@@ -240,15 +196,3 @@ def _split(names: list[str], tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     everything = torch.cat(list(tokens))
     cut = total - max(MIN_TOKENS, round(wanted))
     return everything[:cut], everything[cut:]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def size_of(num_bytes: int) -> str:
-    """Return a number of bytes for people: "11.2 MB"."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return _count(num_bytes, "byte")

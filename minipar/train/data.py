@@ -40,11 +40,9 @@ class Sequences:
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
         if not 1 <= seq_len < len(tokens):
-            hint = f"use 1 to {len(tokens) - 1:,}" if len(tokens) > 1 else "it needs 2 or more"
-            raise ValueError(
-                f"seq_len={seq_len} does not fit a text of {len(tokens):,} tokens; {hint} "
-                "(a sequence of T tokens needs T + 1: the last one is only a target)"
-            )
+            most = len(tokens) - 1  # a sequence of T tokens needs T + 1: the last is only a target
+            raise ValueError(f"seq_len={seq_len} does not fit a text of {most + 1:,} tokens; "
+                             f"use 1 to {most:,}")  # fmt: skip
         self.tokens = tokens
         self.seq_len = seq_len
 
@@ -79,10 +77,8 @@ def check_same(source: str, texts: Mapping[str, Sequences], axis: Axis) -> None:
     for part in texts:
         hosts = dict.fromkeys(host for host, prints in others if prints[part] != theirs[part])
         if hosts:
-            raise ValueError(
-                f"the {part} text of {source} on {', '.join([*hosts][:8])} is not that of rank 0 "
-                f"on {first}; copy the files, and the tokenizer.json if any, from there"
-            )
+            where = f"on {', '.join([*hosts][:8])} is not that of rank 0 on {first}"
+            raise ValueError(f"the {part} text of {source} {where}; copy the files from there")
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -110,8 +106,7 @@ class Batches:
     their place. The place in the epoch is counted in samples.
 
     `for microbatches in batches` ends with the epoch; the next `for` is the next epoch. Training
-    for a number of steps reads `batches.forever()`. Raises `ValueError` for counts below 1 and for
-    a rank outside of 0..size-1.
+    for a number of steps reads `batches.forever()`.
     """
 
     def __init__(
@@ -124,12 +119,6 @@ class Batches:
         seed: int = 0,
         microbatches: int = 1,
     ) -> None:
-        counts = {"batch_size": batch_size, "size": size, "microbatches": microbatches}
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be 1 or more")
-        if not 0 <= rank < size:
-            raise ValueError(f"rank={rank} is not one of {size} ranks; use 0 to {size - 1}")
         self.sequences, self.batch_size = sequences, batch_size
         self.rank, self.size = rank, size
         self.seed = seed
@@ -161,13 +150,8 @@ class Batches:
         have one shape, B = ceil(batch_size / sum(shares)). Raises `ValueError` for another number
         of shares than ranks, or when there is nothing to deal.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be 1 or more")
         if len(shares) != self.size or min(shares) < 0 or sum(shares) < 1:
-            raise ValueError(
-                f"shares={list(shares)} of {self.size} ranks must be {self.size} counts from 0 up, "
-                f"not all of them 0"
-            )
+            raise ValueError(f"shares={list(shares)} are not {self.size} counts from 0 up")
         self.batch_size, self.shares = batch_size, list(shares)
 
     def _turns(self) -> list[int]:
@@ -207,10 +191,8 @@ class Batches:
         for key in ("seed", "seq_len", "fingerprint"):
             if state[key] != here[key]:
                 name = "text (its fingerprint)" if key == "fingerprint" else key
-                raise ValueError(
-                    f"cannot resume the data with another {name}: saved with {state[key]}, now "
-                    f"{here[key]}; samples would be lost or repeated"
-                )
+                change = f"saved with {state[key]}, now {here[key]}"
+                raise ValueError(f"cannot resume the data with another {name}: {change}")
         self.epoch, self.position = state["epoch"], state["position"]
 
 

@@ -6,8 +6,6 @@ when the process ends, however that happens.
 *Seen by all.* Rank 0 writes a random word into that file, and each rank must read the word before
 it trains. A rank that cannot is on a host that does not share the folder: its part of every
 checkpoint would be lost.
-
-Proved by: tests/train/test_folder.py.
 """
 
 import fcntl
@@ -51,8 +49,7 @@ def held(folder: Path, axis: Axis) -> Iterator[None]:
         if blind:
             raise ValueError(
                 f"{folder} is not shared: {', '.join(blind[:8])} cannot read what {first} has "
-                f"written there, and checkpoints would lack their parts; all hosts of a run need "
-                f"one folder, such as --out on NFS"
+                f"written there; all hosts of a run need one folder, such as --out on NFS"
             )
         yield
     finally:

@@ -1,9 +1,9 @@
 """The metrics of a run: a line of JSON per step in metrics.jsonl.
 
 Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted), seconds (of the
-step, without validation and checkpoints), tokens_per_second, mfu (see peak.py), peak_memory (bytes,
-of rank 0 so far). Some lines have recorded (true where a recorder made the step slower),
-validation_loss, and what loss scaling reports.
+step, without validation and checkpoints), tokens_per_second, peak_memory (bytes, of rank 0 so far).
+Some lines have recorded (true where a recorder made the step slower), validation_loss, and what
+loss scaling reports.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import Tensor
 from minipar.comm import clock
 from minipar.comm.mesh import Mesh
 
-MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu", "peak_memory"]
+MEASURED = ["recorded", "seconds", "tokens_per_second", "peak_memory"]
 """Keys whose values differ between two runs that do the same."""
 
 
@@ -81,14 +81,8 @@ class Log:
         self.progress(line)
 
     def add(self, **figures: Any) -> None:
-        """Put `figures` into the line of the latest step."""
-        if self.held is not None:
-            self.held[0].update(figures)
-            return
-        self.lines[-1] |= figures
-        if self.path is not None:
-            *before, last = read(self.path)
-            write_whole(self.path, "".join(map(_one_line, [*before, last | figures])))
+        """Put `figures` into the line that is held."""
+        self.held[0].update(figures)
 
     def restart_clock(self) -> None:
         """From here on, time counts as part of the next step."""
@@ -103,22 +97,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of `path`, without one at the end that a kill cut short.
-
-    Raises `ValueError` for a line of another kind.
-    """
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        if not text.endswith("\n"):
-            break
-        try:
-            lines.append(json.loads(text))
-            int(lines[-1]["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{len(lines) + 1} is no line of metrics: {text[:80]!r}"
-            ) from error
-    return lines
+    """Return the lines of `path`, without one at the end that a kill cut short."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _one_line(line: dict[str, Any]) -> str:

@@ -31,10 +31,8 @@ def explained() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_one(error):
             raise
-        raise OutOfMemory(
-            f"out of memory ({one_line(error, 160)}); minipar plan --fix names a plan that needs "
-            f"less"
-        ) from error
+        remedy = "minipar plan --fix names a plan that needs less"
+        raise OutOfMemory(f"out of memory ({one_line(error, 160)}); {remedy}") from error
 
 
 def free_bytes(ranks: int = 1) -> int:

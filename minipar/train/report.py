@@ -5,7 +5,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from minipar.comm import clock
 from minipar.comm.mesh import Mesh
 from minipar.model.hf import write_json
 from minipar.observe import timeline
+from minipar.observe.spans import clipped
 from minipar.observe.timeline import Timeline
 
 
@@ -36,8 +37,7 @@ class Report:
     last_loss: float | None
     validation_loss: float
     tokens_per_second: float | None
-    mfu: float | None  # model FLOPs utilisation: the share of the peak below
-    peak: str  # what the ranks could do at most, and where that number is from
+    flops_per_second: float | None  # that the model needs, of a rank: over its peak, this is MFU
     step_seconds: float | None  # median
     sent_bytes: float
     communication_seconds: float
@@ -109,13 +109,9 @@ class StepRecorder:
         """Return the recorded step in the middle, with the spans of all ranks; a collective."""
         if not self.steps:
             return Timeline()
-        start, end = self.steps[len(self.steps) // 2]
-        cut = (
-            replace(span, start=max(span.start, start), end=min(span.end, end))
-            for span in self.recorded
-            if span.start < end and span.end > start
-        )
-        return Timeline(cut).gather(mesh.world).shifted()
+        here, (start, end) = self.recorded.ranks, self.steps[len(self.steps) // 2]
+        step = clipped(self.recorded, dict.fromkeys(here, start), dict.fromkeys(here, end))
+        return Timeline(step).gather(mesh.world).shifted()
 
 
 def profiler(folder: Path, rank: int) -> torch.profiler.profile:

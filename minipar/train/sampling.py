@@ -1,7 +1,6 @@
 """Text that a model writes: at the end of a run, and for `minipar generate`."""
 
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,26 +17,15 @@ def write(
     seed: int,
     temperature: float = 0.8,
     top_k: int = 40,
-    told: Callable[[int], None] = lambda done: None,
 ) -> tuple[str, str]:
     """Return what the tokens [T] say, and the text of `count` more.
 
     A character that is begun in the one and ended in the other is in the second.
-    Every 8 tokens, `told` is called with the number of those that are written. Raises `ValueError`
-    for tokens that the model does not know.
     """
-    largest, vocab_size = max(tokens.tolist(), default=0), model.config.vocab_size
-    if not len(tokens) or largest >= vocab_size:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens, up to {largest}: a model of {vocab_size} tokens "
-            f"needs one at least, and those below that"
-        )
     prompt, device = tokenizer.decode(tokens.tolist()), next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     row = tokens.to(device, torch.int64)[None]
-    for done in range(0, count, 8):
-        told(done)
-        row = generate(model, row, min(8, count - done), temperature, top_k, generator=generator)
+    row = generate(model, row, count, temperature, top_k, generator=generator)
     whole = tokenizer.decode(row[0].tolist())  # at once: a character may be several tokens
     same = len(os.path.commonprefix([prompt, whole]))
     return prompt[:same], whole[same:]

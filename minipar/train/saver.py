@@ -16,7 +16,6 @@ host: 1/n of weights and optimizer state on each of n ranks.
 
 The layout of the files is that of checkpoint.py; their folder must be one that all ranks see.
 In torch: `torch.distributed.checkpoint`.
-Proved by: tests/train/test_checkpoint.py, tests/train/test_saver.py.
 """
 
 import io
@@ -27,7 +26,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,14 +49,6 @@ from minipar.train.checkpoint import (
 Parts = Mapping[str, Mapping[str, Part]]  # by kind, "weights" or "state", and name
 
 
-class _InProgress(NamedTuple):
-    """A checkpoint that is being written."""
-
-    step: int
-    tied: dict[str, str]
-    files: Future[Files]  # those of this rank
-
-
 class Saver:
     """Writes the checkpoints of a run below `folder`; made and used alike on all ranks of `axis`.
 
@@ -68,7 +59,8 @@ class Saver:
         self, folder: Path, axis: Axis = ALONE, *, keep: int = 2, in_background: bool = False
     ) -> None:
         self.folder, self.axis, self.keep, self.in_background = folder, axis, keep, in_background
-        self._writing: _InProgress | None = None
+        # The checkpoint that is being written: its step, its ties, and the files of this rank.
+        self._writing: tuple[int, dict[str, str], Future[Files]] | None = None
 
     def save(
         self,
@@ -92,14 +84,16 @@ class Saver:
         checkpoints before are then as they were.
         """
         self.finish()
-        share = {kind: dict((own or {}).get(kind, {})) for kind in ("weights", "state")}
-        for name in deal({n: t.nbytes for n, t in weights.items()}, self.axis.size)[self.axis.rank]:
+        dealt = deal({name: t.nbytes for name, t in weights.items()}, self.axis.size)
+        own = own or {}
+        share = {"weights": dict(own.get("weights", {})), "state": dict(own.get("state", {}))}
+        for name in dealt[self.axis.rank]:
             t = weights[name]
             share["weights"][name] = Part(t.detach().flatten(), Region.whole(t.shape))
-        share = {
-            kind: {name: self._still(part) for name, part in parts.items() if part.numbers.numel()}
-            for kind, parts in share.items()
-        }
+        for parts in share.values():
+            for name, part in parts.items():
+                if self.in_background or part.numbers.device.type != "cpu":
+                    parts[name] = part._replace(numbers=_copy_on_host(part.numbers))
         if self.axis.rank == 0:
             state = map_tensors(state, lambda _, t: t if t.is_meta else _copy_on_host(t))
         self._together(step, self._clear)
@@ -107,25 +101,14 @@ class Saver:
         executor = ThreadPoolExecutor(1)
         files = executor.submit(*work, state if self.axis.rank == 0 else None)
         executor.shutdown(wait=False)  # the thread ends with its task
-        self._writing = _InProgress(step, dict(tied or {}), files)
+        self._writing = step, dict(tied or {}), files
         if not self.in_background:
             self.finish()
-
-    def _still(self, own: Part) -> Part:
-        """Return `own`, as a copy where training would change it before it is written."""
-        if own.numbers.device.type == "cpu" and not self.in_background:
-            return own
-        return own._replace(numbers=_copy_on_host(own.numbers))
-
-    @property
-    def in_progress(self) -> bool:
-        """True if a save was begun and not finished, on all ranks."""
-        return self._writing is not None
 
     @property
     def is_writing(self) -> bool:
         """True if this rank still writes its share."""
-        return self._writing is not None and not self._writing.files.done()
+        return self._writing is not None and not self._writing[2].done()
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and put its checkpoint in place.
@@ -135,14 +118,15 @@ class Saver:
         if self._writing is None:
             return
         (step, tied, written), self._writing = self._writing, None
-        shares = self._together(step, written.result)
-        files = {name: digest for share in shares for name, digest in share.items()}
+        files = {}
+        for share in self._together(step, written.result):
+            files |= share
         self._together(step, lambda: self._publish(step, tied, files))
 
     def close(self) -> None:
         """Wait for this rank's thread alone, after an error: other ranks may be gone."""
         if self._writing is not None:
-            self._writing.files.exception()
+            self._writing[2].exception()
             self._writing = None
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
@@ -173,9 +157,8 @@ class Saver:
         if self.axis.rank > 0:
             return
         unfinished, final = self._unfinished(step), self._final(step)
-        for name, digest in files.items():
-            path = unfinished / name
-            if not path.is_file() or path.stat().st_size != digest["num_bytes"]:
+        for name in files:
+            if not (unfinished / name).is_file():
                 raise OSError(f"{name}, which a rank has written, is not there; is it elsewhere?")
         manifest = {"format": FORMAT, "step": step, "tied": tied, "files": files}
         write_json(unfinished / "manifest.json", manifest)
@@ -195,18 +178,12 @@ class Saver:
 
 
 def deal(num_bytes: dict[Any, int], size: int) -> list[list[Any]]:
-    """Share out the keys among `size` ranks so that all get about as many bytes.
+    """Share out the keys among `size` ranks in turn, the largest first.
 
-    The largest first, each to the rank that has the least so far: none gets more than the mean plus
-    the largest. Source: Graham, "Bounds on Multiprocessing Timing Anomalies" (1969).
+    No rank gets more bytes than the mean plus the largest.
     """
-    shares: list[list[Any]] = [[] for _ in range(size)]
-    loads = [0] * size
-    for key in sorted(num_bytes, key=lambda key: (-num_bytes[key], key)):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(key)
-        loads[lightest] += num_bytes[key]
-    return shares
+    in_order = sorted(num_bytes, key=lambda key: (-num_bytes[key], key))
+    return [in_order[rank::size] for rank in range(size)]
 
 
 def _copy_on_host(tensor: Tensor) -> Tensor:
@@ -220,9 +197,16 @@ def _write_share(folder: Path, rank: int, share: Parts, state: Any) -> Files:
     folder.mkdir(exist_ok=True)
     written = []
     for kind, own in share.items():
-        if own:
+        tensors, places = {}, {}
+        for name, part in own.items():
+            for i, (offset, box) in enumerate(part.region.boxes(part.numbers)):
+                key = f"{name}#{i}" if i else name
+                tensors[key] = box
+                if tuple(box.shape) != part.region.shape:
+                    places[key] = json.dumps([name, part.region.shape, offset])
+        if tensors:
             written.append(folder / f"{kind}_{rank:05d}.safetensors")
-            save_file(*_boxes(own), written[-1])
+            save_file(tensors, places, written[-1])
     if state is not None:
         written.append(folder / "state.pt")
         content = io.BytesIO()  # torch's own writer does not say why it could not write
@@ -231,18 +215,6 @@ def _write_share(folder: Path, rank: int, share: Parts, state: Any) -> Files:
     for path in written:
         _force_to_disk(path)
     return {path.name: digest_of(path) for path in written}
-
-
-def _boxes(own: Mapping[str, Part]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file, and its metadata: the places of those that are not whole."""
-    tensors, told = {}, {}
-    for name, part in own.items():
-        for i, (offset, box) in enumerate(part.region.boxes(part.numbers)):
-            key = f"{name}#{i}" if i else name
-            tensors[key] = box
-            if tuple(box.shape) != part.region.shape:
-                told[key] = json.dumps([name, part.region.shape, offset])
-    return tensors, told
 
 
 def save_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:

@@ -4,8 +4,6 @@ Tensor and expert parallelism leave a rank slices of weights, ZeRO flat ranges o
 a pipeline the weights of its layers. `parts` says of each which numbers of the whole tensor it is
 (a `Region`), so nothing is gathered for a save. `fill` reads the numbers of this rank, and no
 others. Where several ranks have the same numbers, one of them writes; all know which one.
-
-Proved by: tests/train/test_shards.py.
 """
 
 import itertools
@@ -67,7 +65,7 @@ def parts(
         return Part(values.detach().flatten(), _region(strategy, name, piece, rows))
 
     for name, t in _tensors(strategy).items():
-        if ("weights", name) in mine:
+        if name in mine:
             piece = piece_of(t)
             values = master_of(t) if hasattr(t, "master") else piece
             weights[strategy.serial_name(name)] = part(name, piece, values)
@@ -77,7 +75,7 @@ def parts(
         numbers = found[serial] = {}
         for key, value in strategy.optimizer.state.get(piece, {}).items():
             if isinstance(value, Tensor) and value.shape == piece.shape:
-                if ("state", name) in mine:
+                if name in mine:
                     entries[f"{serial}/{key}"] = part(name, piece, value)
                 value = value.dtype
             numbers[key] = to_host(value) if isinstance(value, Tensor) else value
@@ -121,8 +119,8 @@ def _region(strategy: Composed, name: str, t: Tensor, rows: Mapping[nn.Parameter
     return region._replace(flat=rows[t].cuts[t]) if t in rows else region
 
 
-def _mine(strategy: Composed) -> set[tuple[str, str]]:
-    """Return the weights, and the weights' "state", that this rank writes.
+def _mine(strategy: Composed) -> set[str]:
+    """Return the names of the tensors that this rank writes, with their state.
 
     Ranks with the same slice deal out their weights by bytes. Stages with the same weight take
     turns.
@@ -132,7 +130,7 @@ def _mine(strategy: Composed) -> set[tuple[str, str]]:
     if parts.pipeline is not None:
         for i, weight in enumerate(parts.pipeline.weights):
             homes |= dict.fromkeys(weight.names, weight.ranks[i % len(weight.ranks)])
-    groups: dict[tuple, dict[tuple[str, str], int]] = defaultdict(dict)
+    groups: dict[tuple, dict[str, int]] = defaultdict(dict)
     for name, t in _tensors(strategy).items():
         if name in homes and homes[name] != parts.pipeline.axis.rank:
             continue
@@ -143,8 +141,6 @@ def _mine(strategy: Composed) -> set[tuple[str, str]]:
         axis = copies_axis(t, strategy.axis)
         if piece_of(t) not in rows:
             index, count = index * axis.size + axis.rank, count * axis.size
-        numel = _region(strategy, name, t, {}).numel
-        members = groups[index, count, who, axis.name]
-        members |= {("weights", name): numel, ("state", name): 2 * numel}
+        groups[index, count, who, axis.name][name] = _region(strategy, name, t, {}).numel
     shares = (deal(own, count)[index] for (index, count, *_), own in groups.items())
     return set(itertools.chain(*shares))

@@ -11,7 +11,6 @@ exit code that is not 0. SIGUSR1 ends torchrun, unless it is started with `--sig
 SIGTERM,SIGUSR1`.
 
 Cost: one all-reduce of 16 bytes per step, where the ranks have just met to add up the loss.
-Proved by: tests/train/test_stop.py, tests/test_cli.py.
 """
 
 import os

@@ -19,14 +19,14 @@ from minipar.model.llama import Llama
 from minipar.observe import watchdog
 from minipar.observe.timeline import Timeline
 from minipar.ranks.backends import compute_device
-from minipar.train import checkpoint, out_of_memory, peak, setup, shards
+from minipar.train import checkpoint, out_of_memory, setup, shards
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
 from minipar.train.folder import held
 from minipar.train.metrics import Log, say
 from minipar.train.optim import warmup_cosine
-from minipar.train.precision import COMPUTE_DTYPES, Precision
+from minipar.train.precision import Precision
 from minipar.train.report import (
     PROFILED_STEPS,
     Report,
@@ -61,7 +61,6 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or None)
         self.corpus: Corpus = load_corpus(config.data, self.tokenizer)
-        config.check_length(self.corpus)
         self.batches = self._batches(self.corpus.train, config.seed)
         self.validation = Sequences(self.corpus.validation, config.seq_len)
         texts = {"training": self.batches.sequences, "validation": self.validation}
@@ -72,9 +71,6 @@ class Trainer:
         self.strategy = setup.apply(config, self.model, self.mesh)
         self.optimizer = self.strategy.optimizer
         self.precision = Precision(self.plan.autocast, self.device)
-        dtype = COMPUTE_DTYPES[self.plan.precision] or getattr(torch, config.dtype)
-        self.peak = peak.of_ranks(self.device, dtype, self.mesh.world)
-        self.flops_per_token = self.model.config.flops_per_token(config.seq_len)
         self.saver = Saver(
             folder / "checkpoints",
             self.mesh.world,
@@ -124,13 +120,16 @@ class Trainer:
             for self.step in steps:
                 with recorder.step():
                     result = self._train_step(next(batches))
-                log.write(self._line(result, recorder.is_on))
+                line = {"step": self.step, "lr": self.learning_rate(self.step - 1)}
+                line |= result.numbers() | self.precision.report()  # no device is waited for
+                log.write(line | ({"recorded": True} if recorder.is_on else {}))
                 self._profile(profile)
                 is_last, is_to_stop = self.step == config.steps, self._agree(request.came)
-                if self._is_due(config.eval_every) and not is_last:
-                    log.add(validation_loss=self.validate())
+                if is_last or (config.eval_every and self.step % config.eval_every == 0):
+                    validation_loss = self.validate()
+                    log.add(validation_loss=validation_loss)
                     log.restart_clock()
-                if self._is_due(config.save_every) or is_last or is_to_stop:
+                if is_last or is_to_stop or self.step % config.save_every == 0:
                     log.flush()  # no checkpoint of a step that was not finite
                     self.save()
                     log.restart_clock()
@@ -138,13 +137,7 @@ class Trainer:
                     self.saver.finish()
                     return None
             self.saver.finish()
-            validation_loss = self.validate()
-            if log.lines:
-                log.add(validation_loss=validation_loss)
-        return self._report(log.lines, validation_loss, recorder)
-
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+        return self._report(log.lines, validation_loss if steps else self.validate(), recorder)
 
     def _train_step(self, batch: list[tuple[Tensor, ...]]) -> StepResult:
         for group in self.optimizer.param_groups:
@@ -158,12 +151,6 @@ class Trainer:
             max_norm=self.config.max_norm,
             precision=self.precision,
         )
-
-    def _line(self, result: StepResult, is_recorded: bool) -> dict[str, Any]:
-        """Return the metrics of a step: numbers are tensors, and no device is waited for."""
-        line = {"step": self.step, "lr": self.learning_rate(self.step - 1), **result.numbers()}
-        line |= self.precision.report()
-        return line | ({"recorded": True} if is_recorded else {})
 
     def _recorder(self) -> StepRecorder:
         num_steps = most = self.config.steps - self.step
@@ -185,15 +172,11 @@ class Trainer:
         is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
         if not math.isfinite(loss) or not is_sound:
             self.saver.finish()  # of a step before, which was finite
-            remedy = f"Try a lower --lr than {self.config.lr:g}"
-            if 0 < self.first_step == step - 1:
-                remedy = f"Resume from a checkpoint before step {self.first_step}. {remedy}"
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {norm}; checkpoints are untouched. "
-                f"{remedy}"
+                f"Try a lower --lr than {self.config.lr:g}"
             )
         line["tokens_per_second"] = num_tokens / line["seconds"]
-        line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
         line["peak_memory"] = peak_memory(self.device)
 
     def _agree(self, is_asked: bool) -> bool:
@@ -203,7 +186,7 @@ class Trainer:
         """
         flags = torch.tensor([is_asked, self.saver.is_writing], dtype=torch.int64)  # on the host
         is_to_stop, is_writing = all_reduce(flags, self.mesh.world, "max").tolist()
-        if self.saver.in_progress and not is_writing:
+        if not is_writing:
             self.saver.finish()
         return bool(is_to_stop)
 
@@ -248,10 +231,7 @@ class Trainer:
         """
         done = checkpoint.step_of(folder)
         if done > self.config.steps:
-            raise ValueError(
-                f"--steps {self.config.steps} is below the {done} that {folder} has done; use "
-                f"{done} or more, or --resume an earlier checkpoint"
-            )
+            raise ValueError(f"--steps {self.config.steps} is below the {done} of {folder}")
         weights, state = checkpoint.load(folder, self.mesh.world, lazily=True)
         with checkpoint.reading(folder):
             _check_shape(state["model"], asdict(self.model.config))
@@ -267,21 +247,13 @@ class Trainer:
                     f"the validation text of {self.config.data} is not that of the checkpoint: "
                     f"validation losses from here on cannot be compared with earlier ones",
                 )
-            self._say_jump(state["lr"])
-
-    def _say_jump(self, before: float) -> None:
-        """Say by how much the learning rate jumps where flags have stretched its schedule."""
-        if self.step == self.config.steps:
-            return
-        now = self.learning_rate(self.step)
-        near = [self.learning_rate(max(self.step - 1, 0)), now]
-        if not min(near) * 0.999 <= before <= max(near) * 1.001:
-            say(
-                self.mesh,
-                f"the learning rate goes from {before:.3g} at step {self.step} to {now:.3g} at "
-                f"step {self.step + 1}: the schedule is now that of --steps {self.config.steps}, "
-                f"--lr {self.config.lr:g}",
-            )
+            before, now = state["lr"], self.learning_rate(self.step - 1)
+            if not math.isclose(before, now):
+                say(
+                    self.mesh,
+                    f"the schedule is not that of the checkpoint: the learning rate of step "
+                    f"{self.step} was {before:.3g}, and is {now:.3g} by the flags of this run",
+                )
 
     # ------------------------------------------------------------------ the end
     def _report(
@@ -291,7 +263,7 @@ class Trainer:
         carrier = link.current().label if self.config.backend == "link" else "this machine"
         self.timeline.label = f"measured, one step, {self.mesh.size} ranks, {carrier}"
         figures = training_figures(lines)
-        speed = figures["tokens_per_second"]
+        speed, flops = figures["tokens_per_second"], self.model.config.flops_per_token
         sent_bytes, communication_seconds, hidden_fraction = recorder.communication()
         return Report(
             folder=str(self.folder),
@@ -301,8 +273,7 @@ class Trainer:
             steps=self.step,
             **figures,
             validation_loss=validation_loss,
-            mfu=speed and self.peak.utilisation(self.flops_per_token, speed, seconds=1),
-            peak=self.peak.source,
+            flops_per_second=speed and flops(self.config.seq_len) * speed / self.mesh.size,
             sent_bytes=sent_bytes,
             communication_seconds=communication_seconds,
             hidden_fraction=hidden_fraction,
@@ -366,11 +337,9 @@ def train(
             return None
         # A run that was done already has reported more than one of no step could.
         has_news = trainer.step > trainer.first_step or not (place / "report.json").exists()
+        report.prompt, report.sample = trainer.sample()
         if trainer.is_first and trainer.timeline.spans:
             trainer.timeline.save(place / "timeline.json")
         if trainer.is_first and has_news:
-            report.write(place)
-        report.prompt, report.sample = trainer.sample()  # may take long: the report is written
-        if trainer.is_first and has_news and report.sample:
             report.write(place)
         return report

@@ -117,7 +117,6 @@ def test_on_an_axis_of_size_1_nothing_is_sent():
         (lambda x, axis: algorithms.all_reduce(x, axis, "ring", "prod"), "op='prod'"),
         (lambda x, axis: algorithms.all_reduce(x.long(), axis, op="avg"), "avg"),
         (lambda x, axis: algorithms.hierarchical_all_reduce(x, axis, axis, "rign"), "'rign'"),
-        (lambda x, axis: tuning.tune(axis, [1000]), "two sizes"),
     ],
 )
 def test_bad_calls_are_refused_before_the_first_message(call, word):

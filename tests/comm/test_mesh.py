@@ -61,10 +61,10 @@ def test_groups_partition_the_ranks(sizes, data):
         (
             {"dp": 2, "tp": 3},
             4,
-            "mesh dp=2, tp=3 needs 6 ranks but there are 4; start 6 ranks, or tp=2 on 4 ranks",
+            "mesh dp=2, tp=3 needs 6 ranks but there are 4; or use tp=2",
         ),
-        ({"dp": 3}, 4, "mesh dp=3 needs 3 ranks but there are 4; start 3 ranks, or dp=4 on 4 rank"),
-        ({"dp": 3, "tp": 2}, 4, "mesh dp=3, tp=2 needs 6 ranks but there are 4; start 6 ranks$"),
+        ({"dp": 3}, 4, "mesh dp=3 needs 3 ranks but there are 4; or use dp=4"),
+        ({"dp": 3, "tp": 2}, 4, "mesh dp=3, tp=2 needs 6 ranks but there are 4$"),
         ({"dp": 0}, 4, "dp=0 must be a whole number from 1 up"),
         ({"dp": -2, "tp": -2}, 4, "dp=-2 must be a whole number from 1 up"),
         ({"dp": 2.0}, 2, "dp=2.0 must be a whole number"),
@@ -103,8 +103,6 @@ def test_unknown_axes_are_refused():
     assert mesh.mine == Axis("mine", 0, 1, (0,))
     with pytest.raises(AttributeError, match=r"'dq' is no axis.*\['dp', 'mine'\]"):
         _ = mesh.dq
-    with pytest.raises(KeyError, match="'dq' is no axis"):
-        _ = mesh["dq"]
     with pytest.raises(ValueError, match=r"axis 'dq' is not of this mesh; it has \['dp', 'mine'\]"):
         mesh.joint("dp", "dq")
     assert mesh["dp"] == mesh.dp

@@ -24,7 +24,6 @@ from minipar.observe import timeline
 from minipar.observe.recorder import blocks
 from minipar.observe.spans import Span, intersect, measure, subtract, union
 from minipar.observe.timeline import Timeline, record, span
-from minipar.text import aligned
 from tests.comm.same import assert_disjoint
 from tests.on_ranks import on_ranks
 
@@ -59,13 +58,6 @@ def test_hidden_is_where_the_same_rank_computes():
     # rank 0 talks 0..7 on either axis, hidden 5 of 7; rank 2 hides 0 of 1
     assert Timeline(spans).hidden_fraction == 5 / 8
     assert Timeline(spans).bytes_by_axis() == {"dp": 30, "tp": 5}
-
-
-def test_without_communication_there_is_no_fraction():
-    silent = Timeline([compute(0, 1)])
-    assert silent.overlap() == [] and silent.hidden_fraction != silent.hidden_fraction  # nan
-    assert "no communication" in str(silent)
-    assert Timeline().duration == 0 and "0 ranks" in str(Timeline())
 
 
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8)
@@ -297,18 +289,6 @@ def test_recomputation_is_backward_work(reentrant):
         assert timeline.active().running() is None  # nothing stays open
 
 
-def test_a_block_that_fails_is_closed():
-    class Fails(nn.Module):
-        def forward(self, x):
-            raise ValueError("on purpose")
-
-    with record(model := nn.Sequential(nn.Linear(2, 2), Fails())) as t:
-        with pytest.raises(ValueError, match="on purpose"):
-            model(torch.ones(2))
-        assert timeline.active().running() is None
-    assert in_order(t, "forward") == ["0", "1"]
-
-
 # ---------------------------------------------------------------------- several ranks
 def _talk():
     mesh = Mesh(dp=2, tp=2)
@@ -433,10 +413,3 @@ def test_torchs_profiler_ends_when_all_has_arrived():
     if axis.rank == 1:
         lost = collectives.all_reduce(torch.ones(5), axis, async_op=True)
     lost.wait()
-
-
-def test_columns_are_as_wide_as_their_widest_cell():
-    """Mutant: numbers that do not stand below each other."""
-    rows = [("a", "bb", "c"), ("dd", "e", "ff")]
-    assert aligned(rows) == ["a   bb  c", "dd  e   ff"]
-    assert aligned(rows, left=1) == ["a   bb   c", "dd   e  ff"]

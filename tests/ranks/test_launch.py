@@ -88,12 +88,6 @@ def test_any_function_travels(pool):
         assert torch.equal(result, -big)
 
 
-def test_run_each(pool):
-    call = [(1,), None, (3,), (4,)]
-    assert pool.run_each(lambda x, k: (rank(), x * k), call, k=2) == [(0, 2), None, (2, 6), (3, 8)]
-    assert_works(pool)
-
-
 def test_what_was_imported_is_not_for_ranks_to_collect(pool):
     """A collection would take a third of a second, and copy 70 MB for each rank.
 
@@ -248,25 +242,11 @@ class Unpicklable(Exception):
         return f"number {self.number}"
 
 
-class Mute(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
 def raises_before_all_reduce() -> None:
     Mesh(dp=2, tp=2)
     if rank() == 1:
         raise ValueError("my own mistake")
     total()
-
-
-def raises_while_others_compute() -> None:
-    Mesh(dp=2, tp=2)
-    if rank() == 1:
-        raise ValueError("my own mistake")
-    while rank() == 0:
-        pass
-    time.sleep(60)
 
 
 def raises_while_others_cannot_be_stopped() -> None:
@@ -289,7 +269,6 @@ def raises_while_another_holds_the_interpreter() -> None:
 
 RAISES = [
     raises_before_all_reduce,
-    raises_while_others_compute,
     raises_while_others_cannot_be_stopped,
     raises_while_another_holds_the_interpreter,
 ]
@@ -432,7 +411,6 @@ def test_communicators_of_nccl_are_aborted_together(monkeypatch):
     ("exception", "kind", "message"),
     [
         (Unpicklable(7), "Unpicklable", "number 7"),
-        (Mute(), "Mute", "<str() of this Mute fails>"),
         (SystemExit(3), "SystemExit", "3"),
     ],
     ids=lambda value: type(value).__name__,
@@ -453,18 +431,10 @@ def test_any_exception_comes_home(pool, exception, kind, message):
     assert_works(pool)
 
 
-class Unloadable:
-    def __reduce__(self):
-        return int, ("not a number",)
-
-
 def test_results_that_cannot_travel(pool):
     with pytest.raises(RankError, match="cannot pickle .*lock") as error:
         pool.run(lambda: threading.Lock() if rank() == 2 else 1)
     assert list(error.value.failures) == [2]
-    assert_works(pool)
-    with pytest.raises(ValueError, match="not a number"):  # it is we who cannot load it
-        pool.run(lambda: Unloadable() if rank() == 2 else 1)
     assert_works(pool)
 
 
@@ -674,19 +644,11 @@ with Ranks(2) as ranks:
 """
 
 
-@pytest.mark.parametrize("way", ["file", "stdin"])
-def test_a_program_needs_no_guard(way, tmp_path):
+def test_a_program_needs_no_guard(tmp_path):
     """Mutant: each rank runs the file again, and starts ranks itself."""
     (tmp_path / "program.py").write_text(UNGUARDED, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "program.py" if way == "file" else "-"],
-        input=UNGUARDED if way == "stdin" else None,
-        cwd=tmp_path,
-        env=os.environ | ALONE,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=200,
-    )
+    how = dict(cwd=tmp_path, env=os.environ | ALONE, capture_output=True, encoding="utf-8")
+    done = subprocess.run([sys.executable, "program.py"], timeout=200, **how)
     assert (done.stdout, done.stderr) == ("once\n[(2.0, 8), (2.0, 8)]\n", "")
 
 
@@ -711,16 +673,10 @@ def busy():
 def later():
     time.sleep(1)
     print("busy", flush=True)
-    if end == "exit":
-        os._exit(5)
     if end == "exception":
         os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=later, daemon=True).start()
-if end == "falls off":
-    ranks.run(lambda: None)
-    time.sleep(2)
-else:
-    ranks.run(busy)
+ranks.run(busy)
 """
 
 
@@ -737,13 +693,7 @@ def parent(method, end):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a rank that is deaf lives on")
 @pytest.mark.parametrize(
     ("method", "end"),
-    [
-        ("forkserver", "SIGKILL"),
-        pytest.param("forkserver", "exit", marks=pytest.mark.exhaustive),
-        ("forkserver", "exception"),
-        pytest.param("forkserver", "falls off", marks=pytest.mark.exhaustive),
-        ("spawn", "SIGKILL"),
-    ],
+    [("forkserver", "SIGKILL"), ("forkserver", "exception"), ("spawn", "SIGKILL")],
 )
 def test_nothing_survives_the_parent(parent, method, end):
     """With a rank in a collective, one asleep, one in C and one in a busy loop; nor do the fork

@@ -199,14 +199,6 @@ def test_names_from_outside_are_letters_and_no_formulas(tmp_path):
     }
 
 
-def test_so_many_ranks_that_no_picture_holds_them_are_drawn_in_part(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(looking, "MOST_DRAWN", 2)
-    t = Timeline([Span("comm", "send", rank, 0.0, 1.0, "pp") for rank in range(3)])
-    t.save(tmp_path / "t.json")
-    looking.overlap(looking.Overlap([str(tmp_path / "t.json")], str(tmp_path / "t.png")))
-    assert "drawn are the first 2 of 3 ranks" in capsys.readouterr().out
-
-
 def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
     """Mutant: its config.json and others are taken for traces."""
     (tmp_path / "metrics.jsonl").touch()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from minipar.train import checkpoint
 from minipar.train.metrics import read
@@ -33,3 +34,27 @@ def assert_same_run(found: Path, expected: Path, first: int = 0, rtol: float = 1
 def save(folder: Path, step: int, weights: dict, state: dict, keep: int = 2) -> None:
     """Write a checkpoint by this process alone."""
     Saver(folder, keep=keep).save(step, weights, state)
+
+
+def some(step: int) -> tuple[dict, dict]:
+    """Weights and state, equal on all ranks, from which one can tell the step that they are of."""
+    weights = {f"w{i}": torch.full((40, i), float(step + i)) for i in range(1, 7)}
+    moments = {
+        name: {"exp_avg": w + 0.5, "step": torch.tensor(step)} for name, w in weights.items()
+    }
+    return {**weights, "tied": weights["w2"]}, {"step": step, "optimizer": moments}
+
+
+def assert_is(folder: Path, step: int) -> None:
+    (weights, state), (expected, _) = checkpoint.load(folder), some(step)
+    assert state["step"] == step == checkpoint.step_of(folder)
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weights[name].equal(weight)
+        moments = state["optimizer"].get(name, state["optimizer"]["w2"])
+        assert moments["exp_avg"].equal(weight + 0.5) and moments["step"] == step
+    assert weights["tied"].equal(weights["w2"])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

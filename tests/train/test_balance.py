@@ -46,7 +46,7 @@ def test_shares_follow_speed():
 
 
 def test_shares_refuse_what_cannot_be():
-    with pytest.raises(ValueError, match="2 microbatches are too few for 3 ranks .* use 3 or more"):
+    with pytest.raises(ValueError, match="2 microbatches are too few for 3 ranks"):
         shares([1, 1, 1], 2)
     for speed in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="must be positive"):

@@ -37,7 +37,7 @@ def test_a_ramp_is_read_and_followed():
 
 @pytest.mark.parametrize("text", ["", "64", "@3", "64@", "0@3", "64@0", "a@3", "64@3,", "64@3,8@3"])
 def test_a_wrong_ramp_is_refused(text):
-    with pytest.raises(ValueError, match="ramp .* is not sequences@step .* try 64@100"):
+    with pytest.raises(ValueError, match="ramp .* is not like 64@100"):
         parse_ramp(text)
 
 
@@ -229,9 +229,7 @@ def _samples(rows) -> list[int]:
 
 def test_deal_refuses_what_does_not_fit():
     batches = Batches(Sequences(torch.arange(31), 3), 4, 0, 2)
-    with pytest.raises(ValueError, match="batch_size=0 must be 1 or more"):
-        batches.deal(0, [1, 1])
     for shares in ([1], [1, 1, 1], [0, 0], [2, -1]):
-        with pytest.raises(ValueError, match="of 2 ranks must be 2 counts from 0 up"):
+        with pytest.raises(ValueError, match="are not 2 counts from 0 up"):
             batches.deal(4, shares)
     assert (batches.batch_size, batches.shares) == (4, [1, 1])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, on_device, share
+from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, on_device
 from tests.streams import GPU, Streams
 
 # --------------------------------------------------------------------------------------- samples
@@ -212,26 +212,6 @@ def test_one_epoch_follows_the_other():
     stream = Batches(sequences_of(10), 4, seed=5).forever()
     seen = sum((samples_in(next(stream)) for _ in range(6)), [])
     assert seen == epoch_order(10, 5, 0).tolist() + epoch_order(10, 5, 1).tolist()
-
-
-def test_share_deals_evenly():
-    parts = [share(torch.arange(11), rank, 4) for rank in range(4)]
-    assert [len(part) for part in parts] == [3, 3, 3, 2]
-    assert sorted(torch.cat(parts).tolist()) == list(range(11))
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"batch_size": 0}, "batch_size=0 must be 1 or more"),
-        ({"batch_size": 4, "microbatches": 0}, "microbatches=0"),
-        ({"batch_size": 4, "rank": 2, "size": 2}, "rank=2 is not one of 2 ranks; use 0 to 1"),
-        ({"batch_size": 4, "size": 0}, "size=0"),
-    ],
-)
-def test_batches_refuse_bad_counts(options, message):
-    with pytest.raises(ValueError, match=message):
-        Batches(sequences_of(5), **options)
 
 
 # ---------------------------------------------------------------------- to a GPU

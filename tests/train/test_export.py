@@ -67,7 +67,9 @@ def test_a_checkpoint_becomes_a_folder_of_hugging_face(tmp_path, tied):
     model = Llama(shape, seed=3)
     state = {"step": 1, "model": asdict(shape)}
     save(tmp_path, 1, model.state_dict(), state)
-    assert checkpoint.export(tmp_path / "step_000001", tmp_path / "out") == shape
+    tensors, found = checkpoint.model_of(tmp_path / "step_000001")
+    assert found == shape
+    hf.save(tensors, tmp_path / "out", found)
     other = hf.load(tmp_path / "out")
     assert other.config == shape
     tokens = torch.arange(40)[None]
@@ -90,7 +92,8 @@ def test_a_run_goes_on_from_an_exported_one(tmp_path, text):
     names = Llama(SHAPE).state_dict().keys()
     assert checkpoint.load(start)[0].keys() == names  # two layers, where "tiny" has four
 
-    checkpoint.export(start, tmp_path / "more")
+    tensors, shape = checkpoint.model_of(start)
+    hf.save(tensors, tmp_path / "more", shape)
     more = replace(config, init=str(tmp_path / "more"), lr=1e-6, warmup_steps=0, steps=1)
     trainer.train(more, str(tmp_path / "two"))
     first, validated = (read(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
@@ -107,11 +110,11 @@ def test_what_init_cannot_start_from_is_refused(tmp_path, text):
     hf.save(Llama(SHAPE), tmp_path)
     config = replace(CONFIG, data=str(text), init=str(tmp_path))
     config.check()
-    with pytest.raises(ValueError, match=r"--seq-len 65 is longer than .* can see; use up to 64"):
+    with pytest.raises(ValueError, match=r"--seq-len 65 is too long: .* can see 64"):
         replace(config, seq_len=65).check()
     with pytest.raises(ValueError, match=r"config.json: cannot be read"):
         replace(config, init=str(tmp_path / "nowhere")).check()
-    with pytest.raises(ValueError, match=r"knows 256 tokens, and the tokenizer has 300; use the"):
+    with pytest.raises(ValueError, match=r"knows 256 tokens, and the tokenizer has 300; use"):
         config.model_config(vocab_size=300)
     assert config.model_config(vocab_size=20) == SHAPE
     assert replace(config, init="").model_config(300) == replace(PRESETS["tiny"], vocab_size=300)
@@ -121,5 +124,5 @@ def test_what_init_cannot_start_from_is_refused(tmp_path, text):
     with pytest.raises(ValueError, match=r"no tokenizer.json in .*, and a model of 300 words"):
         weights.generate(weights.Generate(str(tmp_path / "words")))
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"not as bytes; add --tokenizer .*/tokenizer.json"):
+    with pytest.raises(ValueError, match=r"reads no bytes; add --tokenizer .*/tokenizer.json"):
         config.check()

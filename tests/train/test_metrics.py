@@ -69,11 +69,10 @@ def test_a_step_is_written_when_the_next_one_has_been_launched(tmp_path, gpu):
             log.restart_clock()
     assert written == [0, 1, 2, 3, 4] and gpu.waits == 4
     log.flush()
-    log.add(validation_loss=0.25)  # into the line that was written
     lines = read(path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["tokens"] for line in lines] == [1, 2, 3, 4, 5]
-    assert [line.get("validation_loss") for line in lines] == [None, None, 0.5, None, 0.25]
+    assert [line.get("validation_loss") for line in lines] == [None, None, 0.5, None, None]
     assert [line["seconds"] for line in lines] == [11.0, 10.0, 10.0, 11.0, 10.0]
     assert [line["step"] for line in log.lines] == [1, 2, 3, 4, 5]
 
@@ -118,9 +117,6 @@ def test_metrics_survive_what_a_kill_leaves(tmp_path):
     log.flush()
     assert [line["step"] for line in read(path)] == [1, 2, 3]
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["grad_norm"] is None
-    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no line of metrics"):
-        read(path)
 
 
 def test_a_small_file_is_never_half_written(tmp_path, monkeypatch):

