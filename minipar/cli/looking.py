@@ -82,6 +82,10 @@ class Prove:
 
 
 # ---------------------------------------------------------------------- minipar overlap
+MOST_DRAWN = 256
+"""Ranks in one picture: of more, nothing could be seen, and they would take gigabytes."""
+
+
 def overlap(command: Overlap) -> None:
     """Print how much communication the traces hide, per rank and axis, and draw it."""
     if not command.traces:
@@ -95,12 +99,16 @@ def overlap(command: Overlap) -> None:
     else:
         print(f"{recorded}\n\n{parts}".rstrip())
     here, label, spans = recorded.ranks, recorded.label, recorded.spans
+    if len(here) > MOST_DRAWN:
+        print(f"drawn are the first {MOST_DRAWN} of {len(here)} ranks", file=sys.stderr)
+        here = here[:MOST_DRAWN]
+        spans = [span for span in spans if span.rank in here]
     rounds = recorded.steps.get(here[0], []) if here else []
     middle = rounds[len(rounds) // 2] if len(rounds) > 1 else None
     if middle:  # of many steps in one picture nothing could be seen
         name, begin, end = middle
         label = f"{label} {name}".strip()
-        spans = clipped(recorded, dict.fromkeys(here, begin), dict.fromkeys(here, end))
+        spans = clipped(spans, dict.fromkeys(here, begin), dict.fromkeys(here, end))
     where = draw.save(draw.timeline(Timeline(spans, label)), command.out)
     if not command.json:
         print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))

@@ -76,7 +76,8 @@ def _train_under_torchrun(config: TrainConfig) -> None:
     if size != (asked := config.num_ranks):
         raise ValueError(
             f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; use --mesh dp={size} "
-            f"or torchrun's --nproc-per-node {asked}"
+            f"or torchrun's --nproc-per-node {asked}; if a pod set WORLD_SIZE, and no torchrun, "
+            f"unset it and RANK"
         )
     with backends.joined(config.backend, config.timeout):
         place = problem = None

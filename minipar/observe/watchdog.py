@@ -26,6 +26,7 @@ In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier
 
 import json
 import os
+import platform
 import sys
 import threading
 import time
@@ -79,7 +80,7 @@ class State:
     begun: tuple[Call, ...] = ()
     awaited: tuple[Call, ...] = ()
     stack: str = ""  # of its main thread; empty if the rank does not answer
-    silence: str = "it does not answer: it was stopped, has ended, or is cut off"
+    silence: str = "it does not answer"
     is_known: bool = True  # False: nothing is known about its calls
 
     @classmethod
@@ -190,11 +191,12 @@ class Watchdog(calls.Tap):
         self._awaited: dict[calls.Call, Call] = {}
         self._alarms = 0  # so far, of any rank
         self._reported: set[tuple] = set()  # keys of calls that were part of an alarm
-        name = [f"watch {os.getpid()} {time.monotonic_ns()}"]
-        dist.broadcast_object_list(name, src=0)
+        self._places: list[Any] = [None] * self.size
+        place = platform.node(), os.getpid(), time.monotonic_ns()
+        dist.all_gather_object(self._places, place)
         # A client of its own: another may be waiting at the store, and holds its lock meanwhile.
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(name[0], store).clone()
+        self._store = dist.PrefixStore(f"watch {self._places[0]}", store).clone()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -246,10 +248,25 @@ class Watchdog(calls.Tap):
         begun, awaited = _until_now(self._begun), _until_now(self._awaited)
         frame = sys._current_frames().get(threading.main_thread().ident)
         stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:]).rstrip()
-        state = State(self.rank, Mesh.label, begun, awaited, stack)
+        state = State(self.rank, Mesh.label + self._where(self.rank), begun, awaited, stack)
         self._reported |= {call.key for call in awaited}
         self._store.set(f"answer {self._alarms} {self.rank}", json.dumps(asdict(state)))
         self._alarms += 1
+
+    def _where(self, rank: int) -> str:
+        """Return the host and the process of `rank`; nothing where one host has all the ranks."""
+        host, pid, _ = self._places[rank]
+        # Several nodes of torchrun are several hosts, even where all have one name.
+        several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+        several = several or len({host for host, *_ in self._places}) > 1
+        return f" on host {host}, process {pid}" if several else ""
+
+    def _silent(self, rank: int) -> State:
+        """Return the state of a rank that does not answer."""
+        pid = self._places[rank][1]
+        silence = f"its process {pid} does not answer: it was stopped, has ended, or is cut off"
+        label = f"rank {rank} of {self.size}{self._where(rank)}"
+        return State(rank, label, silence=silence, is_known=False)
 
     def _report(self, alarm: int) -> None:
         """Collect the answers of all ranks that answer soon, and tell their report."""
@@ -264,10 +281,7 @@ class Watchdog(calls.Tap):
             time.sleep(min(0.1, self.pause))
         if self._stop.is_set():
             return  # the wait has ended meanwhile
-        every = [
-            states.get(rank) or State(rank, f"rank {rank} of {self.size}", is_known=False)
-            for rank in range(self.size)
-        ]
+        every = [states.get(rank) or self._silent(rank) for rank in range(self.size)]
         if self._dump is not None:
             with suppress(OSError):  # a full disk does not keep the report back
                 content = json.dumps({"minipar_stall": [asdict(state) for state in every]})

@@ -109,8 +109,10 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
     try:
         return pack((fn, args, kwargs))
     except Exception as error:
-        what = "the function, something that it mentions, or an argument"
-        raise CannotTravel(f"{what} cannot be sent to the ranks: {error}") from None
+        raise CannotTravel(
+            "the function, something that it mentions, or an argument cannot be sent to the ranks: "
+            f"{error}"
+        ) from None
 
 
 WIDTH = 2000  # characters of a line that travel, where the number of lines is bounded
@@ -253,8 +255,12 @@ class _Worker:
             for _ in range(2):
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
             report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+        kind = type(error).__name__
+        try:
+            message = str(error)
+        except Exception:
+            message = f"<str() of this {kind} fails>"
         broken, stopped = is_lost_connection(error), self.stopped == self.call
-        kind, message = type(error).__name__, str(error)
         return Failure(Mesh.label, kind, message, report, broken=broken, stopped=stopped)
 
     def say(self, kind: str, *content: Any) -> None:

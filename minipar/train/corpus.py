@@ -49,7 +49,8 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
     `source` is one of
     - `stdlib`: every .py file of this Python's standard library, without tests and packages;
     - a file, a glob, or a folder: all files below it that are neither hidden nor binary;
-    - a .jsonl file, with a document in the field "text" of each line;
+    - a .jsonl file, with a document in the field "text" of each line. A .json file of such lines,
+      or of an array of such objects, is read alike;
     - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, 100 MB at most.
 
     Documents are drawn for validation by a hash of their names until `VALIDATION` of the tokens is
@@ -115,15 +116,11 @@ def _read(source: str) -> Documents:
             if len(paths) == 1:
                 raise ValueError(f"{path} is no text in UTF-8: {one_line(error)}") from None
             text = None
-        if text is None or path.suffix != ".jsonl":
+        rows = _rows(path, text) if text and path.suffix in (".json", ".jsonl") else None
+        if rows is None:
             yield name, text
-            continue
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
+        else:
+            for number, row in rows:
                 yield f"{name}:{number}", _text_of(row, f"{path}:{number}")
 
 
@@ -135,6 +132,26 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
         folders[:] = [f for f in folders if f[0] != "." and f not in left_out]
         found += [Path(folder, name) for name in files if name[0] != "."]
     return [path for path in found if path.is_file()]
+
+
+def _rows(path: Path, text: str) -> list[tuple[int, Any]] | None:
+    """Return the numbered rows of a file of JSON documents; None for any other JSON."""
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    rows: list[tuple[int, Any]] = []
+    try:
+        for number, line in lines:
+            rows.append((number, json.loads(line)))
+    except ValueError as error:
+        if path.suffix == ".jsonl":
+            raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
+        try:
+            rows = list(enumerate(json.loads(text), start=1))  # an array on many lines
+        except (TypeError, ValueError):
+            return None
+    if path.suffix == ".json" and len(rows) == 1 and isinstance(rows[0][1], list):
+        rows = list(enumerate(rows[0][1], start=1))
+    has_text = rows and isinstance(rows[0][1], dict) and "text" in rows[0][1]
+    return rows if has_text or path.suffix == ".jsonl" else None
 
 
 def _text_of(row: Any, where: str) -> str:

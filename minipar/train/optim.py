@@ -42,7 +42,7 @@ def make_optimizer(
     Vectors are norm scales and biases, and decay costs them quality. A strategy that stores a
     matrix as a flat piece keeps its shape in `param.full_shape`. A tied parameter appears once, a
     frozen one not at all. `make` is called as the class would be: a `ShardedOptimizer` of zero.py,
-    say.
+    say. Raises `ValueError` when nothing is left to train.
 
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), alg. 2.
     """
@@ -51,6 +51,8 @@ def make_optimizer(
         if param.requires_grad:
             is_matrix = len(full_shape(param)) >= 2
             (decayed if is_matrix else plain).append(param)
+    if not decayed and not plain:
+        raise ValueError("the model has no parameter to train: all of them are frozen")
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},

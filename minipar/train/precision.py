@@ -153,7 +153,8 @@ class LossScaler:
 
     All ranks must leave out the same steps. Where gradients are replicated, ranks agree by
     themselves, since an infinity survives a sum. Where gradients are sharded, `unscale` asks the
-    ranks along those axes. Only `step` waits for the device.
+    ranks along those axes. Nothing here waits for the device, but a step of an optimizer that
+    cannot skip by itself (a fused one can).
 
     State: `loss_scale` (float32), `good_steps` and `num_skipped` (int32), tensors on `device`;
     `found_inf` (1.0 or 0.0) between `unscale` and `update`. Equal to `torch.amp.GradScaler` step
@@ -214,7 +215,14 @@ class LossScaler:
         """Step `optimizer`, unless gradients were not finite. After `unscale`."""
         if self.found_inf is None:
             raise RuntimeError("call unscale() between backward() and step()")
-        if not look(self.found_inf, on_meta=0.0):
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused optimizer reads the flag on the device, and nothing waits for it.
+            optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not look(self.found_inf, on_meta=0.0):
             optimizer.step()
 
     def update(self) -> None:
@@ -276,10 +284,20 @@ def quantise(tensor: Tensor, dtype: torch.dtype) -> Scaled:
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     """a bᵀ: [M, K], [N, K] -> [M, N], summed in float32, rounded to `dtype` once at the end.
 
-    Emulated: float32 holds every product of two fp8 numbers exactly. So the tensor cores of a GPU
-    (`torch._scaled_mm`) differ from this by the order of additions only.
+    By the tensor cores where there are any for fp8; otherwise emulated: float32 holds every
+    product of two fp8 numbers exactly, so the two differ by the order of additions only.
     """
+    if runs_fp8(a.data, b.data):
+        # Both operands must be contiguous along K: the second, handed over as [K, N], is.
+        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=dtype)
     return (a.data.float() @ b.data.float().t() * (a.scale * b.scale)).to(dtype)
+
+
+def runs_fp8(a: Tensor, b: Tensor) -> bool:
+    """True if the device multiplies fp8 (NVIDIA Ada, Hopper and later) of these shapes."""
+    if a.device.type != "cuda" or any(size % 16 for size in (*a.shape, *b.shape)):
+        return False
+    return torch.cuda.get_device_capability(a.device) >= (8, 9)
 
 
 class _Fp8Product(torch.autograd.Function):

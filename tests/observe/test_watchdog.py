@@ -100,14 +100,13 @@ def test_messages_count_apart_from_collectives():
 
 def test_of_a_rank_that_is_not_heard_of_nothing_is_claimed():
     """On another host, which is down. Mutant: "it has called none", after 825 calls."""
-    gone = State(1, "rank 1 of 3", is_known=False)
+    gone = State(1, "rank 1 of 3 on host b, process 7", is_known=False)
     here = call(3, ranks=(0, 1, 2))
     text = explain([waiting(0, here), gone, state(2, [here])])
     assert text.splitlines()[1:] == [
-        "rank 0 of 4 (dp=0) has waited for 61 s in all_reduce #3 on dp. Whether rank 1 of 3 has "
-        "reached it is unknown.",
-        "rank 1 of 3: nothing is heard of it; it does not answer: it was stopped, has ended, or is "
-        "cut off.",
+        "rank 0 of 4 (dp=0) has waited for 61 s in all_reduce #3 on dp. Whether rank 1 of 3 on "
+        "host b, process 7 has reached it is unknown.",
+        "rank 1 of 3 on host b, process 7: nothing is heard of it; it does not answer.",
     ]
 
 
@@ -211,13 +210,14 @@ def wake_later(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_cannot_answer_but_is_named(ranks, tmp_path):
+def test_a_stopped_rank_cannot_answer_but_its_process_is_named(ranks, tmp_path):
     waker = threading.Thread(target=wake_later, args=(tmp_path,))
     waker.start()
     (report,), nothing = ranks(2).run(stopped, str(tmp_path))
     waker.join()
     assert nothing == [] and "Whether rank 1 of 2 has reached it is unknown." in report
-    assert "rank 1 of 2: nothing is heard of it; it does not answer" in report
+    process = f"its process {next(tmp_path.iterdir()).name} does not answer"
+    assert f"rank 1 of 2: nothing is heard of it; {process}" in report
 
 
 # ---------------------------------------------------------------------- leaving, and costs

@@ -84,8 +84,8 @@ def test_the_end_of_a_document_is_what_the_tokenizer_says_or_nothing_and_said(tm
 
 
 def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
-    """Mutants: what the file says of truncation or padding is obeyed."""
-    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])
+    """Mutants: what the file says of truncation, padding or dropout is obeyed."""
+    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
@@ -268,3 +268,26 @@ def test_streamed_dataset_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r'pip install "minipar\[datasets\]"'):
         load_corpus("hf:name", BYTES)
+
+
+def test_json_of_documents_is_read_as_documents(tmp_path):
+    """Lines or an array, whatever the name. Mutant: the model learns {"text": "."""
+    documents = [{"src": "www", "text": f"<{i:03}>", "id": i} for i in range(100)]
+    lines = "\n".join(map(json.dumps, documents))
+    found = {}
+    for name, text in {
+        "a.jsonl": lines,
+        "a.json": lines + "\n",
+        "b.json": json.dumps(documents, indent=2),
+        "c.json": json.dumps(documents),
+        "d.jsonl": lines.replace("\n", "\n\n"),  # blank lines are no documents
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        corpus = load_corpus(str(tmp_path / name), BYTES)
+        found[name] = sorted(text_of(torch.cat([corpus.train, corpus.validation])).split(">"))
+        assert corpus.description.endswith("100 documents")
+    assert all(parts == found["a.jsonl"] for parts in found.values())
+    for plain in (json.dumps({"rows": documents}), "[1,\n2]", "{not JSON"):  # like all text
+        (tmp_path / "e.json").write_text(plain, encoding="utf-8")
+        corpus = load_corpus(str(tmp_path / "e.json"), BYTES)
+        assert not corpus.description.endswith("documents")

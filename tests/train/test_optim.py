@@ -27,6 +27,17 @@ def test_cosine_corners():
     assert all(a > b for a, b in zip(rates[9:99], rates[10:100], strict=True))
 
 
+def test_cosine_is_the_one_of_torch():
+    param = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40, eta_min=0.1)
+    for step in range(41):
+        ours = warmup_cosine(step, peak=1.0, warmup_steps=0, total_steps=41)
+        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
 @pytest.mark.parametrize("warmup_steps, total_steps", [(0, 1), (1, 1), (5, 5), (0, 2), (1, 2)])
 def test_short_runs_have_a_rate_at_every_step(warmup_steps, total_steps):
     run = {"peak": 1.0, "warmup_steps": warmup_steps, "total_steps": total_steps}
@@ -70,6 +81,26 @@ def test_a_flat_piece_of_a_matrix_decays():
     assert group["weight_decay"] == 0.1
 
 
+def test_optimizer_step_is_adamw():
+    """One step against the formula: with the first gradient g, the update is lr * sign(g)."""
+    model = nn.Linear(2, 2).double()
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    model.weight.grad, model.bias.grad = torch.randn(2, 2).double(), torch.randn(2).double()
+    optimizer = make_optimizer(model, lr=0.01, weight_decay=0.5)
+    for group in optimizer.param_groups:
+        group["eps"] = 0.0
+    optimizer.step()
+    decayed = weight * (1 - 0.01 * 0.5) - 0.01 * model.weight.grad.sign()
+    torch.testing.assert_close(model.weight.detach(), decayed, rtol=1e-12, atol=1e-12)
+    plain = bias - 0.01 * model.bias.grad.sign()
+    torch.testing.assert_close(model.bias.detach(), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_optimizer_refuses_a_frozen_model():
+    with pytest.raises(ValueError, match="no parameter to train"):
+        make_optimizer(Tied().requires_grad_(False), lr=1e-3, weight_decay=0.1)
+
+
 # ------------------------------------------------------------------------- norm, on one device
 
 
@@ -108,6 +139,14 @@ def test_half_precision_is_summed_in_float32():
     assert param.grad.dtype == torch.bfloat16
 
 
+def test_mixed_types():
+    params = with_grads((3, 3)) + with_grads((5,), dtype=torch.float32, seed=1)
+    params += with_grads((7,), dtype=torch.bfloat16, seed=2)
+    expected = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    torch.testing.assert_close(clip_grad_norm(params, 0.1), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad_norm(params).item(), 0.1, rtol=1e-3, atol=0)
+
+
 def test_tied_once_missing_gradients_skipped_empty_is_zero():
     """Caught: a tied parameter counted (or scaled) twice."""
     first, second, unused = with_grads((3,), (4,), (5,))
@@ -137,6 +176,14 @@ def test_a_norm_that_is_not_finite_leaves_the_gradients(bad):
 def test_max_norm_must_be_positive(max_norm):
     with pytest.raises(ValueError, match="max_norm=.* must be positive"):
         clip_grad_norm([], max_norm)
+
+
+def test_axes_of_one_rank_need_no_process_group():
+    mesh = Mesh()
+    params = with_grads(*SHAPES)
+    params[0].shard_axes = (mesh.tp,)
+    expected = grad_norm(with_grads(*SHAPES))
+    assert grad_norm(params, (mesh.tp, mesh.pp)) == grad_norm(params) == expected
 
 
 def test_nothing_waits_for_the_device():

@@ -15,9 +15,10 @@ from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.observe import timeline
 from minipar.parallel import fsdp, zero
-from minipar.train import trainer
+from minipar.train import checkpoint, precision, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import MEASURED, read
+from minipar.train.optim import make_optimizer
 from minipar.train.precision import (
     COMPUTE_DTYPES,
     Fp8Linear,
@@ -28,6 +29,7 @@ from minipar.train.precision import (
     reduce_in,
     use_fp8,
 )
+from minipar.train.step import train_step
 from tests.on_ranks import on_ranks
 
 SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
@@ -42,7 +44,42 @@ def batch(step: int, rows: int = 4, seq_len: int = 32):
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def learn(name="float32", *, fp8=False, dtype=torch.float32, lr=3e-3, steps=60, scaler=None):
+    """Train a small Llama; return it and its losses."""
+    model = Llama(SHAPE, seed=0).to(dtype)
+    if fp8:
+        use_fp8(model)
+    optimizer = make_optimizer(model, lr=lr, weight_decay=0.0)
+    how, losses = Precision(name, scaler=scaler), []
+    for step in range(steps):
+        result = train_step(
+            model, [], optimizer, [batch(step)], Mesh().dp, max_norm=1.0, precision=how
+        )
+        losses.append(result.loss.item())
+    return model, losses
+
+
+def end_of(losses: list[float]) -> float:
+    return sum(losses[-5:]) / 5
+
+
+@pytest.fixture(scope="module")
+def in_float32():
+    model, losses = learn()
+    assert losses[0] > 4.0 and end_of(losses) < 2.5  # there is something to learn, and it is learnt
+    return model, losses
+
+
 # ---------------------------------------------------------------------- master weights
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_autocast_learns_like_float32(in_float32, name):
+    """Mutant: an autocast that does nothing fails the first assertion."""
+    model, losses = learn(name)
+    assert losses != in_float32[1]
+    assert end_of(losses) == pytest.approx(end_of(in_float32[1]), rel=0.02)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name, dtype", COMPUTE_DTYPES.items())
@@ -62,11 +99,42 @@ def test_matrix_products_are_in_low_precision_also_when_recomputed(name, dtype, 
     assert loss.dtype == torch.float32
 
 
+def test_small_updates_are_lost_without_master_weights():
+    """An update below 2^-9 of a bf16 weight rounds to nothing, however often it is repeated."""
+    ends = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = nn.Parameter(torch.ones(3, dtype=dtype))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for _ in range(1000):
+            weight.grad = torch.full_like(weight, 2.0**-10)
+            optimizer.step()
+        ends[dtype] = weight.detach().clone()
+    assert torch.equal(ends[torch.bfloat16], torch.ones(3, dtype=torch.bfloat16))
+    torch.testing.assert_close(ends[torch.float32], torch.full((3,), 1 - 1000 / 1024))
+
+
 # ---------------------------------------------------------------------- loss scaling
+def test_small_gradients_survive_in_fp16_if_the_loss_is_scaled():
+    """1e-9 is below half of fp16's smallest number: a gradient in fp16 on its way is 0."""
+    x, weight = torch.ones(2, 4), nn.Parameter(torch.ones(3, 4))
+    for how, expected in [(Precision("fp16"), 2e-9), (Precision("fp16", scaler=NoScale()), 0.0)]:
+        weight.grad = None
+        with how.autocast():
+            loss = nn.functional.linear(x, weight).float().sum() * 1e-9
+        how.scale(loss).backward()
+        how.unscale([weight])
+        torch.testing.assert_close(weight.grad, torch.full((3, 4), expected), rtol=1e-2, atol=0)
+
+
+class NoScale(LossScaler):
+    """The mutant that scales by 1."""
+
+    def __init__(self) -> None:
+        super().__init__(init_scale=1.0)
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("optimizer", ["plain", "sgd"])
+@pytest.mark.parametrize("optimizer", ["fused", "plain", "sgd"])
 @pytest.mark.parametrize("seed", range(4))
 def test_scaler_equals_torchs_on_any_trajectory_of_overflows(optimizer, seed):
     """Bit for bit: the scale, the count of good steps, the weights, the optimizer's state.
@@ -127,9 +195,26 @@ def unused() -> nn.Parameter:
 
 
 OPTIMIZERS = {
+    "fused": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
     "plain": lambda weights: torch.optim.AdamW(weights, lr=0.1),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.1),
 }
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_skipped_step_changes_nothing(optimizer):
+    weight = nn.Parameter(torch.randn(5))
+    opt, scaler = OPTIMIZERS[optimizer]([weight]), LossScaler()
+    for bad in (0.0, math.inf, math.nan, 0.0):
+        before, state = weight.detach().clone(), str(opt.state_dict())
+        weight.grad = torch.ones(5)
+        weight.grad[2] += bad
+        assert scaler.unscale([weight]).item() == (bad != 0)
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(weight, before) == (bad != 0)
+        assert (str(opt.state_dict()) == state) == (bad != 0)
+        assert not hasattr(opt, "found_inf")
 
 
 def test_a_large_gradient_is_no_overflow():
@@ -151,6 +236,18 @@ def test_scaler_says_what_it_cannot_do():
     scaler.unscale([])
     with pytest.raises(RuntimeError, match="twice in one step"):
         scaler.unscale([])
+
+
+def test_scaler_state_comes_back():
+    scaler, fresh = LossScaler(growth_interval=5), LossScaler(growth_interval=5)
+    weight = nn.Parameter(torch.zeros(1))
+    for value in (math.inf, 1.0, 1.0):
+        weight.grad = torch.tensor([value])
+        scaler.unscale([weight])
+        scaler.update()
+    fresh.load_state_dict(scaler.state_dict())
+    assert fresh.state_dict() == scaler.state_dict()
+    assert [v.item() for v in fresh.state_dict().values()] == [2.0**15, 2, 1]
 
 
 # ---------------------------------------------------------------------- on several ranks
@@ -258,6 +355,20 @@ def test_the_product_is_exact_up_to_the_roundings_to_fp8():
     a[0, 0] = b[0, 0] = 7.0
     found = product(quantise(a * 64, E4M3), quantise(b / 1024, E4M3), torch.float32)
     torch.testing.assert_close(found, a @ b.t() / 16)
+
+
+def test_the_instruction_is_asked_for_where_the_device_has_it(monkeypatch):
+    class OnGpu:
+        device = torch.device("cuda")
+
+        def __init__(self, *shape):
+            self.shape = shape
+
+    for capability, expected in [((8, 0), False), ((8, 9), True), ((9, 0), True)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        assert precision.runs_fp8(OnGpu(16, 32), OnGpu(48, 32)) == expected
+        assert not precision.runs_fp8(OnGpu(17, 32), OnGpu(48, 32))
+    assert not precision.runs_fp8(torch.ones(16, 16), torch.ones(16, 16))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -378,6 +489,21 @@ def test_precision_of_a_run(run, monkeypatch):
             last = lines[name][-1][key], lines["float32"][-1][key]
             assert last[0] != last[1] and last[0] == pytest.approx(last[1], rel=0.02)
     assert [name for name in lines if "loss_scale" in lines[name][0]] == ["fp16"]
+
+
+@pytest.mark.slow
+def test_a_run_in_bf16_resumes_exactly_from_its_masters(run, ranks):
+    """They are what a checkpoint has. Mutant: weights as they compute, which have lost digits."""
+    config = replace(RUN, data=str(run.folder / "a.txt"), precision="bf16", mesh="dp=2", zero=2)
+    whole, rest = run.folder / "whole", run.folder / "rest"
+    ranks(2).run(trainer.train, config, str(whole))
+    folder = whole / "checkpoints/step_000005"
+    ranks(2).run(trainer.train, config, str(rest), str(folder))
+    lines = read(whole / "metrics.jsonl"), read(rest / "metrics.jsonl")
+    assert without_times(lines[1]) == without_times(lines[0][5:])
+    for name, weight in checkpoint.load(folder)[0].items():
+        assert weight.dtype == torch.float32, name
+        assert not torch.equal(weight, weight.bfloat16().float()), name
 
 
 @pytest.mark.slow
