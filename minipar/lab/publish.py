@@ -178,45 +178,39 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
     `FileExistsError` if the folder is there already.
     """
     folder.mkdir(parents=True)
-    (folder / "solutions").mkdir()
-    written, known = [], {}
+    solutions = folder / "solutions"
+    solutions.mkdir()
+    texts, known = {}, {}
     for path in notebooks:
-        written.append(folder / path.name)
         notebook = nbformat.read(path, as_version=4)
         show_minutes(notebook)
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
-        nbformat.write(notebook, written[-1])
-        for exercise in sorted(path.parent.glob(f"solutions/ex_{int(path.stem[:2])}_*.py")):
-            written.append(folder / "solutions" / exercise.name)
-            written[-1].write_text(
-                without_answers(exercise.read_text(encoding="utf-8")), encoding="utf-8"
-            )
-            number = exercises.id_of(exercise)
-            known |= {n: s for n, s in slips.read(exercise.parent).items() if n == number}
-        for asked in path.parent.glob(f"solutions/problems_{int(path.stem[:2])}.py"):
-            written.append(folder / "solutions" / asked.name)
-            written[-1].write_text(without_ways(asked), encoding="utf-8")
-    return [*dict.fromkeys(written), slips.write(folder / "solutions", known)]
+        texts[folder / path.name] = nbformat.writes(notebook) + "\n"
+        given, number = path.parent / "solutions", int(path.stem[:2])
+        told = slips.read(given)
+        for file in sorted(given.glob(f"ex_{number}_*.py")):
+            texts[solutions / file.name] = without_answers(file.read_text(encoding="utf-8"))
+            known |= {n: told[n] for n in [exercises.id_of(file)] if n in told}
+        for file in given.glob(f"problems_{number}.py"):
+            texts[solutions / file.name] = without_ways(file)
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8")
+    return [*texts, slips.write(solutions, known)]
 
 
-def learn_slips(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Run the wrong answers of exercises; return how each fails, and its sentence, for `slips`.
+def learn_slips(asked: exercises.Exercise) -> dict[str, Any]:
+    """Run the wrong answers of an exercise; return how each fails, and its sentence, for `slips`.
 
     The seed is the first of twenty that tells different sentences apart, else `ValueError`.
     """
-    known = {}
-    for asked in map(exercises.Exercise, files):
-        for seed in range(20):
-            marks = {wrong: _failure(asked, wrong, seed) for wrong in asked.wrongs.values()}
-            told = {mark: wrong.sentence for wrong, mark in marks.items()}
-            if all(mark and told[mark] == wrong.sentence for wrong, mark in marks.items()):
-                known[asked.id] = {"seed": seed, "told": told}
-                break
-        else:
-            raise ValueError(f"exercise {asked.id}: two wrong answers fail alike; share a sentence")
-    return known
+    for seed in range(20):
+        marks = {wrong: _failure(asked, wrong, seed) for wrong in asked.wrongs.values()}
+        told = {mark: wrong.sentence for wrong, mark in marks.items()}
+        if all(mark and told[mark] == wrong.sentence for wrong, mark in marks.items()):
+            return {"seed": seed, "told": told}
+    raise ValueError(f"exercise {asked.id}: two wrong answers fail alike; share a sentence")
 
 
 def _failure(asked: exercises.Exercise, answer: Callable, seed: int) -> str:
@@ -298,7 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if asked.slips:
         for folder in {path.parent / "solutions" for path in notebooks}:
-            print(slips.write(folder, learn_slips(sorted(folder.glob("ex_*.py")))))
+            known = map(exercises.Exercise, sorted(folder.glob("ex_*.py")))
+            print(slips.write(folder, {asked.id: learn_slips(asked) for asked in known}))
         return 0
     for path in notebooks:
         wrong = complaints(nbformat.read(path, as_version=4)) if asked.check else publish(path)

@@ -7,11 +7,12 @@ from matplotlib.patches import FancyArrowPatch
 from minipar.comm import plans
 from minipar.comm.plans import ALL_REDUCE
 from minipar.lab.draw.meshes import ADDED, PASSED, schedules
+from tests.lab.figures import shapes, words
 
 
 def lines(figure):
     """(colour, width) of each arrow."""
-    arrows = [p for ax in figure.axes for p in ax.patches if isinstance(p, FancyArrowPatch)]
+    arrows = shapes(figure, FancyArrowPatch)
     return [(to_hex(arrow.get_edgecolor()), arrow.get_linewidth()) for arrow in arrows]
 
 
@@ -25,8 +26,7 @@ def test_every_message_is_a_line(name, size):
     sent = [m for rank, plan in enumerate(each) for s in plan for m in s.sends if m.peer != rank]
     assert len(lines(figure)) == len(sent)
     busy = sum(any(step.sends for step in steps) for steps in zip(*each, strict=True))
-    said = [text.get_text() for ax in figure.axes for text in ax.texts]
-    assert f"{busy} round{'s' * (busy > 1)}" in said
+    assert f"{busy} round{'s' * (busy > 1)}" in words(figure)
 
 
 def test_colour_says_what_is_added_and_width_how_much_there_is():
