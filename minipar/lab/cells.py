@@ -62,9 +62,6 @@ class CellError(RankError):
     def _render_traceback_(self) -> list[str]:
         return "\n\n".join(self.reports()).splitlines()  # in place of our own frames
 
-    def __reduce__(self):
-        return CellError, (self.failures, self.advice)
-
 
 class Interrupted(KeyboardInterrupt):
     """The stop button was pressed while ranks were at work."""
@@ -119,10 +116,8 @@ class Ranks(launch.Ranks):
         self._transcript: _Transcript | None = None
         self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
         self._num_done = 0
-        if backend != "link" and link != "none":
-            raise ValueError(f"link={link!r} needs backend='link', not {backend!r}")
-        if backend != "link" and device is not None:
-            raise ValueError(f"device={device!r} needs backend='link', not {backend!r}")
+        if backend != "link" and (link != "none" or device is not None):
+            raise ValueError(f"a link or a device needs backend='link', not {backend!r}")
         check_fits_here(size)  # now: what is refused must not end the ranks that run
         check_backend(backend, size)
         # The notebook's own formulas use that link as well.

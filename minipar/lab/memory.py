@@ -27,7 +27,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -171,15 +171,6 @@ class MemoryHistory:
         return max((sum(column) for column in zip(*chosen, strict=True)), default=0)
 
 
-class Event(NamedTuple):
-    """A change of what a rank holds."""
-
-    seconds: float
-    holding: Holding
-    num_bytes: int
-    phase: str
-
-
 class OverBudget(MemoryError, ValueError):
     """A rank holds more than its budget allows."""
 
@@ -201,7 +192,7 @@ class MemoryLedger(LiveBytes):
         super().__init__()
         self.model, self.budget = model, math.inf if budget is None else budget
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._events: list[Event] = []
+        self._changes: list[tuple[float, Holding, int, str]] = []  # when, of what, bytes, phase
         self._phase, self._start = "forward", 0.0
         self._parameters: dict[nn.Parameter, None] = {}
         self._on_gpu = self._is_closed = False
@@ -231,11 +222,11 @@ class MemoryLedger(LiveBytes):
     def history(self) -> MemoryHistory:
         """Return all that was seen so far; the first sample is what there was at the start."""
         places: tuple[dict[str, list[int]], ...] = ({}, {})  # on the device, on the host
-        for event in self._events:
-            places[event.holding.on_host].setdefault(event.holding.category, [0])
+        for _, holding, *_ in self._changes:
+            places[holding.on_host].setdefault(holding.category, [0])
         columns = [column for place in places for column in place.values()]
         seconds, phases = [self._start], []
-        for at, holding, num_bytes, phase in sorted(self._events, key=lambda event: event.seconds):
+        for at, holding, num_bytes, phase in sorted(self._changes, key=lambda one: one[0]):
             if at > self._start:
                 seconds.append(at)
                 phases.append(phase)
@@ -307,7 +298,7 @@ class MemoryLedger(LiveBytes):
             self._phase = "backward"
         # What no operation has made, such as the optimizer's state, was there before the start.
         seconds = self._start if was_there else time.monotonic()
-        self._events.append(Event(seconds, holding, num_bytes, self._phase))
+        self._changes.append((seconds, holding, num_bytes, self._phase))
         if not holding.on_host:
             super()._change(holding, num_bytes)
             if num_bytes > 0:

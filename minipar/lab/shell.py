@@ -174,15 +174,12 @@ def _look(shell: RankShell) -> None:
     groups = list(dist.distributed_c10d._world.pg_map)
     moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
     if work.t_start is None and called > PATIENCE and not moves:
-        own = [frame for frame in callers if not _is_in(frame, PLUMBING)]
-        worker.notify("stuck", (work.verb, _line_of(own[0], shell)))
-
-
-def _line_of(frame: FrameType, shell: RankShell) -> str:
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    number = shell.compile._filename_map.get(name)
-    title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
-    return f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
+        own = next(frame for frame in callers if not _is_in(frame, PLUMBING))
+        name, line = own.f_code.co_filename, own.f_lineno
+        number = shell.compile._filename_map.get(name)
+        title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
+        said = f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
+        worker.notify("stuck", (work.verb, said))
 
 
 # ---------------------------------------------------------------------- called by the notebook

@@ -16,8 +16,9 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
-from minipar.comm import collectives
+from minipar.comm import collectives, plans
 from minipar.comm.mesh import Mesh
+from minipar.comm.plans import ALL_REDUCE
 from minipar.lab import draw
 from minipar.lab.draw import meshes, pen
 from minipar.observe.timeline import Span, Timeline
@@ -224,23 +225,23 @@ def test_messages_are_bars_of_their_own_however_short():
 
 
 # ---------------------------------------------------------------------- meshes, collectives
-def lines_of(figure, axis):
-    """How many lines of a mesh have the colour of an axis."""
-    return [to_hex(p.get_edgecolor()) for p in shapes(figure, FancyArrowPatch)].count(
-        draw.AXIS[axis]
-    )
+def arrows(figure):
+    """(colour, width) of each arrow."""
+    found = shapes(figure, FancyArrowPatch)
+    return [(to_hex(arrow.get_edgecolor()), arrow.get_linewidth()) for arrow in found]
 
 
 def test_a_mesh_joins_the_ranks_of_each_group():
     """Counts lines: 2 pp pairs x 6, 3-chains of tp = 2 lines x 4 groups."""
     figure = draw.mesh({"pp": 2, "dp": 2, "tp": 3})
-    assert [lines_of(figure, axis) for axis in ("pp", "dp", "tp")] == [6, 6, 8]
+    inks = [ink for ink, _ in arrows(figure)]
+    assert [inks.count(draw.AXIS[axis]) for axis in ("pp", "dp", "tp")] == [6, 6, 8]
     words = texts(figure)
     assert [w for w in words if w.isdigit()] == [str(r) for r in range(12)]
     assert "12 ranks: pp 2 × dp 2 × tp 3" in words
     assert any(w.startswith("tp groups: 0 1 2  |  3 4 5") for w in words)
     figure = draw.mesh({"pp": 2, "dp": 4, "tp": 4})  # between large panels, one for all
-    assert lines_of(figure, "pp") == 1
+    assert [ink for ink, _ in arrows(figure)].count(draw.AXIS["pp"]) == 1
     assert any("only the first are drawn" in w for w in texts(figure))
 
 
@@ -281,6 +282,34 @@ def test_pictures_of_collectives_tell_the_truth(ranks, verb):
     assert [w for w in words if w.startswith("rank ")][:4] == [f"rank {r}" for r in range(4)]
     cells = sum(len(slots) for side in (before, after) for slots in side)
     assert sum(w.lstrip("Σ").isdigit() for w in words) == cells
+
+
+# ---------------------------------------------------------------------- plans of messages
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("size", [2, 4, 6])
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_every_message_is_a_line(name, size):
+    """Mutants: a message of a rank to itself is drawn; empty rounds are counted."""
+    each = [ALL_REDUCE[name](24, rank, size) for rank in range(size)]
+    figure = meshes.schedules({name: each}, numel=24)
+    sent = [m for rank, plan in enumerate(each) for s in plan for m in s.sends if m.peer != rank]
+    assert len(arrows(figure)) == len(sent)
+    busy = sum(any(step.sends for step in steps) for steps in zip(*each, strict=True))
+    assert f"{busy} round{'s' * (busy > 1)}" in texts(figure)
+
+
+def test_colour_says_what_is_added_and_width_how_much_there_is():
+    ring = arrows(meshes.schedules({"ring": [plans.ring(8, r, 4) for r in range(4)]}, numel=8))
+    assert (
+        [ink for ink, _ in ring].count(meshes.ADDED)
+        == [ink for ink, _ in ring].count(meshes.PASSED)
+        == 12
+    )
+    halving = [plans.halving_doubling(8, r, 4) for r in range(4)]
+    widths = sorted(
+        {round(width, 3) for _, width in arrows(meshes.schedules({"h": halving}, numel=8))}
+    )
+    assert len(widths) == 2 and widths[0] == pytest.approx(ring[0][1], abs=1e-3)
 
 
 # ---------------------------------------------------------------------- shares of the data

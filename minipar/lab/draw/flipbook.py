@@ -100,11 +100,9 @@ class Flipbook:
 
     def _ipython_display_(self) -> None:
         # Two outputs: the second hides the first where its script runs.
-        number = 0
-        for name, values in self.choices.items():
-            number = number * len(values) + self.start[name]
-        shown = self.frames[number]
-        at = ", ".join(f"{name} = {v[self.start[name]]}" for name, v in self.choices.items())
+        first = tuple(values[self.start[name]] for name, values in self.choices.items())
+        shown = self.frames[[*product(*self.choices.values())].index(first)]
+        at = ", ".join(f"{name} = {value}" for name, value in zip(self.choices, first, strict=True))
         alt = f"One of {len(self.frames)} pictures, {at}: {pen.in_words(shown)}"
         still = {"image/png": pen.png(shown), "text/plain": repr(self)}
         display(still, raw=True, metadata={"image/png": {"alt": alt}})
@@ -118,9 +116,8 @@ def flip(draw_fn: Callable[..., Any], **choices: Iterable) -> Flipbook:
     `widgets.explore`.
     """
     lists = {name: list(values) for name, values in choices.items()}
-    drawn = [
-        draw_fn(**dict(zip(lists, values, strict=True))) for values in product(*lists.values())
-    ]
+    every = (dict(zip(lists, values, strict=True)) for values in product(*lists.values()))
+    drawn = [draw_fn(**values) for values in every]
     frames = [one[0] if isinstance(one, tuple) else one for one in drawn]
     defaults = {n: p.default for n, p in inspect.signature(draw_fn).parameters.items()}
     start = {n: v.index(defaults[n]) if defaults[n] in v else 0 for n, v in lists.items()}
