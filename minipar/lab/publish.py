@@ -1,7 +1,6 @@
 """Execute the notebooks and make what is committed the same on every machine.
 
-    python -m minipar.lab.publish notebooks/            # execute, normalise, write
-    python -m minipar.lab.publish notebooks/ --check    # only look at what is there
+    python -m minipar.lab.publish notebooks/            # execute, normalise, write, check
     python -m minipar.lab.publish notebooks/ --handout course/  # copies without the answers
     python -m minipar.lab.publish notebooks/ --slips    # learn how wrong answers fail
 
@@ -37,30 +36,6 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FOREIGN = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\Users\\)[^\s\"':)]*")
 """Paths of a particular machine."""
-
-
-def find(paths: Iterable[Path]) -> list[Path]:
-    """Return the notebooks among `paths`, and those in folders."""
-    return [
-        p for path in paths for p in ([path] if path.is_file() else sorted(path.glob("*.ipynb")))
-    ]
-
-
-# ====================================================================== executing
-def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run all cells, in place, in a fresh kernel that works in `folder`.
-
-    Raises `CellExecutionError` for an error outside of the cells tagged ``raises-exception``, and
-    `CellTimeoutError` for a cell that takes longer than `CELL_TIMEOUT` seconds.
-    """
-    client = NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT,
-        kernel_name="python3",
-        extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
-        resources={"metadata": {"path": str(folder)}},
-    )
-    client.execute()
 
 
 # ====================================================================== normalising
@@ -264,13 +239,21 @@ def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
 
 # ====================================================================== the command
 def publish(path: Path) -> list[str]:
-    """Execute and normalise a notebook and write it; return what is wrong with it.
+    """Execute a notebook in a fresh kernel, normalise and write it; return what is wrong with it.
 
-    A notebook whose execution fails is left as it was.
+    A notebook whose execution fails is left as it was: by an error outside of the cells tagged
+    ``raises-exception``, or by a cell that takes longer than `CELL_TIMEOUT` seconds.
     """
     notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
+        resources={"metadata": {"path": str(path.parent)}},
+    )
     try:
-        execute(notebook, path.parent)
+        client.execute()
     except (CellExecutionError, CellTimeoutError) as error:
         return [f"execution failed: {error}"]
     normalise(notebook, path.resolve().parents[1])
@@ -282,11 +265,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run as a command; the exit code is 1 if there is something to complain about."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
-    parser.add_argument("--check", action="store_true", help="execute nothing, change nothing")
     parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     asked = parser.parse_args(arguments)
-    notebooks, found = find(asked.paths), 0
+    notebooks = []
+    for path in asked.paths:
+        notebooks += [path] if path.is_file() else sorted(path.glob("*.ipynb"))
     if asked.handout is not None:
         print(*hand_out(notebooks, asked.handout), sep="\n")
         return 0
@@ -295,11 +279,12 @@ def main(arguments: list[str] | None = None) -> int:
             known = map(exercises.Exercise, sorted(folder.glob("ex_*.py")))
             print(slips.write(folder, {asked.id: learn_slips(asked) for asked in known}))
         return 0
+    found = []
     for path in notebooks:
-        wrong = complaints(nbformat.read(path, as_version=4)) if asked.check else publish(path)
-        print("\n".join([f"{path}: {'ok' if not wrong else ''}".rstrip(), *wrong]), flush=True)
-        found += len(wrong)
-    return int(found > 0)
+        wrong = publish(path)
+        print("\n".join([f"{path}:" if wrong else f"{path}: ok", *wrong]), flush=True)
+        found += wrong
+    return int(bool(found))
 
 
 if __name__ == "__main__":
