@@ -23,12 +23,16 @@ WAYS = {
 LAYERS = 4
 
 
+def shape_of(num_layers: int) -> LlamaConfig:
+    """Return a Llama of so many layers, all with experts."""
+    moe = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
+    return LlamaConfig(61, 64, 256, num_layers=num_layers, num_heads=4, num_kv_heads=4, moe=moe)
+
+
 def play(axis: Axis, dispatch: str) -> Timeline:
     """Record one forward and one backward; called on every rank of `axis`, with a device."""
-    moe = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
-    shape = LlamaConfig(61, 64, 256, num_layers=LAYERS, num_heads=4, num_kv_heads=4, moe=moe)
     with device.paused():
-        model = Llama(shape, seed=0)
+        model = Llama(shape_of(LAYERS), seed=0)
         expert.apply(model, axis, dispatch=dispatch)
         layers = stages.part_of(model, range(LAYERS))
         x, before = torch.randn(2, 1, 64, 64).requires_grad_().unbind()
