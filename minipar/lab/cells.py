@@ -51,7 +51,7 @@ class CellError(RankError):
         super().__init__(failures)
 
     def reports(self) -> list[str]:
-        """The tracebacks of the ranks that failed, equal ones once, and the advice."""
+        """Return the tracebacks of the ranks that failed, equal ones once, and the advice."""
         return super().reports() + [self.advice] * bool(self.advice)
 
     def __str__(self) -> str:
@@ -160,7 +160,7 @@ class Ranks(launch.Ranks):
         self.link = wire
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
-        """As in `launch.Ranks`; the namespaces fit the process group afterwards, if it is new."""
+        """Run as `launch.Ranks` does; fit the namespaces to a process group that is new."""
         with self.lock:
             remade, pids = self.remade, self.pids
             speakers = [rank for rank, args in enumerate(args_of) if args is not None]
@@ -224,7 +224,7 @@ class Ranks(launch.Ranks):
         )
 
     def _press(self, job: launch.Call) -> None:
-        """As in `launch.Ranks`; and if all who have not finished wait in vain, stop them."""
+        """Press as `launch.Ranks` does; stop ranks if all that are left wait in vain."""
         super()._press(job)
         if self._num_done != len(job.results):  # who was waiting may have been freed by this one
             self._stuck, self._num_done = {}, len(job.results)

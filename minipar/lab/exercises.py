@@ -214,7 +214,7 @@ def _diagnose(asked: Exercise, name: str) -> None:
 
 
 def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
-    """A line with the sentence of the wrong answer that fails alike on the same inputs, or ""."""
+    """Return the sentence of the wrong answer that fails alike on the same inputs, or ""."""
     if not asked.slips:
         return ""
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
@@ -302,7 +302,7 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
 
 
 def _import(run: Callable) -> None:
-    """On a rank: nothing. Who has unpacked this call has imported what exercises need."""
+    """Do nothing: a rank that has unpacked this call has imported the modules of exercises."""
 
 
 def _only_raises(answer: Callable, error: str) -> bool:
@@ -320,7 +320,7 @@ def _waiting(asked: Exercise) -> CheckFailed:
 
 
 def waiting(what: str, title: str, todo: str) -> CheckFailed:
-    """The error that says of an exercise, or a problem, that it has not been tried yet."""
+    """Return the error for an exercise, or a problem, that has not been tried yet."""
     end = "" if title.endswith("?") else "."
     return CheckFailed(f"{what} is waiting for you: {title}{end}\n{todo}", "written")
 
@@ -329,7 +329,7 @@ _END = "the end"  # how a rank calls the barrier after a learner's function
 
 
 def _with_who_has_left(text: str) -> str:
-    """A learner who never wrote a barrier is told what is behind it."""
+    """Reword the barrier behind a function: a learner never wrote it."""
     text = re.sub(rf"(ranks [\d, ]+) called {_END}\b", r"\1 have left your function", text)
     text = re.sub(rf"(rank \d+) called {_END}\b", r"\1 has left your function", text)
     return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
@@ -356,7 +356,7 @@ def _pool(size: int) -> Ranks:
 
 
 def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tuple) -> Any:
-    """On a rank: give `answer` an axis of its own, or several, and listen to what goes over it."""
+    """Run `answer` on a rank, with axes of its own; note the messages that go over them."""
     axes = [axis for name in sizes if (axis := _own_axis(name, sizes)) is not None]
     if not axes:
         return None
