@@ -23,7 +23,7 @@ class CheckFailed(AssertionError):
 
     @property
     def fingerprint(self) -> str:
-        """How the answer failed, for `slips`."""
+        """Return how the answer failed, for `slips`."""
         seen = () if self.case is None else (self.case.sent, self.case.results)
         return slips.fingerprint(self.criterion, str(self), *seen)
 
@@ -116,7 +116,7 @@ def apart(want: float, got: float) -> str:
 
 
 def told_apart(*numbers: float) -> list[str]:
-    """Two numbers in six digits, or in as many more as tell one from the other."""
+    """Return two numbers in six digits, or in as many more as tell one from the other."""
     for digits in (6, 9, 12, 17):
         texts = [f"{number:.{digits}g}" for number in numbers]
         if texts[0] != texts[1]:
@@ -125,7 +125,7 @@ def told_apart(*numbers: float) -> list[str]:
 
 
 def whole_numbers(value: Any) -> Any:
-    """A list of int where `value` is a sequence of whole numbers of any kind, else what it was."""
+    """Return a list of int if `value` is a sequence of whole numbers of any kind, else `value`."""
     try:
         return [index(number) for number in value]
     except TypeError:

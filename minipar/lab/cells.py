@@ -51,7 +51,7 @@ class CellError(RankError):
         super().__init__(failures)
 
     def reports(self) -> list[str]:
-        """The tracebacks of the ranks that failed, equal ones once, and the advice."""
+        """Return the tracebacks of the ranks that failed, equal ones once, and the advice."""
         return super().reports() + [self.advice] * bool(self.advice)
 
     def __str__(self) -> str:
@@ -61,9 +61,6 @@ class CellError(RankError):
 
     def _render_traceback_(self) -> list[str]:
         return "\n\n".join(self.reports()).splitlines()  # in place of our own frames
-
-    def __reduce__(self):
-        return CellError, (self.failures, self.advice)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -119,10 +116,8 @@ class Ranks(launch.Ranks):
         self._transcript: _Transcript | None = None
         self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
         self._num_done = 0
-        if backend != "link" and link != "none":
-            raise ValueError(f"link={link!r} needs backend='link', not {backend!r}")
-        if backend != "link" and device is not None:
-            raise ValueError(f"device={device!r} needs backend='link', not {backend!r}")
+        if backend != "link" and (link != "none" or device is not None):
+            raise ValueError(f"a link or a device needs backend='link', not {backend!r}")
         check_fits_here(size)  # now: what is refused must not end the ranks that run
         check_backend(backend, size)
         # The notebook's own formulas use that link as well.
@@ -165,7 +160,7 @@ class Ranks(launch.Ranks):
         self.link = wire
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
-        """As in `launch.Ranks`; the namespaces fit the process group afterwards, if it is new."""
+        """Run as `launch.Ranks` does; fit the namespaces to a process group that is new."""
         with self.lock:
             remade, pids = self.remade, self.pids
             speakers = [rank for rank, args in enumerate(args_of) if args is not None]
@@ -229,7 +224,7 @@ class Ranks(launch.Ranks):
         )
 
     def _press(self, job: launch.Call) -> None:
-        """As in `launch.Ranks`; and if all who have not finished wait in vain, stop them."""
+        """Press as `launch.Ranks` does; stop ranks if all that are left wait in vain."""
         super()._press(job)
         if self._num_done != len(job.results):  # who was waiting may have been freed by this one
             self._stuck, self._num_done = {}, len(job.results)

@@ -57,20 +57,18 @@ def calculator(
 ) -> Figure:
     """Draw GB by part beside ms by part; arguments and errors are those of `calculate`."""
     found = calculate(model, plan, tokens, recompute, link)
-    held, step = {k: b / 1e9 for k, b in found.memory.items()}, found.seconds
+    held = {part: num_bytes / 1e9 for part, num_bytes in found.memory.items()}
     limit = footprint.room(found.job.machine.device) / 1e9
     names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
-    times = {names.get(part, part): 1e3 * s for part, s in step.items()}
+    times = {names.get(part, part): 1e3 * s for part, s in found.seconds.items()}
     inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}
     inks |= {part: pen.held(part) or pen.HELD_OTHERS[0] for part in held}
     rows = max(len(_seen(held)), len(_seen(times)))
     height = 0.3 * rows + 1.35
-    verb = "fits" if sum(held.values()) <= limit else "does not fit"
-    needs = f"needs {sum(held.values()):.0f} GB, may fill {limit:.0f}: it {verb}"
-    title = f"{found.mfu(False):.0%} MFU; {needs}"
-    why = planner.unchecked(found.job)
-    why = why or f"at least 90 % of published runs lie within {100 * planner.ERROR:.0f} %"
-    note = f"predicted; {why}"
+    needs, verb = sum(held.values()), "fits" if sum(held.values()) <= limit else "does not fit"
+    title = f"{found.mfu(False):.0%} MFU; needs {needs:.0f} GB, may fill {limit:.0f}: it {verb}"
+    published = f"at least 90 % of published runs lie within {100 * planner.ERROR:.0f} %"
+    note = f"predicted; {planner.unchecked(found.job) or published}"
     figure, ax = pen.sheet(pen.WIDTH, height, title, note)
     pen.text(
         ax, 0.15, height - 0.52, f"{model}, {plan}, {tokens:,} tokens, {link}", color=pen.MUTED
@@ -98,7 +96,7 @@ def losses(found: Ranked) -> dict[str, float]:
     MFU does, with the whole square of attention.
     """
     job, device = found.job, found.job.machine.device
-    flops = {causal: found.mfu(causal) * found.step for causal in (False, True)}
+    before = found.mfu(True) * found.step
     free = dict(bandwidth=ENDLESS, latency=0.0, launch=0.0)
     networks = {name: replace(getattr(job.machine, name), **free) for name in ("inside", "between")}
     peak = {job.dtype: device.peak[job.dtype] / OF_CEILING}
@@ -110,11 +108,8 @@ def losses(found: Ranked) -> dict[str, float]:
         "moving bytes": dict(memory_bandwidth=ENDLESS),
     }
     prompt = dict(host=0.0, host_tp=0.0, host_across=0.0, fixed=0.0)
-    added = {
-        "FLOPs at the peak": flops[False],
-        "masked, never computed": flops[True] - flops[False],
-    }
-    before = flops[True]
+    added = {"FLOPs at the peak": found.mfu(False) * found.step}
+    added["masked, never computed"] = before - added["FLOPs at the peak"]
     for i, name in enumerate(["computed again, uneven stages", *ideal]):
         left = {key: v for part in list(ideal)[i:] for key, v in ideal[part].items()}
         software = replace(job.software, **prompt, exposed=0.0)
@@ -213,31 +208,29 @@ def tree(title: str = "") -> Figure:
     row, wide, head = 0.36, (4.1, 4.35), 0.45
     height = 0.55 + sum(head + row * len(lines) for lines in STEPS.values())
     paper, ax = pen.sheet(pen.WIDTH, height, title)
-    y = height - 0.5
+    y, taken = height - 0.5, pen.KIND["forward"]
     for step, lines in STEPS.items():
         pen.text(ax, 0.2, y - 0.14, step, weight="bold", size=11)
         y -= head
         for question, answer in lines:
-            pen.rounded(ax, 0.4, y - row + 0.1, wide[0], row - 0.08, 0.05, fc=pen.GRID, ec="none")
-            pen.text(ax, 0.5, y - row / 2 + 0.06, question)
-            x = 0.4 + wide[0]
-            at = y - row / 2 + 0.06
+            x, low, at = 0.4 + wide[0], y - row + 0.1, y - row / 2 + 0.06
+            pen.rounded(ax, 0.4, low, wide[0], row - 0.08, 0.05, fc=pen.GRID, ec="none")
+            pen.text(ax, 0.5, at, question)
             pen.arrow(ax, (x + 0.05, at), (x + 0.45, at), 9, color=pen.MUTED, lw=1.2)
-            fill = pen.KIND["forward"]
-            pen.rounded(ax, x + 0.5, y - row + 0.1, wide[1], row - 0.08, 0.05, fc=fill, ec="none")
+            pen.rounded(ax, x + 0.5, low, wide[1], row - 0.08, 0.05, fc=taken, ec="none")
             pen.text(ax, x + 0.6, at, answer)
             y -= row
     return paper
 
 
 def placements(
-    groups: Mapping[str, tuple[int, int, float]], *, gpus: int = 8, title: str = "", note: str = ""
+    groups: Mapping[str, tuple[int, int, float]], *, title: str = "", note: str = ""
 ) -> Figure:
     """Draw which GPUs a ring joins: `{name: (distance of neighbours, size, bytes/s)}`.
 
-    Up to four nodes of `gpus` are drawn for each ring.
+    Four nodes of eight GPUs are drawn for each ring.
     """
-    nodes, side, left, row = 4, 0.17, 2.35, 0.42
+    nodes, gpus, side, left, row = 4, 8, 0.17, 2.35, 0.42
     wide = side * gpus + 0.14
     height = 0.85 + row * len(groups)
     figure, ax = pen.sheet(left + nodes * wide + 1.35, height, title, note)

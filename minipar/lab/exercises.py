@@ -82,21 +82,19 @@ class Exercise:
     """One file of ``notebooks/solutions``, with its parts by name."""
 
     def __init__(self, file: Path) -> None:
-        self.id = id_of(file)
         module = load(file)
-        self.title = (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        self.level, self.minutes, self.good = module.LEVEL, module.MINUTES, module.GOOD
-        self.praise = module.PRAISE
-        self.mesh: dict[str, int] = getattr(module, "MESH", {})
-        sizes = (math.prod(self.mesh.values()),) if self.mesh else (4,)
-        self.sizes: tuple[int, ...] = getattr(module, "SIZES", sizes)
-        self.given = module.given
-        self.solution = getattr(module, "solution", None)  # a host may have left it out
-        self.solution_bonus = getattr(module, "solution_bonus", None)
-        self.run = getattr(module, "run", _run)
-        self.drawn = getattr(module, "drawn", None)
-        self.seconds: float | None = getattr(module, "SECONDS", None)
-        self.bugs: dict[str, str] = getattr(module, "BUGS", {})
+        part = vars(module).get  # or None, or what is given, where the file has no such part
+        self.id, self.title = id_of(file), (module.__doc__ or "").splitlines()[0].rstrip(".")
+        self.level, self.minutes = module.LEVEL, module.MINUTES
+        self.good, self.praise = module.GOOD, module.PRAISE
+        self.mesh: dict[str, int] = part("MESH", {})
+        size = math.prod(self.mesh.values()) if self.mesh else 4
+        self.sizes: tuple[int, ...] = part("SIZES", (size,))
+        self.given, self.run, self.drawn = module.given, part("run", _run), part("drawn")
+        # A host may have left the answers out.
+        self.solution, self.solution_bonus = part("solution"), part("solution_bonus")
+        self.seconds: float | None = part("SECONDS")
+        self.bugs: dict[str, str] = part("BUGS", {})
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
         self.wrongs = _named(module, "wrong_")
         self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {})
@@ -123,16 +121,12 @@ def load(file: Path) -> ModuleType:
 
 def exercises() -> dict[str, Path]:
     """Return the file of each exercise, by id. Raises `FileNotFoundError` if there are none."""
-    here, package = Path.cwd(), Path(__file__).resolve().parents[2]
-    folders = [here / "solutions", here / "notebooks/solutions", package / "notebooks/solutions"]
-    for folder in folders:
-        if files := {id_of(file): file for file in folder.glob("ex_*.py")}:
+    package = Path(__file__).resolve().parents[2]
+    for folder in (Path.cwd(), Path.cwd() / "notebooks", package / "notebooks"):
+        if files := {id_of(file): file for file in folder.glob("solutions/ex_*.py")}:
             # 10.2 comes after 9.1.
             return dict(sorted(files.items(), key=lambda item: [*map(int, item[0].split("."))]))
-    looked = "\n".join(f"    {folder}" for folder in folders)
-    raise FileNotFoundError(
-        f"no exercises found; run the notebook from the notebooks folder. Looked in\n{looked}"
-    )
+    raise FileNotFoundError("no exercises found; run the notebook from the notebooks folder")
 
 
 def id_of(file: Path) -> str:
@@ -220,7 +214,7 @@ def _diagnose(asked: Exercise, name: str) -> None:
 
 
 def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
-    """A line with the sentence of the wrong answer that fails alike on the same inputs, or ""."""
+    """Return the sentence of the wrong answer that fails alike on the same inputs, or ""."""
     if not asked.slips:
         return ""
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
@@ -286,35 +280,29 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     calls = [(answer, asked.run, source, sizes, mine) for mine in given]
     calls += [(answer, asked.run, source, sizes, ())] * (ranks.size - size)
     with ranks.lock:
-        return Case(size, given, *_run_on(ranks, calls, asked, size))
-
-
-def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tuple[list, list]:
-    """Return what came back from each of the first `size` ranks, and what each has sent."""
-    ranks.run_each(_import, [(asked.run,)] * ranks.size)  # on a busy machine it takes long, once
-    before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
-    try:
-        answers = ranks.run_each(_play, calls)[:size]
-    except RankError as error:
-        kinds = {failure.kind for failure in error.failures.values()}
-        if kinds == {"NotImplementedError"}:
-            raise _waiting(asked) from None
-        raise CheckFailed(_with_who_has_left("\n\n".join(error.reports())), "run") from error
-    except CannotTravel as error:
-        raise CheckFailed(str(error), "run") from None
-    except TimeoutError as error:
-        raise CheckFailed(
-            f"{error}\nDoes a rank wait for a message that no rank sends, or loop for ever? "
-            "Does every collective get group=axis.group?",
-            "run",
-        ) from None
-    finally:
-        ranks.time_limit = before
-    return [result for result, _ in answers], [sent for _, sent in answers]
+        ranks.run_each(_import, [(asked.run,)] * ranks.size)  # it takes long, once, on a busy host
+        before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
+        try:
+            answers = ranks.run_each(_play, calls)[:size]
+        except RankError as error:
+            if {failure.kind for failure in error.failures.values()} == {"NotImplementedError"}:
+                raise _waiting(asked) from None
+            said = _with_who_has_left("\n\n".join(error.reports()))
+            raise CheckFailed(said, "run") from error
+        except CannotTravel as error:
+            raise CheckFailed(str(error), "run") from None
+        except TimeoutError as error:
+            why = "Does a rank wait for a message that no rank sends, or loop for ever? "
+            why += "Does every collective get group=axis.group?"
+            raise CheckFailed(f"{error}\n{why}", "run") from None
+        finally:
+            ranks.time_limit = before
+    results, sent = zip(*answers, strict=True)
+    return Case(size, given, [*results], [*sent])
 
 
 def _import(run: Callable) -> None:
-    """On a rank: nothing. Who has unpacked this call has imported what exercises need."""
+    """Do nothing: a rank that has unpacked this call has imported the modules of exercises."""
 
 
 def _only_raises(answer: Callable, error: str) -> bool:
@@ -332,7 +320,7 @@ def _waiting(asked: Exercise) -> CheckFailed:
 
 
 def waiting(what: str, title: str, todo: str) -> CheckFailed:
-    """The error that says of an exercise, or a problem, that it has not been tried yet."""
+    """Return the error for an exercise, or a problem, that has not been tried yet."""
     end = "" if title.endswith("?") else "."
     return CheckFailed(f"{what} is waiting for you: {title}{end}\n{todo}", "written")
 
@@ -341,7 +329,7 @@ _END = "the end"  # how a rank calls the barrier after a learner's function
 
 
 def _with_who_has_left(text: str) -> str:
-    """A learner who never wrote a barrier is told what is behind it."""
+    """Reword the barrier behind a function: a learner never wrote it."""
     text = re.sub(rf"(ranks [\d, ]+) called {_END}\b", r"\1 have left your function", text)
     text = re.sub(rf"(rank \d+) called {_END}\b", r"\1 has left your function", text)
     return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
@@ -368,7 +356,7 @@ def _pool(size: int) -> Ranks:
 
 
 def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tuple) -> Any:
-    """On a rank: give `answer` an axis of its own, or several, and listen to what goes over it."""
+    """Run `answer` on a rank, with axes of its own; note the messages that go over them."""
     axes = [axis for name in sizes if (axis := _own_axis(name, sizes)) is not None]
     if not axes:
         return None
@@ -383,14 +371,17 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     link.use("none")
     link.observers.append(note)
     try:
-        args = (watched := _Watched(answer), axis, *given)
+        watched = _Watched(answer)
         try:
             with strict.watching():
+                args = (watched, axis, *given)
                 result = run(*args) if source is None else call_from(source, run, *args)
         except strict.Race:
             raise
         except Exception as error:
-            if watched.returned and not watched.is_in(error.__traceback__):
+            file = getattr(code_of(answer), "co_filename", None)
+            frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+            if watched.returned and all(frame.f_code.co_filename != file for frame in frames):
                 raise NoAnswer(f"{watched.returned}: this is no answer ({error})") from error
             raise
         with standing_for(_END):
@@ -406,7 +397,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
 
 
 class _Watched:
-    """A learner's function; tells an error inside of it from one about what it returned."""
+    """A learner's function that notes that it has returned: what fails then is its result."""
 
     def __init__(self, answer: Callable) -> None:
         self._answer, self.returned = answer, ""
@@ -420,11 +411,6 @@ class _Watched:
         what = "None" if result is None else f"a {type(result).__name__}"
         self.returned = f"your function returned {what}"
         return result
-
-    def is_in(self, tb: Any) -> bool:
-        """True if a traceback leads through the learner's code."""
-        file = getattr(code_of(self._answer), "co_filename", None)
-        return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_tb(tb))
 
 
 def _own_axis(name: str, sizes: dict[str, int]) -> Axis | None:

@@ -130,17 +130,8 @@ def outcome(measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, An
         return {"message": str(failed), "ok": False}
 
 
-class Trained(NamedTuple):
-    """The result of a few training steps."""
-
-    seconds: float  # of a step, the median
-    tokens_per_second: float
-    peak_bytes: int | None  # None on a CPU
-    step: Timeline
-
-
-def train(setting: Setting, plan: Plan) -> Trained:
-    """Train on random tokens; called on every rank."""
+def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
+    """Train on random tokens; return how fast, and a step. Called on every rank."""
     mesh, device = Mesh(**plan.mesh_sizes()), backends.compute_device()
     shape = PRESETS[setting.preset]
     model = Llama(shape, seed=0).to(device)
@@ -164,11 +155,14 @@ def train(setting: Setting, plan: Plan) -> Trained:
         return time.perf_counter() - start
 
     seconds = statistics.median([step() for _ in range(11)][3:])  # the first three warm up
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    row = {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second": setting.batch_size * setting.seq_len / seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    }
     with timeline.record(model) as found:
         step()
-    whole = found.gather(mesh.world).shifted()
-    return Trained(seconds, setting.batch_size * setting.seq_len / seconds, peak, whole)
+    return row, found.gather(mesh.world).shifted()
 
 
 # ---------------------------------------------------------------------- several ranks
@@ -179,8 +173,7 @@ def overlap(text: str, gpus: int, rehearse: bool, folder: Path) -> dict[str, Any
     setting = Setting(preset, 8 * wide.dp * wide.ep, 64 if rehearse else 1024)
     backend = "nccl" if gpus >= wide.num_ranks else "gloo"  # each rank a GPU, if there are as many
     with Ranks(wide.num_ranks, backend=backend, timeout=120, sink=None) as ranks:
-        trained = ranks.run(train, setting, setting.plan(text))[0]
-    step = trained.step
+        row, step = ranks.run(train, setting, setting.plan(text))[0]
     step.label = f"measured, {name_of(backends.compute_device())}, {preset}, {text}"
     if 0 < gpus < wide.num_ranks:
         step.label += "; ranks share a GPU and talk through the host"
@@ -190,8 +183,8 @@ def overlap(text: str, gpus: int, rehearse: bool, folder: Path) -> dict[str, Any
     kinds = {span.kind for span in step}
     return {
         "preset": preset,
-        "tokens_per_second": trained.tokens_per_second,
-        "per_device": trained.tokens_per_second / max(1, min(gpus, wide.num_ranks)),
+        "tokens_per_second": row["tokens_per_second"],
+        "per_device": row["tokens_per_second"] / max(1, min(gpus, wide.num_ranks)),
         "communication_ms": 1e3 * sum(o.total for o in step.overlap()) / wide.num_ranks,
         "hidden_fraction": step.hidden_fraction,
         "ok": {"forward", "backward"} <= kinds and (wide.num_ranks == 1 or "comm" in kinds),
@@ -208,14 +201,9 @@ def calibrated(path: Path) -> dict[str, Any]:
 def utilisation(setting: Setting, machine: Path) -> dict[str, Any]:
     """Time a setting in a fresh process; add the simulator's answer for what is not compiled."""
     with Ranks(1, timeout=300, sink=None) as fresh:
-        trained = fresh.run(train, setting, setting.plan())[0]
+        row, _ = fresh.run(train, setting, setting.plan())[0]
     flops = PRESETS[setting.preset].flops_per_token(setting.seq_len)  # the model's own count
-    row = {
-        "step_ms": 1e3 * trained.seconds,
-        "tokens_per_second": trained.tokens_per_second,
-        "tflops": flops * trained.tokens_per_second / 1e12,
-        "peak_bytes": trained.peak_bytes,
-    }
+    row["tflops"] = flops * row["tokens_per_second"] / 1e12
     return row if setting.compile else row | simulated(setting, machine)
 
 

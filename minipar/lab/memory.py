@@ -21,12 +21,14 @@ In torch: `torch.cuda.max_memory_allocated`, `torch.cuda.memory._record_memory_h
 """
 
 import gc
+import math
 import time
 import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -50,8 +52,8 @@ class Holding:
     """One storage, for as long as it lives."""
 
     num_bytes: int
+    on_host: bool
     category: str = RANKING[0]
-    on_host: bool = False
     tagged: bool = False
 
 
@@ -66,9 +68,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.largest = 0
         self.samples: list[int] = [0]  # after every allocation and release
-        self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, Holding] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._held: WeakKeyDictionary[torch.UntypedStorage, Holding] = WeakKeyDictionary()
         self._undo = ExitStack()
 
     @property
@@ -100,34 +100,30 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
-        on_host = self._is_on_host(storage)
-        holding = self._held[storage] = Holding(storage.nbytes(), on_host=on_host)
-        if not on_host:
-            self.largest = max(self.largest, holding.num_bytes)
-        weakref.finalize(storage, self._release, holding)
+        holding = self._held[storage] = Holding(storage.nbytes(), self._is_on_host(storage))
+        weakref.finalize(storage, lambda: self._change(holding, -holding.num_bytes))
         self._change(holding, holding.num_bytes, was_there)
         return holding
 
     def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
         return False
 
-    def _release(self, holding: Holding) -> None:
-        self._change(holding, -holding.num_bytes)
-
     def _on_resize(self, storage: torch.UntypedStorage, before: int) -> None:
-        if storage not in self._held and before == 0:
+        if storage in self._held:
+            self._resized(storage)
+        elif before == 0:
             self._add(storage)  # one that was made before, and has got memory only now
-        self._resized(storage)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        holding = self._held.get(storage)
-        if holding is not None and holding.num_bytes != storage.nbytes():
-            more = storage.nbytes() - holding.num_bytes
+        holding = self._held[storage]
+        more = storage.nbytes() - holding.num_bytes
+        if more:
             holding.num_bytes += more
             self._change(holding, more)
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         self.now += num_bytes
+        self.largest = max(self.largest, holding.num_bytes)
         self.samples.append(self.now)
 
 
@@ -163,9 +159,7 @@ class MemoryHistory:
     @property
     def at_peak(self) -> dict[str, int]:
         """Return the bytes at the highest point by category, the largest first."""
-        totals = self.totals
-        if not totals:
-            return {}
+        totals = self.totals or [0]
         i = totals.index(max(totals))
         held = {category: values[i] for category, values in self.device.items() if values[i]}
         return dict(sorted(held.items(), key=lambda item: -item[1]))
@@ -177,15 +171,6 @@ class MemoryHistory:
         return max((sum(column) for column in zip(*chosen, strict=True)), default=0)
 
 
-class Event(NamedTuple):
-    """A change of what a rank holds."""
-
-    seconds: float
-    holding: Holding
-    num_bytes: int
-    phase: str
-
-
 class OverBudget(MemoryError, ValueError):
     """A rank holds more than its budget allows."""
 
@@ -194,8 +179,8 @@ class MemoryLedger(LiveBytes):
     """Counts what a rank holds by category, with the time of every change; enforces a budget.
 
     Categories: "parameters", "buffers" and "gradients" of `model` and of whatever an optimizer
-    steps on; "optimizer", its state; what a strategy tagged (`comm.memory.tag`), as "gathered"; all
-    else is "activations". A storage counts as what it turns out to be, from its birth. What the
+    steps on; "optimizer", its state; what a strategy tagged (`observe.memory.tag`), as "gathered";
+    all else is "activations". A storage counts as what it turns out to be, from its birth. What the
     host holds for an offloading strategy is apart.
 
     `budget` in bytes is for the device: the allocation that exceeds it raises `OverBudget`, a
@@ -205,62 +190,58 @@ class MemoryLedger(LiveBytes):
 
     def __init__(self, model: nn.Module | None = None, *, budget: float | None = None) -> None:
         super().__init__()
-        self.model, self.budget = model, budget
+        self.model, self.budget = model, math.inf if budget is None else budget
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._events: list[Event] = []
-        self._before: list[Event] = []  # what there was at the start
+        self._changes: list[tuple[float, Holding, int, str]] = []  # when, of what, bytes, phase
         self._phase, self._start = "forward", 0.0
         self._parameters: dict[nn.Parameter, None] = {}
         self._on_gpu = self._is_closed = False
-        self._is_open = False  # what there is at the start is judged as a whole
+        self._limit = math.inf  # until it is open: what there is at the start is judged as a whole
 
     def __enter__(self) -> "MemoryLedger":
         gc.collect()  # hooks make cycles: a model out of use may still be there
         self._start = time.monotonic()
         try:
             if self.model is not None:
-                self.watch(self.model)
-            if self.budget is not None and self.now > self.budget:
-                raise self._over_budget()
+                self._watch(self.model)
+            self._limit = self.budget
+            self._check_budget()
             memory.watchers.append(self._tag)
             self._undo.callback(memory.watchers.remove, self._tag)
             self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             self._undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
-            self._is_open = True
             return super().__enter__()
         except BaseException:
             self._undo.close()
             raise
 
     def __exit__(self, *error: Any) -> None:
-        self._is_open, self._is_closed = False, True
+        self._is_closed = True
         super().__exit__(*error)
-
-    def watch(self, model: nn.Module) -> None:
-        """Count what `model` holds as its own, and what will be the gradients of it."""
-        for parameter in model.parameters():
-            self._watch_parameter(parameter)
-        for buffer in model.buffers():
-            self._label("buffers", buffer)
-        self._undo.callback(model.register_forward_pre_hook(self._before_forward).remove)
 
     def history(self) -> MemoryHistory:
         """Return all that was seen so far; the first sample is what there was at the start."""
         places: tuple[dict[str, list[int]], ...] = ({}, {})  # on the device, on the host
-        for _, holding, *_ in self._before + self._events:
+        for _, holding, *_ in self._changes:
             places[holding.on_host].setdefault(holding.category, [0])
-        for _, holding, num_bytes, *_ in self._before:
-            places[holding.on_host][holding.category][0] += num_bytes
         columns = [column for place in places for column in place.values()]
-        for _, holding, num_bytes, *_ in self._events:
-            for column in columns:
-                column.append(column[-1])
+        seconds, phases = [self._start], []
+        for at, holding, num_bytes, phase in sorted(self._changes, key=lambda one: one[0]):
+            if at > self._start:
+                seconds.append(at)
+                phases.append(phase)
+                for column in columns:
+                    column.append(column[-1])
             places[holding.on_host][holding.category][-1] += num_bytes
-        seconds = [self._start, *(event.seconds for event in self._events)]
-        phases = [event.phase for event in self._events]
         return MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
 
     # ------------------------------------------------------------------ what is what
+    def _watch(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            self._watch_parameter(parameter)
+        self._label("buffers", *model.buffers())
+        self._undo.callback(model.register_forward_pre_hook(self._before_forward).remove)
+
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._parameters:
             self._parameters[parameter] = None
@@ -313,18 +294,19 @@ class MemoryLedger(LiveBytes):
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         if self._is_closed:
             return
-        # What no operation has made, such as the optimizer's state, was there before the start.
-        events, now = (self._before, self._start) if was_there else (self._events, time.monotonic())
         if torch._C._current_graph_task_id() != -1:  # autograd is running
             self._phase = "backward"
-        events.append(Event(now, holding, num_bytes, self._phase))
-        if holding.on_host:
-            return
-        super()._change(holding, num_bytes)
-        if self._is_open and num_bytes > 0 and self.budget is not None and self.now > self.budget:
-            raise self._over_budget()
+        # What no operation has made, such as the optimizer's state, was there before the start.
+        seconds = self._start if was_there else time.monotonic()
+        self._changes.append((seconds, holding, num_bytes, self._phase))
+        if not holding.on_host:
+            super()._change(holding, num_bytes)
+            if num_bytes > 0:
+                self._check_budget()
 
-    def _over_budget(self) -> OverBudget:
+    def _check_budget(self) -> None:
+        if self.now <= self._limit:
+            return
         for parameter in self._parameters:
             self._look_at(parameter)
         held: Counter[str] = Counter()
@@ -332,7 +314,7 @@ class MemoryLedger(LiveBytes):
             if not holding.on_host:
                 held[holding.category] += holding.num_bytes
         listed = ", ".join(f"{category} {_megabytes(n)}" for category, n in held.most_common())
-        return OverBudget(
+        raise OverBudget(
             f"a rank would hold {_megabytes(self.now)}, more than its budget of "
             f"{_megabytes(self.budget)}: {listed}. Shard the largest part over more ranks (zero, "
             f"fsdp), offload it to the host, recompute activations, or make the batch smaller"

@@ -60,7 +60,7 @@ class Problem:
         return f"### Problem {number}: {self.title}\n\n{text}\n\n{asked}\n\n{hint}"
 
     def why(self, answer: float) -> str:
-        """How far off a wrong answer is, and what it looks like, if it looks like anything."""
+        """Say how far off a wrong answer is, and which known slip looks like it."""
         for sentence, value in self.slips.items():
             if abs(answer - value) <= 0.005 * abs(value):
                 return sentence

@@ -21,7 +21,7 @@ def progress() -> Markdown:
 
 
 def _own() -> list[str]:
-    """Lines on the pieces that `own.keep` has written, and on those that are still to come."""
+    """Return lines on the pieces that `own.keep` has written, and on the pieces to come."""
     rows, have = [], own.kept()
     for name, (number, called) in own.PIECES.items():
         lines, proved = have.get(name, (0, False))

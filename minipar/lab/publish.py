@@ -1,7 +1,6 @@
 """Execute the notebooks and make what is committed the same on every machine.
 
-    python -m minipar.lab.publish notebooks/            # execute, normalise, write
-    python -m minipar.lab.publish notebooks/ --check    # only look at what is there
+    python -m minipar.lab.publish notebooks/            # execute, normalise, write, check
     python -m minipar.lab.publish notebooks/ --handout course/  # copies without the answers
     python -m minipar.lab.publish notebooks/ --slips    # learn how wrong answers fail
 
@@ -37,30 +36,6 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FOREIGN = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\Users\\)[^\s\"':)]*")
 """Paths of a particular machine."""
-
-
-def find(paths: Iterable[Path]) -> list[Path]:
-    """Return the notebooks among `paths`, and those in folders."""
-    return [
-        p for path in paths for p in ([path] if path.is_file() else sorted(path.glob("*.ipynb")))
-    ]
-
-
-# ====================================================================== executing
-def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run all cells, in place, in a fresh kernel that works in `folder`.
-
-    Raises `CellExecutionError` for an error outside of the cells tagged ``raises-exception``, and
-    `CellTimeoutError` for a cell that takes longer than `CELL_TIMEOUT` seconds.
-    """
-    client = NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT,
-        kernel_name="python3",
-        extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
-        resources={"metadata": {"path": str(folder)}},
-    )
-    client.execute()
 
 
 # ====================================================================== normalising
@@ -178,45 +153,39 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
     `FileExistsError` if the folder is there already.
     """
     folder.mkdir(parents=True)
-    (folder / "solutions").mkdir()
-    written, known = [], {}
+    solutions = folder / "solutions"
+    solutions.mkdir()
+    texts, known = {}, {}
     for path in notebooks:
-        written.append(folder / path.name)
         notebook = nbformat.read(path, as_version=4)
         show_minutes(notebook)
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
-        nbformat.write(notebook, written[-1])
-        for exercise in sorted(path.parent.glob(f"solutions/ex_{int(path.stem[:2])}_*.py")):
-            written.append(folder / "solutions" / exercise.name)
-            written[-1].write_text(
-                without_answers(exercise.read_text(encoding="utf-8")), encoding="utf-8"
-            )
-            number = exercises.id_of(exercise)
-            known |= {n: s for n, s in slips.read(exercise.parent).items() if n == number}
-        for asked in path.parent.glob(f"solutions/problems_{int(path.stem[:2])}.py"):
-            written.append(folder / "solutions" / asked.name)
-            written[-1].write_text(without_ways(asked), encoding="utf-8")
-    return [*dict.fromkeys(written), slips.write(folder / "solutions", known)]
+        texts[folder / path.name] = nbformat.writes(notebook) + "\n"
+        given, number = path.parent / "solutions", int(path.stem[:2])
+        told = slips.read(given)
+        for file in sorted(given.glob(f"ex_{number}_*.py")):
+            texts[solutions / file.name] = without_answers(file.read_text(encoding="utf-8"))
+            known |= {n: told[n] for n in [exercises.id_of(file)] if n in told}
+        for file in given.glob(f"problems_{number}.py"):
+            texts[solutions / file.name] = without_ways(file)
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8")
+    return [*texts, slips.write(solutions, known)]
 
 
-def learn_slips(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Run the wrong answers of exercises; return how each fails, and its sentence, for `slips`.
+def learn_slips(asked: exercises.Exercise) -> dict[str, Any]:
+    """Run the wrong answers of an exercise; return how each fails, and its sentence, for `slips`.
 
     The seed is the first of twenty that tells different sentences apart, else `ValueError`.
     """
-    known = {}
-    for asked in map(exercises.Exercise, files):
-        for seed in range(20):
-            marks = {wrong: _failure(asked, wrong, seed) for wrong in asked.wrongs.values()}
-            told = {mark: wrong.sentence for wrong, mark in marks.items()}
-            if all(mark and told[mark] == wrong.sentence for wrong, mark in marks.items()):
-                known[asked.id] = {"seed": seed, "told": told}
-                break
-        else:
-            raise ValueError(f"exercise {asked.id}: two wrong answers fail alike; share a sentence")
-    return known
+    for seed in range(20):
+        marks = {wrong: _failure(asked, wrong, seed) for wrong in asked.wrongs.values()}
+        told = {mark: wrong.sentence for wrong, mark in marks.items()}
+        if all(mark and told[mark] == wrong.sentence for wrong, mark in marks.items()):
+            return {"seed": seed, "told": told}
+    raise ValueError(f"exercise {asked.id}: two wrong answers fail alike; share a sentence")
 
 
 def _failure(asked: exercises.Exercise, answer: Callable, seed: int) -> str:
@@ -270,13 +239,21 @@ def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
 
 # ====================================================================== the command
 def publish(path: Path) -> list[str]:
-    """Execute and normalise a notebook and write it; return what is wrong with it.
+    """Execute a notebook in a fresh kernel, normalise and write it; return what is wrong with it.
 
-    A notebook whose execution fails is left as it was.
+    A notebook whose execution fails is left as it was: by an error outside of the cells tagged
+    ``raises-exception``, or by a cell that takes longer than `CELL_TIMEOUT` seconds.
     """
     notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
+        resources={"metadata": {"path": str(path.parent)}},
+    )
     try:
-        execute(notebook, path.parent)
+        client.execute()
     except (CellExecutionError, CellTimeoutError) as error:
         return [f"execution failed: {error}"]
     normalise(notebook, path.resolve().parents[1])
@@ -288,23 +265,26 @@ def main(arguments: list[str] | None = None) -> int:
     """Run as a command; the exit code is 1 if there is something to complain about."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
-    parser.add_argument("--check", action="store_true", help="execute nothing, change nothing")
     parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     asked = parser.parse_args(arguments)
-    notebooks, found = find(asked.paths), 0
+    notebooks = []
+    for path in asked.paths:
+        notebooks += [path] if path.is_file() else sorted(path.glob("*.ipynb"))
     if asked.handout is not None:
         print(*hand_out(notebooks, asked.handout), sep="\n")
         return 0
     if asked.slips:
         for folder in {path.parent / "solutions" for path in notebooks}:
-            print(slips.write(folder, learn_slips(sorted(folder.glob("ex_*.py")))))
+            known = map(exercises.Exercise, sorted(folder.glob("ex_*.py")))
+            print(slips.write(folder, {asked.id: learn_slips(asked) for asked in known}))
         return 0
+    found = []
     for path in notebooks:
-        wrong = complaints(nbformat.read(path, as_version=4)) if asked.check else publish(path)
-        print("\n".join([f"{path}: {'ok' if not wrong else ''}".rstrip(), *wrong]), flush=True)
-        found += len(wrong)
-    return int(found > 0)
+        wrong = publish(path)
+        print("\n".join([f"{path}:" if wrong else f"{path}: ok", *wrong]), flush=True)
+        found += wrong
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class _Publisher(DisplayPublisher):
 
 
 def _show(data: dict, metadata: dict | None) -> None:
-    """Text goes the way of what is printed, with its limits; pictures and tables travel alone."""
+    """Print text, within the limits of what is printed; send pictures and tables by themselves."""
     if set(data) == {"text/plain"}:
         print(data["text/plain"])
     else:
@@ -76,7 +76,7 @@ class _LastValue(DisplayHook):
         return self.shell.ends_in_semicolon
 
     def start_displayhook(self) -> None:
-        """Neither a prompt, nor a line that ends it."""
+        """Write neither a prompt, nor a line that ends it."""
 
     write_output_prompt = finish_displayhook = start_displayhook
 
@@ -126,7 +126,7 @@ def _cut_plumbing(error: BaseException) -> None:
 
 
 def _links(error: BaseException) -> Iterator[TracebackType]:
-    """The traceback of an error, link by link; the first leads to the frame that caught it."""
+    """Yield the traceback of an error, link by link, from the frame that caught it."""
     tb = error.__traceback__
     while tb is not None:
         yield tb
@@ -163,7 +163,7 @@ def _watch(shell: RankShell) -> None:
 
 
 def _look(shell: RankShell) -> None:
-    """A call of its own: kept for the next half second, frames would keep all tensors in them."""
+    """Look once. In a loop, frames would live for half a second more, with all their tensors."""
     main = threading.main_thread().ident
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
     waits = [i for i, f in enumerate(frames) if f.f_code is link_group.LinkWork.wait.__code__]
@@ -174,15 +174,12 @@ def _look(shell: RankShell) -> None:
     groups = list(dist.distributed_c10d._world.pg_map)
     moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
     if work.t_start is None and called > PATIENCE and not moves:
-        own = [frame for frame in callers if not _is_in(frame, PLUMBING)]
-        worker.notify("stuck", (work.verb, _line_of(own[0], shell)))
-
-
-def _line_of(frame: FrameType, shell: RankShell) -> str:
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    number = shell.compile._filename_map.get(name)
-    title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
-    return f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
+        own = next(frame for frame in callers if not _is_in(frame, PLUMBING))
+        name, line = own.f_code.co_filename, own.f_lineno
+        number = shell.compile._filename_map.get(name)
+        title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
+        said = f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
+        worker.notify("stuck", (work.verb, said))
 
 
 # ---------------------------------------------------------------------- called by the notebook

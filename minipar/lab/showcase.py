@@ -10,7 +10,6 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.lab import draw
-from minipar.lab.bench.race import RaceConfig
 from minipar.lab.bench.strategies import ADAMW
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
@@ -23,18 +22,17 @@ VERSIONS: dict[str, ddp.Version] = {
     "One all-reduce per parameter, after backward": "naive",
     "Buckets, while backward goes on": "overlapped",
 }
-
-
 LINK, OUT = "1gbe", "notebooks/assets/naive_and_overlapped.png"
 
 
 def median_step(version: ddp.Version) -> Timeline:
     """Return the timeline, of all ranks, of the step of median length; called on every rank."""
-    mesh, config = Mesh(dp=2), RaceConfig(batch_size=4, seq_len=128)
+    mesh, shape = Mesh(dp=2), PRESETS["small"]
     link.use(link.parse(LINK))
     link.check_calls(False)
-    shape = PRESETS[config.preset]
-    batch = [config.tokens(shape, seed=mesh.rank)]
+    stream = torch.Generator().manual_seed(mesh.rank)
+    tokens = torch.randint(shape.vocab_size, (4, 129), generator=stream)
+    batch = [(tokens[:, :-1], tokens[:, 1:].contiguous())]
     model = Llama(shape)
     strategy = ddp.apply(model, mesh.dp, version=version, average=False)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)

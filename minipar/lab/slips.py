@@ -24,7 +24,7 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """By exercise: its "seed", and "told", sentences by fingerprint. Empty where there is none."""
+    """Return by exercise its "seed", and "told", sentences by fingerprint; {} without a file."""
     file = folder / NAME
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -39,7 +39,7 @@ def write(folder: Path, known: dict[str, dict[str, Any]]) -> Path:
 def fingerprint(
     criterion: str, message: str, sent: Sequence[Sequence[Any]] = (), results: Any = None
 ) -> str:
-    """How an answer fails, in twelve letters; `sent` and `results` by rank.
+    """Return how an answer fails, in twelve letters; `sent` and `results` by rank.
 
     Numbers count to three digits, so that it is the same on any processor. What was returned counts
     where nothing was sent, and where the answer itself raised, only what was raised, not where.
@@ -55,7 +55,7 @@ def fingerprint(
 
 
 def _digest(value: Any) -> str:
-    """A result in short; without numbers that are no tensors, which may be seconds."""
+    """Return a result in short, without numbers that are no tensors: they may be seconds."""
     if isinstance(value, torch.Tensor):
         value = value.double()
         size, total = value.abs().sum().item(), value.sum().item()

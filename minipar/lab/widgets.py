@@ -24,31 +24,37 @@ Drawn = Figure | tuple[Figure, str]
 
 
 class Explorer(ipywidgets.VBox):
-    """Controls in two columns above a picture. `sliders` by name, `image` and `text` follow them.
+    """The picture of `draw_fn` with a control per argument; it is drawn anew when one moves.
 
-    The picture has its size on paper, 96 pixels to the inch, and the height of the tallest so far,
-    so that what is below does not jump. `only_if` greys controls out where they mean nothing.
-    `error` is the exception that the last drawing raised, or None; its message takes the place of
-    the text then.
+    A control is ``(low, high)`` or ``(low, high, step)`` for a slider, or a list or a dict of
+    choices. Sliders start at the argument's default if it has one. With `only_if={"v": lambda name,
+    **_: name in LOOPED}` v is greyed out for other names. Raises what the first drawing raises.
+
+    `sliders` by name; `image` and `text` follow them. The picture has its size on paper, 96 pixels
+    to the inch, and the height of the tallest so far, so that what is below does not jump. `error`
+    is the exception that the last drawing raised, or None; its message takes the place of the text.
     """
 
     def __init__(
         self,
         draw_fn: Callable[..., Drawn],
-        sliders: dict[str, Any],
+        *,
         only_if: Mapping[str, Callable[..., bool]] | None = None,
+        **controls: Any,
     ) -> None:
-        self.draw_fn, self.sliders, self.only_if = draw_fn, sliders, dict(only_if or {})
+        defaults = {name: p.default for name, p in inspect.signature(draw_fn).parameters.items()}
+        self.draw_fn, self.only_if = draw_fn, dict(only_if or {})
+        self.sliders = {n: _control(n, how, defaults[n]) for n, how in controls.items()}
         fit = {"object_fit": "contain", "object_position": "left top", "max_width": "100%"}
         self.image = ipywidgets.Image(format="png", layout=fit)
         self.height = 0.0  # inches of the tallest picture so far
         self.text = ipywidgets.Label()
         self.error: Exception | None = None
-        for slider in sliders.values():
+        for slider in self.sliders.values():
             slider.observe(lambda _: self.redraw(), "value")
         columns = ipywidgets.Layout(grid_template_columns="repeat(2, max-content)")
-        controls = ipywidgets.GridBox(list(sliders.values()), layout=columns)
-        super().__init__([controls, self.image, self.text])
+        grid = ipywidgets.GridBox(list(self.sliders.values()), layout=columns)
+        super().__init__([grid, self.image, self.text])
         self.redraw()
         if self.error is not None:
             raise self.error
@@ -81,21 +87,7 @@ class Explorer(ipywidgets.VBox):
         return f"{type(self).__name__}({values})"
 
 
-def explore(
-    draw_fn: Callable[..., Drawn],
-    *,
-    only_if: Mapping[str, Callable[..., bool]] | None = None,
-    **controls: Any,
-) -> Explorer:
-    """Return `draw_fn`'s picture with a control per argument; it is drawn anew when one moves.
-
-    A control is ``(low, high)`` or ``(low, high, step)`` for a slider, or a list or a dict of
-    choices. Sliders start at the argument's default if it has one. With `only_if={"v": lambda name,
-    **_: name in LOOPED}` v is greyed out for other names. Raises what the first drawing raises.
-    """
-    defaults = {name: p.default for name, p in inspect.signature(draw_fn).parameters.items()}
-    sliders = {name: _control(name, how, defaults[name]) for name, how in controls.items()}
-    return Explorer(draw_fn, sliders, only_if)
+explore = Explorer
 
 
 def _control(name: str, how: Any, default: Any) -> Any:

@@ -1,7 +1,6 @@
 """The bench of compression: its arithmetic, its pictures, and a small comparison on real ranks."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def rows_of(**gaps: tuple[float, list[float]]) -> list[dict]:
         ]
         timed[name] = Timed([0.1, 0.2, 0.1], [0.01] * 3)
     config = CompressionConfig(steps=2)
-    return [bench._row(config, name, learned, timed) for name in learned]
+    return [bench.row(config, name, learned, timed) for name in learned]
 
 
 def test_a_row_compares_with_fp32_from_the_same_weights_in_the_same_turn():
@@ -58,11 +57,9 @@ def test_a_row_compares_with_fp32_from_the_same_weights_in_the_same_turn():
 
 def test_chance_is_the_largest_gap_of_the_disturbed():
     rows = rows_of(**{CHANCE: (4e6, [0.002, -0.004]), "int8": (1e6, [0.1, 0.3])})
-    assert bench.chance(rows) == pytest.approx(0.004)
-    assert "up to 0.0040, is chance" in fine_print(rows).replace("\n", " ")
-    alone = rows_of()
-    assert math.isnan(bench.chance(alone)) and "chance" not in fine_print(alone)
-    assert "emulated 1 GbE, slowed 4x" in fine_print(alone).replace("\n", " ")
+    assert "up to 0.0040, is chance" in fine_print(rows)
+    assert "chance" not in fine_print(rows_of())
+    assert "emulated 1 GbE, slowed 4x" in fine_print(rows_of())
 
 
 def test_the_finding_is_what_the_rows_say():

@@ -10,13 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
+from minipar.comm import collectives, plans
+from minipar.comm.mesh import Mesh
+from minipar.comm.plans import ALL_REDUCE
 from minipar.lab import draw
 from minipar.lab.draw import meshes, pen
 from minipar.observe.timeline import Span, Timeline
 from minipar.train.data import epoch_order, share
+from tests.lab.figures import boxes as cells_of
+from tests.lab.figures import fills, shapes
 from tests.lab.figures import words as texts
 
 
@@ -98,9 +106,6 @@ def test_colours_stay_apart_for_every_eye():
     assert nearest(dict(enumerate(draw.RANK)))[0] > 14, nearest(dict(enumerate(draw.RANK)))
     bad = {"red": "#c0392b", "green": "#5d7a1f"}
     assert nearest(bad)[0] < 14 and np.linalg.norm(lab(bad["red"], "all")) > 50
-
-
-def test_joint_and_unknown_axes_have_a_colour():
     assert draw.colour("dp+cp") == draw.AXIS["dp"] and draw.colour("tp") == draw.AXIS["tp"]
     assert draw.colour("my_group") == draw.AXIS["world"] == draw.colour("replica+dp")
     assert draw.colour("replica") != draw.colour("replica+dp")  # one legend has both
@@ -128,8 +133,7 @@ def test_bars_are_as_long_as_the_work():
     assert overlapped[draw.EXPOSED] == overlapped[dp] == overlapped[waits] == 4 * 15
     assert not naive[pen.pale(dp)] and overlapped[pen.pale(dp)] == 4 * 45
 
-
-def test_one_collective_is_cut_where_computing_ends():
+    # One collective is cut where computing ends.
     t = Timeline([Span("compute", "x", 0, 0, 0.02), Span("comm", "send", 0, 0.01, 0.05, "pp")])
     bars = drawn(draw.timeline(t))
     assert (bars[pen.pale(draw.AXIS["pp"])], bars[draw.EXPOSED]) == (10, 30)
@@ -174,6 +178,8 @@ def test_panels_share_the_time_axis():
     ticks = dict(zip((t.get_text() for t in a.get_yticklabels()), a.get_yticks(), strict=True))
     assert [*ticks] == [f"rank {r}" for r in range(4)]
     assert ticks["rank 0"] > ticks["rank 3"]  # rank 0 on top
+    with pytest.raises(ValueError, match="Overlapped has no spans"):
+        draw.before_after({"Naive": step(False), "Overlapped": Timeline()})
 
 
 def test_compute_stands_above_communication_and_exposed_is_the_tallest():
@@ -218,31 +224,24 @@ def test_messages_are_bars_of_their_own_however_short():
         assert rows.max() == len(spans)
 
 
-def test_empty_timelines_are_refused():
-    with pytest.raises(ValueError, match="Overlapped has no spans"):
-        draw.before_after({"Naive": step(False), "Overlapped": Timeline()})
-
-
 # ---------------------------------------------------------------------- meshes, collectives
+def arrows(figure):
+    """(colour, width) of each arrow."""
+    found = shapes(figure, FancyArrowPatch)
+    return [(to_hex(arrow.get_edgecolor()), arrow.get_linewidth()) for arrow in found]
+
+
 def test_a_mesh_joins_the_ranks_of_each_group():
     """Counts lines: 2 pp pairs x 6, 3-chains of tp = 2 lines x 4 groups."""
-    sizes = {"pp": 2, "dp": 2, "tp": 3}
-    figure = draw.mesh(sizes)
-    lines = [p for p in figure.axes[0].patches if type(p).__name__ == "FancyArrowPatch"]
-    count = {
-        name: sum(to_hex(p.get_edgecolor()) == draw.AXIS[name] for p in lines) for name in sizes
-    }
-    assert count == {"pp": 6, "dp": 6, "tp": 8}
+    figure = draw.mesh({"pp": 2, "dp": 2, "tp": 3})
+    inks = [ink for ink, _ in arrows(figure)]
+    assert [inks.count(draw.AXIS[axis]) for axis in ("pp", "dp", "tp")] == [6, 6, 8]
     words = texts(figure)
     assert [w for w in words if w.isdigit()] == [str(r) for r in range(12)]
     assert "12 ranks: pp 2 × dp 2 × tp 3" in words
     assert any(w.startswith("tp groups: 0 1 2  |  3 4 5") for w in words)
-
-
-def test_between_large_panels_one_line_stands_for_all():
-    figure = draw.mesh({"pp": 2, "dp": 4, "tp": 4})
-    lines = [p for p in figure.axes[0].patches if type(p).__name__ == "FancyArrowPatch"]
-    assert sum(to_hex(p.get_edgecolor()) == draw.AXIS["pp"] for p in lines) == 1
+    figure = draw.mesh({"pp": 2, "dp": 4, "tp": 4})  # between large panels, one for all
+    assert [ink for ink, _ in arrows(figure)].count(draw.AXIS["pp"]) == 1
     assert any("only the first are drawn" in w for w in texts(figure))
 
 
@@ -252,11 +251,14 @@ def test_meshes_without_axes_and_too_large():
         draw.mesh({"dp": 512})
 
 
-VERBS = list(meshes.SENTENCE)
+def _run_verb(verb, inputs):
+    mesh = Mesh(dp=4)
+    result = getattr(collectives, verb)(torch.tensor(inputs[mesh.rank]), mesh.dp)
+    return None if result is None else result.tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", meshes.SENTENCE)
 def test_pictures_of_collectives_tell_the_truth(ranks, verb):
     """Runs the verb on 4 real ranks and compares with every cell of the picture.
 
@@ -276,25 +278,38 @@ def test_pictures_of_collectives_tell_the_truth(ranks, verb):
     for rank, (slots, got) in enumerate(zip(after, results, strict=True)):
         if slots:
             assert got == [number(slots[b]) for b in sorted(slots)], (rank, slots)
-
-
-def _run_verb(verb, inputs):
-    import torch
-
-    from minipar.comm import collectives
-    from minipar.comm.mesh import Mesh
-
-    mesh = Mesh(dp=4)
-    result = getattr(collectives, verb)(torch.tensor(inputs[mesh.rank]), mesh.dp)
-    return None if result is None else result.tolist()
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_collective_can_be_drawn(verb):
     words = texts(draw.collective(verb, 4))
     assert [w for w in words if w.startswith("rank ")][:4] == [f"rank {r}" for r in range(4)]
-    cells = sum(len(slots) for side in draw.blocks_of(verb, 4) for slots in side)
+    cells = sum(len(slots) for side in (before, after) for slots in side)
     assert sum(w.lstrip("Σ").isdigit() for w in words) == cells
+
+
+# ---------------------------------------------------------------------- plans of messages
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("size", [2, 4, 6])
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_every_message_is_a_line(name, size):
+    """Mutants: a message of a rank to itself is drawn; empty rounds are counted."""
+    each = [ALL_REDUCE[name](24, rank, size) for rank in range(size)]
+    figure = meshes.schedules({name: each}, numel=24)
+    sent = [m for rank, plan in enumerate(each) for s in plan for m in s.sends if m.peer != rank]
+    assert len(arrows(figure)) == len(sent)
+    busy = sum(any(step.sends for step in steps) for steps in zip(*each, strict=True))
+    assert f"{busy} round{'s' * (busy > 1)}" in texts(figure)
+
+
+def test_colour_says_what_is_added_and_width_how_much_there_is():
+    ring = arrows(meshes.schedules({"ring": [plans.ring(8, r, 4) for r in range(4)]}, numel=8))
+    assert (
+        [ink for ink, _ in ring].count(meshes.ADDED)
+        == [ink for ink, _ in ring].count(meshes.PASSED)
+        == 12
+    )
+    halving = [plans.halving_doubling(8, r, 4) for r in range(4)]
+    widths = sorted(
+        {round(width, 3) for _, width in arrows(meshes.schedules({"h": halving}, numel=8))}
+    )
+    assert len(widths) == 2 and widths[0] == pytest.approx(ring[0][1], abs=1e-3)
 
 
 # ---------------------------------------------------------------------- shares of the data
@@ -302,9 +317,9 @@ def test_shares_are_those_that_training_deals_out():
     """Every cell has the colour of the rank that `train.data.share` gives its sample to."""
     order = epoch_order(22, seed=0, epoch=0)
     figure = draw.shares(order.tolist(), size=4, batch_size=8)
-    cells = [p for p in figure.axes[0].patches if p.get_width() > 0.3]
-    numbers = [t.get_text() for t in figure.axes[0].texts if t.get_text().isdigit()]
-    shown = {int(n): to_hex(p.get_facecolor()) for n, p in zip(numbers, cells, strict=True)}
+    cells = cells_of(figure, *draw.RANK)
+    numbers = [int(word) for word in texts(figure) if word.isdigit()]
+    shown = {number: cell[0] for number, cell in zip(numbers, cells, strict=True)}
     assert len(shown) == 22
     for batch in order.split(8):
         for rank in range(4):
@@ -330,8 +345,7 @@ def test_rounds_frame_what_has_just_arrived():
     patches = figure.axes[0].patches
     frames = [p for p in patches if not p.get_fill()]
     assert len(frames) == 2 * 3  # one for each rank in each of the two rounds that moved anything
-    fills = [to_hex(p.get_facecolor()) for p in patches if p.get_fill()]
-    assert [fills.count(draw.RANK[r]) for r in range(3)] == [1 + 2 + 3] * 3
+    assert [len(cells_of(figure, draw.RANK[r])) for r in range(3)] == [1 + 2 + 3] * 3
     assert texts(figure).count("rank 0") == 1  # named once on a line of panels
     assert {"A ring", "round 0", "round 2"} <= set(texts(figure))
 
@@ -350,16 +364,13 @@ def test_curves_name_themselves_and_do_not_hide_each_other():
     assert abs(labels["one device"] - labels["4 ranks"]) > 0.04  # pushed apart
     assert labels["no sync"] > labels["4 ranks"]
 
-
-def test_names_of_curves_that_end_early_or_together():
-    """A thin line leads to a name far from its curve's end; with `key` names stand below."""
+    # A thin line leads to a name far from its curve's end; with `key` names stand below.
     lines = {"short": ([0, 1], [5, 4]), "long": ([0, 9], [5, 1])}
     dotted = [line for line in draw.curves(lines).axes[0].get_lines() if line.get_ls() == ":"]
     assert len(dotted) == 1
     keyed = draw.curves(lines, key=True, title="Two", note="made up")
     assert {"short", "long"} <= set(texts(keyed))
     assert not any(line.get_ls() == ":" for line in keyed.axes[0].get_lines())
-    assert draw.pen.in_words(keyed) == "Two. Made up."
 
 
 def test_a_curve_that_ends_in_nan_keeps_its_name():
@@ -376,7 +387,8 @@ def test_a_curve_that_ends_in_nan_keeps_its_name():
     assert dotted.get_xdata()[0] < 0.6  # from where the curve is lost
 
 
-def test_curves_on_logarithmic_axes_with_points():
+def test_logarithmic_axes_have_enough_ticks():
+    """Powers of ten alone would leave one tick, or none, between 3 and 90."""
     x = [1e3, 1e4, 1e5]
     figure = draw.curves(
         {"α + N/β": (x, x), "measured": (x, x)}, points=["measured"], logx=True, logy=True
@@ -387,6 +399,21 @@ def test_curves_on_logarithmic_axes_with_points():
     assert all(0 <= t.get_position()[1] <= 1.2 for t in ax.texts)
     own = draw.curves({"a": (x, x), "_measured": (x, x)}, points=["_measured"])
     assert "a" in texts(own) and "_measured" not in texts(own)
+    lines = {"a": ([3, 90], [1e3, 1e8])}
+    ax = draw.curves(lines, logx=True, logy=True).axes[0]
+    shown = [t for t in ax.get_xticks() if 3 <= t <= 90]
+    assert shown == [5, 10, 20, 50]
+    assert ax.xaxis.get_major_formatter()(20) == "20"
+    assert [t for t in ax.get_yticks() if 1e3 <= t <= 1e8] == [10**n for n in range(3, 9)]
+    ranks = {"a": ([2, 4, 8], [1, 2, 3]), "b": ([4, 16], [1, 2])}  # doubled: each is a tick
+    assert sorted(set(draw.curves(ranks, logx=True).axes[0].get_xticks())) == [2, 4, 8, 16]
+    scale = draw.curves({"a": ([0, 1, 2], [2**23, 2**22, 2**20])}, logy=True).axes[0].yaxis
+    assert [*scale.get_majorticklocs()] == [2**20, 2**22, 2**23]
+    assert scale.get_major_formatter()(2**22) == "$2^{22}$"
+    same = {"logy": True, "ylim": (0.5, 3000)}
+    kept = [draw.curves({"a": ([1, 2], y)}, **same).axes[0] for y in ([1, 9], [1, 900])]
+    assert [ax.get_ylim() for ax in kept] == [(0.5, 3000)] * 2
+    assert [*kept[0].get_yticks()] == [*kept[1].get_yticks()]
 
 
 def test_bars_plain_and_stacked():
@@ -396,13 +423,12 @@ def test_bars_plain_and_stacked():
         {"ddp": {"weights": 2, "optimizer": 12}, "zero": {"weights": 0.5}}, unit="GB"
     )
     assert {"14 GB", "0.5 GB", "weights", "optimizer"} <= set(texts(stacked))
-    fills = {to_hex(p.get_facecolor()) for p in stacked.axes[0].patches}
-    assert {*pen.HELD.values()} >= fills
+    assert {*pen.HELD.values()} >= {*fills(stacked)}
     assert {"2", "12"} <= set(texts(stacked))  # where there is room, a part says its value
     shares = texts(draw.bars({"a": {"x": 30, "y": 70}, "b": {"x": 99.9, "y": 0.1}}, unit="%"))
     assert "100 %" not in shares and {"30", "70", "99.9"} <= set(shares) and "0.1" not in shares
     chosen = draw.bars({"ddp": {"optimizer": 12}}, colours={"optimizer": "#123456"})
-    assert {to_hex(p.get_facecolor()) for p in chosen.axes[0].patches} == {"#123456"}
+    assert {*fills(chosen)} == {"#123456"}
 
 
 def test_bars_on_a_scale_of_their_own():
@@ -480,14 +506,10 @@ def test_no_global_state_is_touched():
 @pytest.mark.slow
 def test_objects_draw_themselves_in_ipython():
     """A real IPython shell: a Timeline becomes a PNG, an empty one falls back to its text."""
-    from IPython.core.interactiveshell import InteractiveShell
-
     shell = InteractiveShell.instance()
     try:
         draw.register()
         show = shell.display_formatter.format
-        from minipar.comm.mesh import Mesh
-
         for value in (step(True), Mesh(), draw.bars({"a": 1})):
             data, about = show(value)
             assert data["image/png"][:4] == b"\x89PNG" and "text/plain" in data
@@ -503,22 +525,3 @@ def test_objects_draw_themselves_in_ipython():
         del draw.DRAWN[Schedule]
     finally:
         InteractiveShell.clear_instance()
-
-
-def test_a_short_logarithmic_axis_has_enough_ticks():
-    """Powers of ten alone would leave one tick, or none, between 3 and 90."""
-    lines = {"a": ([3, 90], [1e3, 1e8])}
-    ax = draw.curves(lines, logx=True, logy=True).axes[0]
-    shown = [t for t in ax.get_xticks() if 3 <= t <= 90]
-    assert shown == [5, 10, 20, 50]
-    assert ax.xaxis.get_major_formatter()(20) == "20"
-    assert [t for t in ax.get_yticks() if 1e3 <= t <= 1e8] == [10**n for n in range(3, 9)]
-    ranks = {"a": ([2, 4, 8], [1, 2, 3]), "b": ([4, 16], [1, 2])}  # doubled: each is a tick
-    assert sorted(set(draw.curves(ranks, logx=True).axes[0].get_xticks())) == [2, 4, 8, 16]
-    scale = draw.curves({"a": ([0, 1, 2], [2**23, 2**22, 2**20])}, logy=True).axes[0].yaxis
-    assert [*scale.get_majorticklocs()] == [2**20, 2**22, 2**23]
-    assert scale.get_major_formatter()(2**22) == "$2^{22}$"
-    same = {"logy": True, "ylim": (0.5, 3000)}
-    kept = [draw.curves({"a": ([1, 2], y)}, **same).axes[0] for y in ([1, 9], [1, 900])]
-    assert [ax.get_ylim() for ax in kept] == [(0.5, 3000)] * 2
-    assert [*kept[0].get_yticks()] == [*kept[1].get_yticks()]

@@ -2,23 +2,14 @@
 
 import pytest
 import torch
-from matplotlib.colors import to_hex
-from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
 from minipar.lab.draw import compression
 from minipar.lab.draw.compression import kept
+from tests.lab.figures import boxes
 from tests.lab.figures import words as texts
 
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
-
-
-def heights(figure, colour):
-    return [
-        bar.get_height()
-        for bar in figure.axes[0].patches
-        if isinstance(bar, Rectangle) and to_hex(bar.get_facecolor()) == colour
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +21,12 @@ def test_bars_are_the_numbers_and_red_is_what_became_zero():
     """Mutants: all versions drawn as the truth, or red where the truth itself is zero."""
     largest = torch.tensor([3.0, 0.0, 0.0, 0.0, 2.0, 0.0])
     figure = kept({"truth": TRUTH, "largest": largest})
-    blue = torch.tensor(heights(figure, draw.KIND["backward"]))
-    assert blue.tolist() == pytest.approx((0.46 / 3 * largest[:5]).tolist())
-    red = torch.tensor(heights(figure, draw.EXPOSED))
-    assert red.tolist() == pytest.approx([0, -0.46 / 3, 0.23 / 3, 0, 0])
+    blue, red = (
+        [height for *_, height in boxes(figure, ink)]
+        for ink in (draw.KIND["backward"], draw.EXPOSED)
+    )
+    assert blue == pytest.approx((0.46 / 3 * largest[:5]).tolist())
+    assert red == pytest.approx([0, -0.46 / 3, 0.23 / 3, 0, 0])
 
 
 def test_the_error_is_that_of_all_numbers_not_of_those_shown():

@@ -3,23 +3,14 @@
 import pytest
 import torch
 from matplotlib.colors import to_hex
-from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
 from minipar.lab.draw import KIND, RANK
 from minipar.lab.draw.context import causal, mask, orders, pieces, quarters, steps
 from minipar.model.masks import document_mask
+from tests.lab.figures import boxes, texts, words
 
 CAUSAL = torch.ones(24, 24, dtype=torch.bool).tril()
-
-
-def bars(figure, colour):
-    """x, y, width and height of the rectangles of one colour in a picture, legend left out."""
-    return [
-        (*p.get_xy(), p.get_width(), p.get_height())
-        for p in figure.axes[0].patches
-        if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) == colour
-    ]
 
 
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
@@ -52,25 +43,24 @@ def test_a_triangle_is_coloured_by_the_rank_that_multiplies():
     assert [row[0] for row in colours] == [RANK[r] for r in (0, 0, 1, 1, 1, 1, 0, 0)]
     assert colours[0][7] == KIND["idle"]  # nobody multiplies it
     assert colours[0][1] not in (RANK[0], KIND["idle"])  # multiplied and masked: pale
-    numbers = [text.get_text() for text in figure.axes[0].texts if text.get_text().isdigit()]
+    numbers = [word for word in words(figure) if word.isdigit()]
     assert sorted(numbers) == sorted("0" * 6 + "1" * 4)
 
 
 def test_every_step_lasts_as_long_as_its_slowest_rank():
     """Mutant: ranks that do not wait for each other, each at its own sum."""
     figure = steps({"a": [[1.0, 4.0], [3.0, 1.0]]})
-    (x0, _, first, _), (x1, _, second, _) = bars(figure, RANK[0])
-    (y0, _, own, _), (y1, _, _, _) = bars(figure, RANK[1])
+    (_, x0, _, first, _), (_, x1, _, second, _) = boxes(figure, RANK[0])
+    (_, y0, _, own, _), (_, y1, *_) = boxes(figure, RANK[1])
     assert x0 == y0 and x1 == pytest.approx(y1) == pytest.approx(x0 + own)
     assert own == pytest.approx(3 * first) and second == pytest.approx(4 * first)
-    assert "7 ms" in [text.get_text() for text in figure.axes[0].texts]
+    assert "7 ms" in words(figure)
 
 
 def test_plain_waits_and_zigzag_does_not():
-    figure = orders(4)
-    said = [text.get_text() for text in figure.axes[0].texts]
-    assert "16 quarters of a block" in said and "9 quarters of a block" in said
-    assert {"plain", "zigzag"} <= set(said)
+    said = texts(orders(4))
+    assert "16 quarters of a block" in said and "| 9 quarters of a block" in said
+    assert "plain" in said and "zigzag" in said
 
 
 @pytest.mark.slow

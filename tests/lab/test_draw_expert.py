@@ -1,12 +1,11 @@
 """Pictures of experts bear the counts of their tables, and mark the cells that are named."""
 
 from matplotlib.colors import to_hex
-from matplotlib.patches import Rectangle
 
 from minipar.lab import choosing
-from minipar.lab.draw import INK
+from minipar.lab.draw import AXIS, INK
 from minipar.lab.draw.expert import choices, heat, ink_of, journey
-from tests.lab.figures import texts
+from tests.lab.figures import boxes, fills, texts
 
 EXPERTS = [[[0, 3], [3, 2]], [[1, 3], [2, 3]]]  # two ranks, two tokens each; 4 experts
 
@@ -16,9 +15,8 @@ def test_a_slot_is_drawn_at_the_rank_of_its_expert():
     figure = journey(EXPERTS, 4)
     said = texts(figure)
     assert "2 rows" in said and "6 rows" in said and "1 3" in said
-    inks = [to_hex(p.get_facecolor()) for p in figure.axes[0].patches if isinstance(p, Rectangle)]
     stripes_and_slots = 3  # a slot is a stripe at home, a row away, and a stripe at home again
-    assert inks.count(ink_of(3, 2)) == 4 * stripes_and_slots
+    assert fills(figure).count(ink_of(3, 2)) == 4 * stripes_and_slots
     assert len({ink_of(e, 2) for e in range(4)}) == 4
 
 
@@ -38,5 +36,4 @@ def test_the_procedure_and_the_placements_are_drawn():
     said = texts(choosing.tree())
     assert all(step in said for step in choosing.STEPS)
     figure = choosing.placements({"far": (8, 2, 48e9)})
-    members = [p for p in figure.axes[0].patches if to_hex(p.get_facecolor()) == "#e2a33f"]
-    assert len(members) == 2 and "48 GB/s each" in texts(figure)
+    assert len(boxes(figure, AXIS["dp"])) == 2 and "48 GB/s each" in texts(figure)

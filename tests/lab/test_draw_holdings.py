@@ -2,10 +2,10 @@
 
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.patches import Rectangle
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
+from tests.lab.figures import boxes, shapes, words
 
 SIZE = 4
 
@@ -13,8 +13,7 @@ SIZE = 4
 def filled(*phases: Phase) -> dict[str, int]:
     """Count the boxes of each part that are filled in its full colour, without the legend."""
     drawn = holdings({"a step": phases}, SIZE)
-    shapes = [p for ax in drawn.axes[:1] for p in ax.patches if isinstance(p, Rectangle)]
-    inks = [to_hex(p.get_facecolor()) for p in shapes if p.get_fill() and not p.get_hatch()]
+    inks = [to_hex(p.get_facecolor()) for p in shapes(drawn) if p.get_fill() and not p.get_hatch()]
     return {part: inks.count(pen.HELD[part]) for part in PARTS}
 
 
@@ -38,18 +37,16 @@ def test_a_box_is_filled_for_each_slice_that_a_rank_holds(word, boxes):
 
 
 def test_an_unknown_word_is_named():
-    with pytest.raises(ValueError, match=r"backward: 'all' is none of whole, own"):
+    with pytest.raises(ValueError, match=r"'all' is none of whole, own"):
         filled(Phase("backward", "all", "nothing", "own"))
 
 
 def test_what_travels_has_a_name():
     drawn = holdings({"a step": [Phase("step", "whole", "own", "own", "reduce-scatter")]}, SIZE)
-    assert "reduce-scatter" in {text.get_text() for text in drawn.axes[0].texts}
+    assert "reduce-scatter" in words(drawn)
 
 
 def test_the_own_slices_of_all_ranks_lie_on_a_diagonal():
     drawn = holdings({"a step": [Phase("step", "own", "nothing", "nothing")]}, SIZE)
-    ink = pen.HELD["weights"]
-    own = [p for p in drawn.axes[0].patches if to_hex(p.get_facecolor()) == ink]
-    places = {(p.get_x(), p.get_y()) for p in own}
-    assert len({x for x, _ in places}) == len({y for _, y in places}) == len(own) == SIZE
+    _, x, y, *_ = zip(*boxes(drawn, pen.HELD["weights"]), strict=True)
+    assert len({*x}) == len({*y}) == len(x) == SIZE

@@ -1,8 +1,10 @@
 """Pictures of plans say what `explain` says, and which axes leave a node."""
 
+from itertools import pairwise
+
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
+from matplotlib.patches import Arc, FancyBboxPatch
 
 from minipar.emulate.link import Topology
 from minipar.lab.draw import AXIS, EXPOSED, GRID
@@ -10,6 +12,7 @@ from minipar.lab.draw.plan import PIECE, crossing, explanation, families, label_
 from minipar.model.llama import PRESETS
 from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
+from tests.lab.figures import fills, shapes
 from tests.lab.figures import words as texts
 
 NODES = Topology(2, 4)
@@ -20,12 +23,6 @@ def explained(text):
 
 
 THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")
-
-
-def fills(figure):
-    return [
-        to_hex(p.get_facecolor()) for p in figure.axes[0].patches if isinstance(p, FancyBboxPatch)
-    ]
 
 
 def test_families_have_every_parameter_once():
@@ -40,7 +37,7 @@ def test_families_have_every_parameter_once():
 def test_a_box_in_the_colour_of_the_axis_is_a_sum():
     """Mutant: boxes of what is cut in place of what is summed."""
     figure = explanation(THREE)
-    colours = fills(figure)
+    colours = fills(figure, FancyBboxPatch)
     assert colours.count(AXIS["dp"]) == len(families(THREE))  # of every parameter
     assert colours.count(AXIS["tp"]) == colours.count(AXIS["pp"]) == 1  # norms; the embedding
     said = texts(figure)
@@ -52,19 +49,14 @@ def test_a_box_in_the_colour_of_the_axis_is_a_sum():
 def test_copies_that_are_alike_need_nothing():
     """Without sequence parallelism all ranks of tp have the same gradient of a norm."""
     figure = explanation(explained("dp=2,tp=2"))
-    assert fills(figure).count(GRID) == 1 and "the same on all" in texts(figure)
+    assert fills(figure, FancyBboxPatch).count(GRID) == 1 and "the same on all" in texts(figure)
 
 
 @pytest.mark.slow
 def test_the_piece_is_as_large_a_part_of_the_picture_as_of_the_matrix():
     """Mutants: rows and columns exchanged; the piece at the bottom."""
     figure = explanation(explained("dp=2,tp=4"))
-    frames = [p for p in figure.axes[0].patches if isinstance(p, Rectangle)]
-    pairs = [
-        (a, b)
-        for a, b in zip(frames, frames[1:], strict=False)
-        if to_hex(b.get_facecolor()) == PIECE
-    ]
+    pairs = [(a, b) for a, b in pairwise(shapes(figure)) if to_hex(b.get_facecolor()) == PIECE]
     shares = {
         label_of(family): (b.get_height() / a.get_height(), b.get_width() / a.get_width())
         for family, (a, b) in zip(families(explained("dp=2,tp=4")), pairs, strict=True)
@@ -89,7 +81,7 @@ def test_the_axis_that_leaves_a_node_is_loud(sizes, out):
     """Mutant: columns of the mesh numbered the other way round."""
     assert [axis for axis, crosses in crossing(sizes, NODES).items() if crosses] == [out]
     figure = placement(sizes, NODES)
-    bows = [to_hex(p.get_edgecolor()) for p in figure.axes[0].patches if isinstance(p, Arc)]
+    bows = [to_hex(bow.get_edgecolor()) for bow in shapes(figure, Arc)]
     assert bows.count(EXPOSED) == 8 // sizes[out] * (sizes[out] - 1)
     for axis, size in sizes.items():  # the colour of a bow is its axis, inside of a node or not
         assert bows.count(AXIS[axis]) == 8 // size * (size - 1)

@@ -4,6 +4,7 @@ import pytest
 
 from minipar.lab.draw.proof import MOST, proof
 from minipar.tools.prove.prove import Parting, Verdict
+from tests.lab.figures import words
 
 
 def verdict(count: int, at: int) -> Verdict:
@@ -16,13 +17,12 @@ def verdict(count: int, at: int) -> Verdict:
 @pytest.mark.parametrize("count, at", [(3, 0), (3, 2), (100, 0), (100, 50), (100, 99)])
 def test_the_point_is_in_the_picture(count, at):
     figure = proof(verdict(count, at))
-    words = [text.get_text() for text in figure.axes[0].texts]
-    assert f"layers.{at}" in words and "zero, in the output" in words
-    assert sum(word.startswith("layers.") for word in words) == min(count, MOST)
+    said = words(figure)
+    assert f"layers.{at}" in said and "zero, in the output" in said
+    assert sum(word.startswith("layers.") for word in said) == min(count, MOST)
 
 
 def test_without_a_parting_nothing_is_red():
     equal = Verdict("mine.py", {"dp": 2}, ["3 steps"], None, [("", "Net", "equal")], [])
-    figure = proof(equal)
-    assert "equal to one device" in figure.texts[0].get_text()
-    assert "the model" in [text.get_text() for text in figure.axes[0].texts]
+    said = words(proof(equal))
+    assert "dp=2: equal to one device" in said and "the model" in said

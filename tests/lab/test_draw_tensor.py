@@ -1,13 +1,12 @@
 """Pictures of cut matrices show whose piece is where, and what is still a sum."""
 
 import pytest
-from matplotlib.colors import to_hex
-from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
 from minipar.lab.draw import RANK
 from minipar.lab.draw.tensor import SAME, Matrix, formula, heads, swap
 from minipar.model.llama import PRESETS
+from tests.lab.figures import boxes
 from tests.lab.figures import words as texts
 
 X, A = Matrix("x", "T", "D"), Matrix("A", "D", "F", cut="columns")
@@ -15,13 +14,8 @@ H, Y = Matrix("h", "T", "F", cut="columns"), Matrix("y", "T", "D", pending=True)
 B = Matrix("B", "F", "D", cut="rows")
 
 
-def patches(figure, colours=(*RANK, SAME)):
-    """Colour, x, y, width and height of every rectangle of those colours, legend left out."""
-    return [
-        (to_hex(p.get_facecolor()), *p.get_xy(), p.get_width(), p.get_height())
-        for p in figure.axes[0].patches
-        if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) in colours
-    ]
+def patches(figure) -> list[tuple]:
+    return boxes(figure, *RANK, SAME)
 
 
 def test_labels_say_how_a_matrix_is_cut():

@@ -11,7 +11,6 @@ its own is chance. Ranks share the cores of one machine: compressing takes time 
 which an accelerator would have to spare. Losses are of a short run of a small model.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -145,18 +145,18 @@ def run(config: CompressionConfig, names: Sequence[str] = tuple(METHODS)) -> lis
             loss = statistics.mean(one.validation for one in learned[name])
             print(f"{name}: loss {loss:.3f} after {config.steps} steps", flush=True)
         timed = ranks.run(measure, config, names)[0]
-    rows = [_row(config, name, learned, timed) for name in names]
+    rows = [row(config, name, learned, timed) for name in names]
     print("\n" + table(rows) + "\n\n" + fine_print(rows))
     race.save(rows, config.json)
     return rows
 
 
 # ---------------------------------------------------------------------- on the ranks
-class Contender:
-    """A model that takes training steps by one method."""
+class Trainer:
+    """A model that takes training steps by one method, on real text."""
 
     def __init__(self, mesh: Mesh, name: str, seed: int, steps: int) -> None:
-        self.mesh, self.steps, self.done = mesh, steps, 0
+        self.axis, self.steps, self.done = mesh.dp, steps, 0
         self.model = Llama(SHAPE, seed=seed)
         self.optimizer = make_optimizer(self.model, lr=PEAK_LR, weight_decay=0.1)
         self.strategy = attach(name, self.model, mesh.dp, self.optimizer, steps)
@@ -164,18 +164,13 @@ class Contender:
 
     def step(self) -> float:
         """Take a training step; return its loss in nats per token, over all ranks."""
-        lr = warmup_cosine(
-            min(self.done, self.steps - 1),
-            peak=PEAK_LR,
-            warmup_steps=min(10, self.steps),
-            total_steps=self.steps,
-        )
+        at, warmup = min(self.done, self.steps - 1), min(10, self.steps)
+        lr = warmup_cosine(at, peak=PEAK_LR, warmup_steps=warmup, total_steps=self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batch, axis = next(self.batches), self.mesh.dp
-        result = train_step(self.model, [self.strategy], self.optimizer, batch, axis, max_norm=1.0)
+        parts = (self.model, [self.strategy], self.optimizer, next(self.batches), self.axis)
         self.done += 1
-        return result.loss.item()
+        return train_step(*parts, max_norm=1.0).loss.item()
 
     def validate(self) -> float:
         """End the training; return the loss of the model that ranks agree on, on other text."""
@@ -183,12 +178,12 @@ class Contender:
             self.strategy.finish()  # takes in what is still under way
         model = Llama(SHAPE)
         model.load_state_dict(self.strategy.full_state_dict())
-        batches = batches_of("validation", self.mesh.dp, seed=0)
-        return evaluate(model, islice(batches, 32), self.mesh.dp)
+        batches = batches_of("validation", self.axis, seed=0)
+        return evaluate(model, islice(batches, 32), self.axis)
 
 
 def batches_of(part: str, axis: Axis, seed: int) -> Batches:
-    """Return this rank's batches of real text, of the "train" or the "validation" part."""
+    """Return this rank's batches, of the "train" or the "validation" part of the text."""
     sequences = Sequences(getattr(_corpus(), part), SEQ_LEN)
     return Batches(sequences, BATCH_SIZE * axis.size, axis.rank, axis.size, seed=seed)
 
@@ -208,15 +203,13 @@ class Learned(NamedTuple):
 
 def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
     """Train by one method, as fast as this machine goes; called on every rank."""
-    mesh = Mesh(dp=RANKS)
-    link.use("none")
-    contender = Contender(mesh, name, seed, config.steps)
+    trainer = Trainer(Mesh(dp=RANKS), name, seed, config.steps)
     with timeline.record() as recorded:
-        losses = [contender.step() for _ in range(config.steps)]
-        if hasattr(contender.strategy, "state_dict"):
-            contender.strategy.state_dict()  # waits for what is under way: it counts, too
+        losses = [trainer.step() for _ in range(config.steps)]
+        if hasattr(trainer.strategy, "state_dict"):
+            trainer.strategy.state_dict()  # waits for what is under way: it counts, too
     num_bytes = sum(recorded.bytes_by_axis().values()) / config.steps
-    return Learned(losses, contender.validate(), num_bytes)
+    return Learned(losses, trainer.validate(), num_bytes)
 
 
 class Timed(NamedTuple):
@@ -232,39 +225,35 @@ def measure(config: CompressionConfig, names: Sequence[str]) -> dict[str, Timed]
     A turn begins with a step that does not count: its messages may travel while the turn begins.
     """
     mesh, steps = Mesh(dp=RANKS), 3 + (1 + TURN) * config.turns
-    field = {name: Contender(mesh, name, 0, steps) for name in names}
-    recorded: dict[str, list[Timeline]] = {name: [] for name in field}
+    trainers = {name: Trainer(mesh, name, 0, steps) for name in names}
+    recorded: dict[str, list[Timeline]] = {name: [] for name in names}
 
     def turn(name: str) -> None:
-        with timeline.record(field[name].model) as record:
+        with timeline.record(trainers[name].model) as record:
             for _ in range(TURN):
-                field[name].step()
+                trainers[name].step()
         recorded[name].append(record)
 
-    lead = {name: contender.step for name, contender in field.items()}
-    turns = {name: partial(turn, name) for name in field}
+    lead = {name: trainer.step for name, trainer in trainers.items()}
+    turns = {name: partial(turn, name) for name in names}
     measured = race.race(turns, mesh.dp, config.link, config.turns, lead=lead)
-    waits = {
-        name: [sum(o.exposed for o in record.overlap()) / TURN for record in records]
-        for name, records in recorded.items()
-    }
-    of_ranks = all_gather_object(waits, mesh.dp)
-    return {
-        name: Timed(
-            [seconds / TURN for seconds in one.seconds],
-            [statistics.mean(each) for each in zip(*(w[name] for w in of_ranks), strict=True)],
-        )
-        for name, one in measured.items()
-    }
+    timed = {}
+    for name, one in measured.items():
+        waits = [sum(o.exposed for o in record.overlap()) / TURN for record in recorded[name]]
+        exposed = np.mean(all_gather_object(waits, mesh.dp), axis=0).tolist()
+        timed[name] = Timed([seconds / TURN for seconds in one.seconds], exposed)
+    return timed
 
 
 # ---------------------------------------------------------------------- the table
-def _row(
+def row(
     config: CompressionConfig, name: str, learned: dict[str, list[Learned]], timed: dict[str, Timed]
 ) -> dict[str, Any]:
+    """Compare a method with fp32 from the same weights, in the same turns."""
     runs, exact, times = learned[name], learned[REFERENCE], timed[name]
     gaps = [run.validation - ref.validation for run, ref in zip(runs, exact, strict=True)]
     num_bytes = statistics.mean(run.num_bytes for run in runs)
+    curve = [statistics.mean(at) for at in zip(*(run.losses for run in runs), strict=True)]
     return {
         "bench": "compression",
         "link": link.parse(config.link).label,
@@ -284,31 +273,22 @@ def _row(
         "gap": statistics.mean(gaps),
         "gap_low": min(gaps),
         "gap_high": max(gaps),
-        "losses": [
-            round(statistics.mean(at), 4) for at in zip(*(r.losses for r in runs), strict=True)
-        ],
+        "losses": [round(loss, 4) for loss in curve],
     }
-
-
-def chance(rows: Sequence[dict[str, Any]]) -> float:
-    """Return how large a gap, in nats per token, may be by chance; nan if that was not measured."""
-    gaps = [max(abs(r["gap_low"]), abs(r["gap_high"])) for r in rows if r["method"] == CHANCE]
-    return gaps[0] if gaps else math.nan
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as text; ratios are a method's step time over that of fp32."""
-    gap = "{gap:+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]"
-    columns = [
-        ("method", "{method}"),
-        ("bytes/step", "{num_bytes:,.0f}"),
-        ("of fp32", "{share:.1%}"),
-        ("exposed", "{exposed_ms:.0f} ms"),
-        ("step", "{step_ms:.0f} ms"),
-        ("ratio [quartiles]", "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]"),
-        (f"loss after {rows[0]['steps']}", "{loss:.3f}"),
-        ("gap to fp32 [min, max]", gap),
-    ]
+    columns = {
+        "method": "{method}",
+        "bytes/step": "{num_bytes:,.0f}",
+        "of fp32": "{share:.1%}",
+        "exposed": "{exposed_ms:.0f} ms",
+        "step": "{step_ms:.0f} ms",
+        "ratio [quartiles]": "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]",
+        f"loss after {rows[0]['steps']}": "{loss:.3f}",
+        "gap to fp32 [min, max]": "{gap:+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]",
+    }
     exact = {"gap": None}  # nothing to compare with itself
     return race.table([row | exact if row["method"] == REFERENCE else row for row in rows], columns)
 
@@ -319,6 +299,7 @@ def fine_print(rows: Sequence[dict[str, Any]]) -> str:
         "Measured: bytes that a rank sends; losses in nats per token on text not trained on.",
         f"Emulated: the link, {rows[0]['link']}. Ranks share one machine.",
     ]
-    if not math.isnan(chance(rows)):
-        said.append(f"A gap as small as that of {CHANCE}, up to {chance(rows):.4f}, is chance.")
+    for row in (row for row in rows if row["method"] == CHANCE):
+        chance = max(abs(row["gap_low"]), abs(row["gap_high"]))
+        said.append(f"A gap as small as that of {CHANCE}, up to {chance:.4f}, is chance.")
     return "\n".join(said)

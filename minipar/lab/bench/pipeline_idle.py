@@ -30,12 +30,12 @@ from minipar.parallel.pipeline.simulate import Costs, bubble, simulate
 from minipar.parallel.pipeline.split_backward import PutOff
 from minipar.ranks.launch import Ranks
 
-COLUMNS: race.Columns = (  # shares of the time of all ranks, first start to last end
-    ("schedule", "{schedule}"),
-    ("idle: simulated", "{simulated:.1%}"),
-    ("measured", "{measured:.1%}"),
-    ("difference in points", "{difference_in_points:+.1f}"),
-)
+COLUMNS = {  # shares of the time of all ranks, first start to last end
+    "schedule": "{schedule}",
+    "idle: simulated": "{simulated:.1%}",
+    "measured": "{measured:.1%}",
+    "difference in points": "{difference_in_points:+.1f}",
+}
 SECONDS = 0.06  # of F, of I and of W, of a rank's whole share of the model
 LINK = link.parse("1gbe*100")
 TOKENS, WIDTH = 96, 16
@@ -62,28 +62,34 @@ def run(config: IdleConfig) -> list[dict[str, Any]]:
     with race.pool(config.ranks, "none") as ranks:
         for name in SCHEDULES:
             schedule = make(name, config.ranks, config.microbatches)
-            pairs = [play(ranks, schedule) for _ in range(config.runs)]
-            shares = [
-                (idle_share(measured), idle_share(simulated)) for simulated, measured in pairs
-            ]
+            shares = [[*map(idle_share, play(ranks, schedule))] for _ in range(config.runs)]
             measured, simulated = sorted(shares)[(config.runs - 1) // 2]
-            difference = 100 * (measured - simulated)
-            found = dict(simulated=simulated, measured=measured, difference_in_points=difference)
-            about = dict(bench="idle", link=LINK.label, ranks=config.ranks, schedule=name)
-            rows.append(about | dict(microbatches=config.microbatches, runs=config.runs) | found)
+            rows.append(
+                {
+                    "bench": "idle",
+                    "link": LINK.label,
+                    "ranks": config.ranks,
+                    "schedule": name,
+                    "microbatches": config.microbatches,
+                    "runs": config.runs,
+                    "simulated": simulated,
+                    "measured": measured,
+                    "difference_in_points": 100 * (measured - simulated),
+                }
+            )
     print(race.table(rows, COLUMNS))
     race.save(rows, config.json)
     return rows
 
 
 def play(ranks: Ranks, schedule: Schedule, seconds: float = SECONDS) -> tuple[Timeline, Timeline]:
-    """Play one step of a schedule on ranks of the backend "link"; return (simulated, measured).
+    """Play one step of a schedule on ranks of the backend "link"; return (measured, simulated).
 
     The simulation is told how long sleeping took on average: waiting is what is compared.
     """
     spans = ranks.run(_sleep, schedule, seconds)[0]
     measured = Timeline(spans, f"measured, {LINK.label}").shifted()
-    return simulate(schedule, costs_of(schedule, measured)), measured
+    return measured, simulate(schedule, costs_of(schedule, measured))
 
 
 def idle_share(timeline: Timeline) -> float:

@@ -11,7 +11,6 @@ All ranks compute on the CPU. Who races against whom: strategies.py.
 import json
 import os
 import statistics
-import string
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from unittest import mock
 
-import torch
+import numpy as np
 import tyro
-from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
 from minipar.emulate import link
-from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.model.llama import PRESETS
 from minipar.ranks.launch import Ranks
 from minipar.text import aligned
 
@@ -65,13 +63,6 @@ class RaceConfig:
         for name in self.links:
             label(name)
 
-    def tokens(self, shape: LlamaConfig, seed: int = 0, sequences: int = 0) -> list[Tensor]:
-        """Return random inputs and targets [B, T]; ranks that pass the same seed have the same."""
-        stream = torch.Generator().manual_seed(seed)
-        size = (sequences or self.batch_size, self.seq_len + 1)
-        tokens = torch.randint(shape.vocab_size, size, generator=stream)
-        return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
-
 
 def label(link_name: str) -> str:
     """Return the name of a link in a table; raise `ValueError` if there is none of that name."""
@@ -87,15 +78,15 @@ class Measured(NamedTuple):
 
 
 @contextmanager
-def pool(num_ranks: int, link_name: str, **options: Any) -> Iterator[Ranks]:
-    """Open ranks on gloo, or on an emulated link; `options` of `Ranks`.
+def pool(num_ranks: int, link_name: str) -> Iterator[Ranks]:
+    """Open ranks on gloo, or on an emulated link.
 
     GPUs are hidden from the ranks, also from libraries: all rows are of one device.
     """
     backend = "gloo" if link_name == "gloo" else "link"
     with (
         mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
-        Ranks(num_ranks, backend=backend, sink=None, **options) as ranks,
+        Ranks(num_ranks, backend=backend, sink=None) as ranks,
     ):
         yield ranks
 
@@ -118,7 +109,7 @@ def race(
     def note(work: Any) -> None:  # numbers only: the call's tensors are to be freed
         sent.append((work.t_issue, work.num_bytes))
 
-    link.use("none" if link_name == "gloo" else link.parse(link_name))
+    link.use("none" if link_name == "gloo" else link_name)
     link.check_calls(False)  # a check costs time
     for step in lead.values():
         for _ in range(3):  # the first steps allocate, and measure what calls cost
@@ -173,42 +164,37 @@ def row(
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """Return ours over theirs, round by round: the median and its quartiles."""
-    values = [mine / their for mine, their in zip(ours, theirs, strict=True)]
-    if len(values) < 2:
-        return dict.fromkeys(("ratio", "ratio_low", "ratio_high"), values[0])
-    low, ratio, high = statistics.quantiles(values, n=4, method="inclusive")
+    ratio, low, high = np.quantile(np.divide(ours, theirs), (0.5, 0.25, 0.75)).tolist()
     return {"ratio": ratio, "ratio_low": low, "ratio_high": high}
 
 
 # ---------------------------------------------------------------------- tables and files
-Columns = Sequence[tuple[str, str]]
-"""Heads of columns; below each head stands its template, filled with a row."""
-
-COLUMNS: Columns = (
-    ("link", "{link}"),
-    ("ours", "{ours}"),
-    ("step", "{ours_ms:.0f} ms"),
-    ("PyTorch's", "{torch}"),
-    ("step", "{torch_ms:.0f} ms"),
-    ("ratio [quartiles]", "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]"),
-    ("MB sent: ours", "{ours_megabytes:.2f}"),
-    ("torch", "{torch_megabytes:.2f}"),
-)
+COLUMNS = {
+    "link": "{link}",
+    "ours": "{ours}",
+    "our step": "{ours_ms:.0f} ms",
+    "PyTorch's": "{torch}",
+    "its step": "{torch_ms:.0f} ms",
+    "ratio [quartiles]": "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]",
+    "MB sent: ours": "{ours_megabytes:.2f}",
+    "torch": "{torch_megabytes:.2f}",
+}
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Columns = COLUMNS) -> str:
-    """Return the rows as text. Ratios are ours over theirs: below 1 where ours is faster.
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS) -> str:
+    """Return the rows as text: `columns` have a template by their head, filled with a row.
 
-    None in a row is shown as "-".
+    Ratios are ours over theirs: below 1 where ours is faster. None in a row is shown as "-".
     """
 
-    def cell(row: Mapping[str, Any], template: str) -> str:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-        return "-" if any(row[n] is None for n in names) else template.format_map(row)
+    def cell(template: str, row: Mapping[str, Any]) -> str:
+        try:
+            return template.format_map(row)
+        except TypeError:  # None, in the place of a number
+            return "-"
 
-    lines = [[head for head, _ in columns]]
-    lines += [[cell(row, template) for _, template in columns] for row in rows]
-    return "\n".join(aligned(lines))
+    lines = [[cell(template, row) for template in columns.values()] for row in rows]
+    return "\n".join(aligned([[*columns], *lines]))
 
 
 def save(rows: Sequence[Mapping[str, Any]], path: str) -> None:

@@ -15,8 +15,8 @@ race.py. PyTorch takes part in its fastest form, and beside it as it comes:
 Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipeline).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,9 +36,57 @@ from minipar.parallel.pipeline.schedules import make
 
 Step = Callable[[], Tensor]
 """A training step: forward, backward, optimizer. It returns the loss in nats per token."""
-Make = Callable[["Field"], Step]
+Contender = Callable[["Field"], Step]
 ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
 """The optimizer of all contenders."""
+
+
+class Contest(NamedTuple):
+    """One strategy: contenders of ours, each with those of PyTorch's to compare with."""
+
+    axis: str
+    seq_len: int
+    pairs: Mapping[str, tuple[Contender, Mapping[str, Contender]]]
+
+
+class Field(NamedTuple):
+    """The conditions that all contenders of a race share."""
+
+    config: RaceConfig
+    axis: Axis
+    shape: LlamaConfig
+
+    def model(self) -> Llama:
+        """Return the model, with the same weights on all ranks."""
+        return Llama(self.shape, seed=0)
+
+    def tokens(self, sequences: int) -> list[Tensor]:
+        """Return inputs and targets [B, T]; only ranks of data parallelism have different ones."""
+        stream = torch.Generator().manual_seed(self.axis.rank if self.axis.name == "dp" else 0)
+        size = (sequences, self.config.seq_len + 1)
+        tokens = torch.randint(self.shape.vocab_size, size, generator=stream)
+        return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
+
+    def training(
+        self,
+        model: nn.Module,
+        finish: Callable[[], None] = lambda: None,
+        optimizer: torch.optim.Optimizer | None = None,
+        cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+    ) -> Step:
+        """Return a training step on one batch; `cut` chooses the tokens of a rank."""
+        inputs, targets = (cut(part).contiguous() for part in self.tokens(self.config.batch_size))
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
+
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(model)(model(inputs), targets) / targets.numel()
+            loss.backward()
+            finish()
+            optimizer.step()
+            return loss.detach()
+
+        return step
 
 
 def run(config: RaceConfig) -> list[dict[str, Any]]:
@@ -63,71 +111,42 @@ def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, race.Mea
     """Run a contender of ours and its rivals in turns on a link; called on every rank."""
     contest = CONTESTS[config.strategy]
     axis = getattr(Mesh(**{contest.axis: config.ranks}), contest.axis)
-    changes = dict(tie_embeddings=config.strategy not in ("tensor", "pipeline"))
-    if config.strategy == "pipeline":
-        changes["num_layers"] = 4 * config.ranks
-    shape = replace(PRESETS[config.preset], **changes)
+    shape = replace(PRESETS[config.preset], tie_embeddings=contest.axis not in ("tp", "pp"))
+    if contest.axis == "pp":
+        shape = replace(shape, num_layers=4 * config.ranks)
     mine, rivals = contest.pairs[name]
-    steps = {
-        each: make(Field(config, axis, shape)) for each, make in ({name: mine} | rivals).items()
-    }
+    everybody = {name: mine} | rivals
+    steps = {each: make(Field(config, axis, shape)) for each, make in everybody.items()}
     return race.race(steps, axis, link_name, config.rounds)
 
 
-class Field(NamedTuple):
-    """The conditions that all contenders of a race share."""
+def ours(apply: Callable[..., Strategy], **options: Any) -> Contender:
+    """Return a contender that trains by a strategy of ours."""
 
-    config: RaceConfig
-    axis: Axis
-    shape: LlamaConfig
+    def make(on: Field) -> Step:
+        model = on.model()
+        strategy = apply(model, on.axis, **options)
+        return on.training(model, strategy.finish_backward)
 
-    def model(self) -> Llama:
-        """Return the model, with the same weights on all ranks."""
-        return Llama(self.shape, seed=0)
-
-    def tokens(self) -> list[Tensor]:
-        """Return inputs and targets; only ranks of data parallelism have different ones."""
-        return self.config.tokens(self.shape, self.axis.rank if self.axis.name == "dp" else 0)
-
-    def training(
-        self,
-        model: nn.Module,
-        finish: Callable[[], None] = lambda: None,
-        optimizer: torch.optim.Optimizer | None = None,
-        cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
-    ) -> Step:
-        """Return a training step on one batch; `cut` chooses the tokens of a rank."""
-        inputs, targets = (cut(tokens).contiguous() for tokens in self.tokens())
-        optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
-
-        def step() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model)(model(inputs), targets) / targets.numel()
-            loss.backward()
-            finish()
-            optimizer.step()
-            return loss.detach()
-
-        return step
-
-
-def ours(on: Field, apply: Callable[..., Strategy], **options: Any) -> Step:
-    """Return a step of a strategy of ours."""
-    model = on.model()
-    strategy = apply(model, on.axis, **options)
-    return on.training(model, strategy.finish_backward)
+    return make
 
 
 # ---------------------------------------------------------------------- data parallel
-def torch_ddp(on: Field, bucket_mb: float) -> Step:
-    """Return a step of `DistributedDataParallel` with buckets of that size."""
-    return on.training(wrapped(on.model(), bucket_mb))
+# PyTorch's parts are imported where they are used: they take most of a second.
+def torch_ddp(on: Field, bucket_mb: float = 25.0, sharded: bool = False) -> Step:
+    """Return a step of `DistributedDataParallel`; `sharded` adds `ZeroRedundancyOptimizer`."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-
-def wrapped(model: Llama, bucket_mb: float = 25.0) -> DistributedDataParallel:
-    """Wrap a model in PyTorch's data parallelism."""
     capacity = bucket_mb * 1e6 / 2**20
-    return DistributedDataParallel(model, bucket_cap_mb=capacity, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        on.model(), bucket_cap_mb=capacity, gradient_as_bucket_view=True
+    )
+    optimizer = None
+    if sharded:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
+        )
+    return on.training(model, optimizer=optimizer)
 
 
 # ---------------------------------------------------------------------- ZeRO and FSDP
@@ -139,23 +158,25 @@ def our_zero(on: Field, stage: int) -> Step:
     return on.training(model, strategy.finish_backward, optimizer)
 
 
-# PyTorch's parts are imported where they are used: they take most of a second.
-def torch_zero(on: Field) -> Step:
-    """Return a step of `ZeroRedundancyOptimizer` on top of `DistributedDataParallel`."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = wrapped(on.model())
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
-    )
-    return on.training(model, optimizer=optimizer)
-
-
 def torch_fsdp(on: Field, asynchronous: bool = False) -> Step:
-    """Return a step of `fully_shard` on every block and the root."""
-    from torch.distributed.fsdp import fully_shard
+    """Return a step of `fully_shard` on every block and the root.
 
-    model, reduce_scatter = on.model(), AsyncReduceScatter()
+    With `asynchronous` no collective blocks: the optimizer is the first to wait for gradients.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    works: list[dist.Work] = []
+
+    class AsyncReduceScatter(DefaultReduceScatter):
+        def __call__(self, **call: Any) -> None:
+            works.append(super().__call__(**call | dict(async_op=True)))
+
+    def finish() -> None:
+        while works:
+            works.pop(0).wait()
+
+    model = on.model()
     blocks = list(model.model.layers)
     for module in (*blocks, model):
         fully_shard(module, mesh=grid_of(on.axis))
@@ -166,8 +187,8 @@ def torch_fsdp(on: Field, asynchronous: bool = False) -> Step:
         for here, following in zip((model, *reversed(blocks)), reversed(blocks), strict=False):
             here.set_modules_to_backward_prefetch([following])
         for module in (model, *blocks):
-            module.set_custom_reduce_scatter(reduce_scatter)
-    return on.training(model, reduce_scatter.wait)
+            module.set_custom_reduce_scatter(AsyncReduceScatter())
+    return on.training(model, finish)
 
 
 def grid_of(axis: Axis) -> Any:
@@ -177,37 +198,6 @@ def grid_of(axis: Axis) -> Any:
     return DeviceMesh.from_group(axis.group, "cpu", mesh_dim_names=(axis.name,))
 
 
-class AsyncReduceScatter:
-    """A reduce-scatter for `set_custom_reduce_scatter` that returns at once; `wait` ends them all.
-
-    PyTorch cuts the output into gradients; the optimizer is the first to read them.
-    """
-
-    def __init__(self) -> None:
-        self.works: list[dist.Work] = []
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an input or an output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Start to reduce."""
-        work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=True)
-        self.works.append(work)
-
-    def wait(self) -> None:
-        """Block until all gradients are there."""
-        while self.works:
-            self.works.pop(0).wait()
-
-
 # ---------------------------------------------------------------------- tensor parallel
 def torch_tensor(on: Field, sequence: bool = False) -> Step:
     """Return a step of `parallelize_module`, with or without its `SequenceParallel`."""
@@ -215,7 +205,7 @@ def torch_tensor(on: Field, sequence: bool = False) -> Step:
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
     model = on.model()
-    parallelize_module(model, grid_of(on.axis), tensor_plan(on.shape.num_layers, sequence))
+    parallelize_module(model, grid_of(on.axis), tensor_plan(sequence))
     kinds: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in model.parameters():
         kinds[isinstance(parameter, DTensor)].append(parameter)
@@ -230,35 +220,31 @@ def torch_tensor(on: Field, sequence: bool = False) -> Step:
     return with_loss_parallel
 
 
-def tensor_plan(num_layers: int, sequence: bool) -> dict[str, Any]:
+def tensor_plan(sequence: bool) -> dict[str, Any]:
     """Return the plan of a Llama for `parallelize_module`: which style for which module."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as styles
 
     outside = Shard(1) if sequence else Replicate()  # of activations [B, T, D], between matrices
-    first = styles.ColwiseParallel()
-    second = styles.RowwiseParallel(output_layouts=outside)
-    block: dict[str, Any] = {
-        "self_attn": styles.PrepareModuleInput(
-            input_layouts=(outside, None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
-        "mlp": styles.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate()),
-        "self_attn.o_proj": second,
-        "mlp.down_proj": second,
-        **{f"self_attn.{name}_proj": first for name in "qkv"},
-        **{f"mlp.{name}_proj": first for name in ("gate", "up")},
-    }
+    layer, whole = "model.layers.*", Replicate()
+    first, second = styles.ColwiseParallel(), styles.RowwiseParallel(output_layouts=outside)
     plan: dict[str, Any] = {
-        "model.embed_tokens": styles.RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=outside
+        f"{layer}.self_attn": styles.PrepareModuleInput(
+            input_layouts=(outside, None, None), desired_input_layouts=(whole, None, None)
         ),
+        f"{layer}.mlp": styles.PrepareModuleInput(
+            input_layouts=outside, desired_input_layouts=whole
+        ),
+        **{f"{layer}.self_attn.{name}_proj": first for name in "qkv"},
+        **{f"{layer}.mlp.{name}_proj": first for name in ("gate", "up")},
+        f"{layer}.self_attn.o_proj": second,
+        f"{layer}.mlp.down_proj": second,
+        "model.embed_tokens": styles.RowwiseParallel(input_layouts=whole, output_layouts=outside),
         "lm_head": styles.ColwiseParallel(input_layouts=outside, use_local_output=False),
     }
     if sequence:
-        norm = plan["model.norm"] = styles.SequenceParallel()
-        block |= {"input_layernorm": norm, "post_attention_layernorm": norm}
-    for i in range(num_layers):
-        plan |= {f"model.layers.{i}.{name}": style for name, style in block.items()}
+        norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
+        plan |= dict.fromkeys(norms, styles.SequenceParallel())
     return plan
 
 
@@ -323,7 +309,7 @@ def our_pipeline(on: Field, name: str) -> Step:
     m = MICROBATCHES * on.axis.size
     model = on.model()
     pipeline = runtime.apply(model, on.axis, make(name, on.axis.size, m))
-    inputs, targets = on.config.tokens(on.shape, sequences=m * on.config.batch_size)
+    inputs, targets = on.tokens(m * on.config.batch_size)
     microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
@@ -344,7 +330,7 @@ def torch_pipeline(on: Field, name: str) -> Step:
 
     m = MICROBATCHES * on.axis.size
     model, schedule = on.model(), make(name, on.axis.size, m)
-    inputs, targets = on.config.tokens(on.shape, sequences=m * on.config.batch_size)
+    inputs, targets = on.tokens(m * on.config.batch_size)
     last, own = schedule.num_stages - 1, schedule.stages_on(on.axis.rank)
     cut = stages.balance(stages.estimate_costs(on.shape), schedule.num_stages)
     parts = []
@@ -374,57 +360,41 @@ def torch_pipeline(on: Field, name: str) -> Step:
 
 
 # ---------------------------------------------------------------------- who races
-@dataclass(frozen=True)
-class Contest:
-    """One strategy: contenders of ours, each with those of PyTorch's to compare with."""
-
-    axis: str
-    pairs: Mapping[str, tuple[Make, Mapping[str, Make]]]
-    seq_len: int = 128
-
-
 DDP = {f"{mb} MB": partial(torch_ddp, bucket_mb=mb) for mb in (25, 5)}
-ZERO = {"ZeroRedundancyOptimizer": torch_zero}
+ZERO = {"ZeroRedundancyOptimizer": partial(torch_ddp, sharded=True)}
+FSDP = {"fully_shard": torch_fsdp, "fully_shard, async": partial(torch_fsdp, asynchronous=True)}
 SEQUENCE = {"with SequenceParallel": partial(torch_tensor, sequence=True)}
 RING = {"PyTorch's ring": partial(our_context, kind="ring", ring="torch")}
 CONTESTS = {
     "ddp": Contest(
-        "dp",
-        {
-            "overlapped": (partial(ours, apply=ddp.apply, version="overlapped"), DDP),
-            "tuned": (partial(ours, apply=ddp.apply, version="tuned"), DDP),
-        },
+        "dp", 128, {v: (ours(ddp.apply, version=v), DDP) for v in ("overlapped", "tuned")}
     ),
     "fsdp": Contest(
         "dp",
+        128,
         {
             "ZeRO-1": (partial(our_zero, stage=1), ZERO),
             "ZeRO-2": (partial(our_zero, stage=2), ZERO),  # PyTorch has no ZeRO-2
-            "FSDP": (
-                partial(ours, apply=fsdp.apply),
-                {
-                    "fully_shard": torch_fsdp,
-                    "fully_shard, async": partial(torch_fsdp, asynchronous=True),
-                },
-            ),
+            "FSDP": (ours(fsdp.apply), FSDP),
         },
     ),
     "tensor": Contest(
         "tp",
+        256,
         {
-            "plain": (partial(ours, apply=tensor.apply), {"parallelize_module": torch_tensor}),
-            "sequence": (partial(ours, apply=tensor.apply, sequence=True), SEQUENCE),
-            "overlap": (partial(ours, apply=tensor.apply, sequence=True, overlap=True), SEQUENCE),
+            "plain": (ours(tensor.apply), {"parallelize_module": torch_tensor}),
+            "sequence": (ours(tensor.apply, sequence=True), SEQUENCE),
+            "overlap": (ours(tensor.apply, sequence=True, overlap=True), SEQUENCE),
         },
-        seq_len=256,
     ),
     "context": Contest(
         "cp",
+        2048,
         {kind: (partial(our_context, kind=kind), RING) for kind in ("ring", "gather", "ulysses")},
-        seq_len=2048,
     ),
     "pipeline": Contest(
         "pp",
+        128,
         {
             name: (partial(our_pipeline, name=name), {theirs: partial(torch_pipeline, name=name)})
             for name, theirs in PIPELINES.items()

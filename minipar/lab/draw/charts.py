@@ -40,29 +40,25 @@ def curves(
     A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
     """
     points = set(points)
-    names = [name for name in lines if not name.startswith("_") and not key]
-    longest = max(map(len, names), default=0)
+    names = [name for name in lines if not name.startswith("_")]
+    longest = 0 if key else max(map(len, names), default=0)
     width, height = 7.2, 3.9
     figure = pen.figure(width, height, title, note)
     right = min(2.6, 0.085 * longest + 0.3)
     ax = pen.panel(figure, 0.75, 0.72, width - 0.75 - right, height - 1.3)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
     ax.grid(axis="y", color=GRID, lw=0.8)
+    xs, ys = ([v for xy in lines.values() for v in xy[i]] for i in (0, 1))
     if logx:
         ax.set_xscale("log")
-    if logy:
-        ax.set_yscale("log")
-    ax.minorticks_off()
-    xs, ys = ([v for xy in lines.values() for v in xy[i]] for i in (0, 1))
-    if ylim:
-        ax.set_ylim(ylim)
-        ys = ylim
-    if logx:
         _log_ticks(ax.xaxis, xs)
     if logy:
-        _log_ticks(ax.yaxis, ys)
-    named = [name for name in lines if name in points and not name.startswith("_")]
-    shapes = dict(zip(named, itertools.cycle("osDXP"), strict=False))
+        ax.set_yscale("log")
+        _log_ticks(ax.yaxis, ylim or ys)
+    if ylim:
+        ax.set_ylim(ylim)
+    ax.minorticks_off()
+    shapes = dict(zip((n for n in names if n in points), itertools.cycle("osDXP"), strict=False))
     ends = []
     for i, (name, (x, y)) in enumerate(lines.items()):
         ink = (colours or {}).get(name, SERIES[i % len(SERIES)])
@@ -72,7 +68,7 @@ def curves(
             inner = len(lines) - 1 - i  # curves that are to lie within this one
             wide = 2.0 + min(1.6, 3.5 / len(lines)) * nested * inner
             ax.plot(x, y, color=ink, lw=wide, solid_capstyle="round", zorder=3)
-        if not name.startswith("_"):
+        if name in names:
             finite = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
             ends.append((*(finite or [(x[-1], math.nan)])[-1], name, ink))
     if key:
@@ -170,9 +166,8 @@ def bars(
     of_memory = {n: ink for n in names if (ink := pen.held(n))}
     plain = pen.HELD_OTHERS if of_memory else SERIES  # no loud colour beside the palette of memory
     inks = {n: plain[i % len(plain)] for i, n in enumerate(n for n in names if n not in of_memory)}
-    inks.update({n: colour(n) for n in names if n in KIND or n in AXIS or n == "exposed"})
-    inks.update(of_memory)
-    inks.update(colours or {})
+    inks |= {n: colour(n) for n in names if n in KIND or n in AXIS or n == "exposed"}
+    inks |= of_memory | dict(colours or {})
     left = 0.3 + 0.075 * max(map(len, stacked), default=0)
     width, row = 7.2, 0.36
     foot = 0.3 + (0.3 if names else 0) + (0.2 if mark is not None else 0)

@@ -1,6 +1,7 @@
 """Objects that draw themselves in a notebook."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -27,15 +28,14 @@ def register(kind: type | None = None, function: Callable[[Any], Figure] | None 
     shell = get_ipython()
     if shell is None:
         return
-    formatter = shell.display_formatter.formatters["image/png"]
+
+    def picture(draw: Callable[[Any], Figure], value: Any) -> tuple[bytes, dict[str, str]] | None:
+        """Return the picture, and as its metadata the text that stands for it."""
+        try:
+            figure = draw(value)
+            return png(figure), {"alt": in_words(figure)}
+        except ValueError:  # nothing to draw: the notebook shows the text
+            return None
+
     for drawn, draw in DRAWN.items():
-        formatter.for_type(drawn, lambda value, draw=draw: _png_or_none(draw, value))
-
-
-def _png_or_none(draw: Callable[[Any], Figure], value: Any) -> tuple[bytes, dict[str, str]] | None:
-    """Return the picture, and as its metadata the text that stands for it."""
-    try:
-        figure = draw(value)
-        return png(figure), {"alt": in_words(figure)}
-    except ValueError:  # nothing to draw: the notebook shows the text
-        return None
+        shell.display_formatter.formatters["image/png"].for_type(drawn, partial(picture, draw))

@@ -67,10 +67,8 @@ def journey(
         for x, said in ((first, counts), (third, f"{len(tokens)} tokens")):
             pen.text(ax, x + home + 0.06, middle, said, size=8.5)
             for number, chosen in enumerate(tokens):  # a stripe for each of the token's experts
-                left, tall = x + step * number, TOKEN / len(chosen)
-                for place, expert in enumerate(chosen, 1):
-                    low = top + TOKEN - tall * place
-                    pen.rectangle(ax, left, low, TOKEN, tall, fc=inks[expert])
+                left = x + step * number
+                pen.striped(ax, (left, top, TOKEN, TOKEN), [inks[expert] for expert in chosen])
                 if x == third:
                     pen.text(ax, left + TOKEN / 2, middle, "Σ", ha="center", size=8)
                 if (rank, number) == follow:

@@ -65,16 +65,22 @@ PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
 
 
 class Flipbook:
-    """Frames by the values of sliders; `choices` are their names with the values of each.
+    """The pictures of `draw_fn` for all combinations of values; sliders turn from one to another.
 
-    `frames` are in the order of `itertools.product(*choices.values())`, `start` has the numbers of
-    the values to begin with. `html` is a part of a page that needs nothing else.
+    `draw_fn` returns a figure, or a figure and a text (which is left out), as for
+    `widgets.explore`. Sliders start at its defaults. `frames` are in the order of
+    `itertools.product(*choices.values())`. `html` is a part of a page that needs nothing else.
     """
 
-    def __init__(
-        self, choices: dict[str, list], frames: list[Figure], start: dict[str, int]
-    ) -> None:
-        self.choices, self.frames, self.start = choices, frames, start
+    def __init__(self, draw_fn: Callable[..., Any], **choices: Iterable) -> None:
+        self.choices = choices = {name: list(values) for name, values in choices.items()}
+        every = (dict(zip(choices, values, strict=True)) for values in product(*choices.values()))
+        drawn = [draw_fn(**values) for values in every]
+        self.frames = frames = [one[0] if isinstance(one, tuple) else one for one in drawn]
+        defaults = {n: p.default for n, p in inspect.signature(draw_fn).parameters.items()}
+        self.start = start = {  # the number of a value, by name
+            n: v.index(defaults[n]) if defaults[n] in v else 0 for n, v in choices.items()
+        }
         lines: dict[str, int] = {}
         numbered = [
             [lines.setdefault(line, len(lines)) for line in small_svg(figure).split("\n")]
@@ -100,31 +106,16 @@ class Flipbook:
 
     def _ipython_display_(self) -> None:
         # Two outputs: the second hides the first where its script runs.
-        number = 0
-        for name, values in self.choices.items():
-            number = number * len(values) + self.start[name]
-        shown = self.frames[number]
-        at = ", ".join(f"{name} = {v[self.start[name]]}" for name, v in self.choices.items())
+        first = tuple(values[self.start[name]] for name, values in self.choices.items())
+        shown = self.frames[[*product(*self.choices.values())].index(first)]
+        at = ", ".join(f"{name} = {value}" for name, value in zip(self.choices, first, strict=True))
         alt = f"One of {len(self.frames)} pictures, {at}: {pen.in_words(shown)}"
         still = {"image/png": pen.png(shown), "text/plain": repr(self)}
         display(still, raw=True, metadata={"image/png": {"alt": alt}})
         display({"text/html": self.html, "text/plain": escape(repr(self))}, raw=True)
 
 
-def flip(draw_fn: Callable[..., Any], **choices: Iterable) -> Flipbook:
-    """Draw `draw_fn` for all combinations of values; sliders turn from one to another.
-
-    `draw_fn` returns a figure, or a figure and a text (which is left out), as for
-    `widgets.explore`.
-    """
-    lists = {name: list(values) for name, values in choices.items()}
-    drawn = [
-        draw_fn(**dict(zip(lists, values, strict=True))) for values in product(*lists.values())
-    ]
-    frames = [one[0] if isinstance(one, tuple) else one for one in drawn]
-    defaults = {n: p.default for n, p in inspect.signature(draw_fn).parameters.items()}
-    start = {n: v.index(defaults[n]) if defaults[n] in v else 0 for n, v in lists.items()}
-    return Flipbook(lists, frames, start)
+flip = Flipbook
 
 
 def small_svg(figure: Figure) -> str:

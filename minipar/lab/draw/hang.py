@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, MUTED, PAPER, WIDTH
-from minipar.tools.hang import Group, Report, Wait
+from minipar.tools.hang import Group, Report
 
 COLUMNS, ROWS, ROW = 10, 16, 0.27  # the last calls, and the first ranks, of a group; inches
 GROUPS = 4
@@ -47,7 +47,12 @@ def hang(report: Report) -> Figure:
         _panel(ax, group, report, top)
         top -= height
     if messages:
-        _messages(ax, messages, top)
+        pen.text(ax, 0.15, top - 0.1, "messages", weight="bold")
+    for row, wait in enumerate(messages):
+        y, call = top - 0.25 - ROW * (row + 1), f"{wait.call} on {wait.group}"
+        pen.text(ax, 1.4, y + ROW / 2, f"rank {wait.ranks[0]}", ha="right", size=8)
+        pen.rectangle(ax, 1.52, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
+        pen.text(ax, 1.6, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))
     odd = any(group.odd for group in shown)
     mixed = any(_mixed(group) for group in shown)
     left_out = [ink for ink, there in ((ODD, odd), (MIXED, mixed)) if not there]
@@ -95,12 +100,3 @@ def _mixed(group: Group) -> set[int]:
         for number, entries in calls.items():
             verbs[number].add(entries[0].verb)
     return {number for number, names in verbs.items() if len(names) > 1}
-
-
-def _messages(ax: pen.Axes, waits: list[Wait], top: float) -> None:
-    pen.text(ax, 0.15, top - 0.1, "messages", weight="bold")
-    for row, wait in enumerate(waits):
-        y, call = top - 0.25 - ROW * (row + 1), f"{wait.call} on {wait.group}"
-        pen.text(ax, 1.4, y + ROW / 2, f"rank {wait.ranks[0]}", ha="right", size=8)
-        pen.rectangle(ax, 1.52, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
-        pen.text(ax, 1.6, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))

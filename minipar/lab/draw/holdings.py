@@ -6,6 +6,7 @@ gradients and its optimizer state. Taught in: notebook 06.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,10 +48,6 @@ def holdings(
 
     All steps have equally many phases. Raises ValueError for a word that is not in `LOOKS`.
     """
-    for phase in [phase for phases in steps.values() for phase in phases]:
-        for word in (phase.weights, phase.gradients, phase.optimizer):
-            if word not in LOOKS:
-                raise ValueError(f"{phase.name}: {word!r} is none of {', '.join(LOOKS)}")
     count = len(next(iter(steps.values())))
     wide = len(PARTS) * (size * BOX + GAP) - GAP
     pitch = (WIDTH - LEFT - RIGHT - wide) / max(1, count - 1)
@@ -64,8 +61,12 @@ def holdings(
             _phase(ax, phase, x, top - 0.34, size)
             if phase.before:
                 # The collective before the first phase comes from the step before.
-                start = x - (pitch - wide) + 0.08 if i else x - 0.75
-                _travels(ax, phase.before, start, x - 0.08, top - 0.34 - size * ROW / 2)
+                start, end = x - (pitch - wide) + 0.08 if i else x - 0.75, x - 0.08
+                middle, y = (start + end) / 2, top - 0.34 - size * ROW / 2
+                verb, _, more = phase.before.partition(" ")
+                pen.arrow(ax, (start, y), (end, y), 9, color=INK, lw=1.1)
+                pen.text(ax, middle, y + 0.13, verb, size=8, ha="center")
+                pen.text(ax, middle, y - 0.13, more, size=8, ha="center", color=MUTED)
         top -= tall
     entries = [(HELD[part], part) for part in PARTS]
     entries += [({"fc": pen.pale(HELD["weights"])}, "for one block at a time")]
@@ -84,29 +85,21 @@ def _summand(ink: str) -> pen.Style:
 def _phase(ax: Axes, phase: Phase, left: float, top: float, size: int) -> None:
     """Draw one phase: a row per rank, in it the slices of each part."""
     pen.text(ax, left, top + 0.12, phase.name, color=MUTED)
-    for rank in range(size):
-        y = top - ROW * (rank + 1)
-        for i, part in enumerate(PARTS):
-            word = (phase.weights, phase.gradients, phase.optimizer)[i]
-            x = left + i * (size * BOX + GAP)
-            for piece in range(size):
-                style = _style(word, HELD[part], piece == rank)
-                box = x + piece * BOX, y, BOX - 0.02, ROW - 0.05
-                pen.rectangle(ax, *box, **style)
+    words = phase.weights, phase.gradients, phase.optimizer
+    for i, (part, word) in enumerate(zip(PARTS, words, strict=True)):
+        x = left + i * (size * BOX + GAP)
+        for rank, piece in product(range(size), repeat=2):
+            style = _style(word, HELD[part], piece == rank)
+            box = x + piece * BOX, top - ROW * (rank + 1), BOX - 0.02, ROW - 0.05
+            pen.rectangle(ax, *box, **style)
 
 
 def _style(word: str, ink: str, is_own: bool) -> pen.Style:
     """Return how a slice is drawn."""
+    if word not in LOOKS:
+        raise ValueError(f"{word!r} is none of {', '.join(LOOKS)}")
     if word == "whole" or (is_own and word != "summands" and word != "nothing"):
         return {"fc": ink}
     if word in ("summands", "block of summands"):
         return _summand(ink)
     return {"fc": pen.pale(ink)} if word == "block" else _EMPTY
-
-
-def _travels(ax: Axes, said: str, start: float, end: float, y: float) -> None:
-    """Draw a collective as an arrow: its name above, other words below."""
-    verb, _, more = said.partition(" ")
-    pen.arrow(ax, (start, y), (end, y), 9, color=INK, lw=1.1)
-    pen.text(ax, (start + end) / 2, y + 0.13, verb, size=8, ha="center")
-    pen.text(ax, (start + end) / 2, y - 0.13, more, size=8, ha="center", color=MUTED)

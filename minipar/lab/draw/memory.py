@@ -5,6 +5,7 @@ The axis counts allocations, not milliseconds, and every phase of the step is eq
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -82,8 +83,12 @@ def ladder(
             head.set_yticks([])
             head.set_xticks([])
         _area(ax, history, top, inks)
-        if len(phases[name]) > 1:
-            _mark_phases(ax, phases[name])
+        count = len(phases[name])
+        if count > 1:  # a line between phases, and their names below the axis
+            for i in range(1, count):
+                ax.axvline(i / count, color=INK, lw=0.8, ls=":", zorder=4)
+            words = [word.replace("optimizer", "optimizer step") for word, _ in phases[name]]
+            ax.set_xticks([(i + 0.5) / count for i in range(count)], words)
         pen.headline(head, name, _finding(history))
         if name in forms:
             _bar(ax, forms[name], top, inks)
@@ -94,11 +99,9 @@ def _inks(held: list[Mapping]) -> dict[str, str]:
     """Return the colours of all categories that are ever there, from bottom to top."""
     seen = {c: None for each in held for c, values in each.items() if np.any(values)}
     others = [category for category in seen if category not in CATEGORY]
-    known = [*CATEGORY]
-    at = known.index("activations")
-    known[at:at] = others
     inks = CATEGORY | {c: HELD_OTHERS[2 + i % 2] for i, c in enumerate(others)}
-    return {category: inks[category] for category in known if category in seen}
+    inks["activations"] = inks.pop("activations")  # on top
+    return {category: ink for category, ink in inks.items() if category in seen}
 
 
 # ---------------------------------------------------------------------- the axis
@@ -123,11 +126,9 @@ def _places(history: MemoryHistory) -> np.ndarray:
 def _warped(timeline: Timeline, history: MemoryHistory) -> Timeline:
     """Return the timeline of the history's rank on the axis of its allocations, 0 to 1."""
     mine = timeline.select(rank=history.rank)
-
-    def at(seconds: float) -> float:
-        return float(np.interp(seconds, history.seconds, _places(history), right=1.0))
-
-    return Timeline([replace(s, start=at(s.start), end=at(s.end)) for s in mine], mine.label)
+    at = partial(np.interp, xp=history.seconds, fp=_places(history), right=1.0)
+    spans = [replace(s, start=float(at(s.start)), end=float(at(s.end))) for s in mine]
+    return Timeline(spans, mine.label)
 
 
 # ---------------------------------------------------------------------- panels
@@ -161,15 +162,6 @@ def _area(ax: Axes, history: MemoryHistory, top: float, inks: dict[str, str]) ->
     ax.yaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}")
     ax.text(-0.012, 1.02, "MB", transform=ax.transAxes, size=9, color=MUTED, ha="right")
-
-
-def _mark_phases(ax: Axes, phases: list[tuple[str, int]]) -> None:
-    """Draw a line between phases, and their names below the axis."""
-    count = len(phases)
-    for i in range(1, count):
-        ax.axvline(i / count, color=INK, lw=0.8, ls=":", zorder=4)
-    names = [name.replace("optimizer", "optimizer step") for name, _ in phases]
-    ax.set_xticks([(i + 0.5) / count for i in range(count)], names)
 
 
 def _finding(history: MemoryHistory) -> str:

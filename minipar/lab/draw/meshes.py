@@ -37,7 +37,7 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     columns, lines = (max(axis) + 1 for axis in zip(*where, strict=True))
     cell = min(0.8, (WIDTH - 0.5) / columns)  # inches
     groups = {name: groups_along([name], sizes) for name in sizes}
-    legend = {name: _group_text(name, listed) for name, listed in groups.items()}
+    legend = {name: f"{name} groups: {_some(listed)}" for name, listed in groups.items()}
     width = max(columns * cell + 0.5, 0.075 * max(map(len, legend.values()), default=0) + 0.9, 4.2)
     height = lines * cell + 0.75 + 0.24 * len(sizes)
     shape = " × ".join(f"{name} {size}" for name, size in sizes.items())
@@ -65,11 +65,10 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     return figure
 
 
-def _group_text(name: str, groups: Sequence[Sequence[int]]) -> str:
-    shown = [
-        " ".join(map(str, g)) if len(g) <= 8 else f"{g[0]} {g[1]} … {g[-1]}" for g in groups[:4]
-    ]
-    return f"{name} groups: " + "  |  ".join(shown) + ("  |  …" if len(groups) > 4 else "")
+def _some(groups: Sequence[Sequence[int]]) -> str:
+    """Return the first groups, and of a long one the ends: "0 1 2  |  3 4 5"."""
+    said = [" ".join(map(str, g)) if len(g) <= 8 else f"{g[0]} {g[1]} … {g[-1]}" for g in groups]
+    return "  |  ".join(said[:4] + ["…"] * (len(groups) > 4))
 
 
 # ---------------------------------------------------------------------- collectives
@@ -167,32 +166,23 @@ def _ranks(
     slots: int,
     named: bool = False,
 ) -> None:
-    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before."""
+    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before.
+
+    The colours of a block, from top to bottom, are the ranks whose data it has.
+    """
     pen.text(ax, left + 0.03, top + 0.14, word, color=MUTED)
     for rank, contents in enumerate(held):
         y = top - (cell + GAP) * rank - cell
         if named:
             pen.text(ax, left - 0.12, y + cell / 2, f"rank {rank}", color=MUTED, ha="right")
         for slot in range(slots):
-            x = left + slot * cell
-            _cell(ax, x, y, cell, contents.get(slot))
+            box = left + slot * cell + 0.03, y + 0.03, cell - 0.06, cell - 0.06
+            sources, block = contents.get(slot, (frozenset(), ""))
+            fills = [RANK[source] for source in sorted(sources)] or [KIND["idle"]]
+            is_sum = len(sources) > 1
+            pen.striped(ax, box, fills, f"Σ{block}" if is_sum else block, on_paper=is_sum)
             if before and slot in contents and contents[slot] != before[rank].get(slot):
-                frame = {"fill": False, "ec": INK, "lw": 1.6, "zorder": 4}
-                pen.rectangle(ax, x + 0.03, y + 0.03, cell - 0.06, cell - 0.06, **frame)
-
-
-def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> None:
-    """Draw a block at (x, y): its colours from top to bottom are the ranks that it comes from."""
-    side = cell - 0.06
-    sources, block = content or (frozenset({-1}), "")
-    summed = len(sources) > 1
-    for i, source in enumerate(sorted(sources, reverse=True)):
-        fill, low = RANK[source] if content else KIND["idle"], y + 0.03 + i * side / len(sources)
-        pen.rectangle(ax, x + 0.03, low, side, side / len(sources), fc=fill)
-    box = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
-    style = {"size": 10, "weight": "bold", "ha": "center", "bbox": box if summed else None}
-    text = f"Σ{block}" if summed else block
-    pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, text, **style)
+                pen.rectangle(ax, *box, fill=False, ec=INK, lw=1.6, zorder=4)
 
 
 # ---------------------------------------------------------------------- shares of the data
@@ -230,49 +220,46 @@ def schedules(
     it holds (half as thick where four or more arrive together). Its colour says whether the
     receiver adds it to what it has. Rounds in which all rest are left out.
     """
-    plans = {name: _without_rests(each) for name, each in plans.items()}
+    shown: dict[str, list[tuple[Round, ...]]] = {}  # by round, what each rank does
+    for name, each in plans.items():
+        steps = zip_longest(*each, fillvalue=Round())
+        shown[name] = [step for step in steps if any(mine.sends for mine in step)]
     ranks = max(map(len, plans.values()))
-    rounds = {name: len(each[0]) for name, each in plans.items()}
-    wide = {name: COLUMN * max(2, count) for name, count in rounds.items()}
+    wide = {name: COLUMN * max(2, len(rounds)) for name, rounds in shown.items()}
     width = LEFT + sum(wide.values()) + 0.34 * len(wide)
     height = 1.3 + LINE * (ranks - 1) + 0.55
     figure, ax = pen.sheet(max(width, 5.2), height, title, note)
     top, x = height - 1.1, LEFT
     for rank in range(ranks):
         pen.text(ax, LEFT - 0.14, top - LINE * rank, f"rank {rank}", color=MUTED, ha="right")
-    for name in plans:
+    for name, rounds in shown.items():
         pen.text(ax, x, top + 0.52, name, weight="bold")
-        caption = f"{rounds[name]} round{'s' * (rounds[name] > 1)}"
+        caption = f"{len(rounds)} round{'s' * (len(rounds) > 1)}"
         pen.text(ax, x, top + 0.31, caption, color=MUTED, size=8)
-        _panel(ax, plans[name], numel, x, top)
+        _rounds(ax, rounds, len(plans[name]), numel, x, top)
         x += wide[name] + 0.34
     pen.key(figure, [(ADDED, "added"), (PASSED, "passed on")], LEFT, 0.2)
     return figure
 
 
-def _without_rests(each: Sequence[Plan]) -> list[list[Round]]:
-    """Return the plans of all ranks, equally long, without the rounds in which no rank sends."""
-    rounds = zip_longest(*each, fillvalue=Round())
-    rounds = [steps for steps in rounds if any(step.sends for step in steps)]
-    return [list(plan) for plan in zip(*rounds, strict=True)]
-
-
-def _panel(ax: Axes, each: Sequence[Plan], numel: int, left: float, top: float) -> None:
-    column = COLUMN if len(each[0]) > 1 else 2 * COLUMN
-    for i in range(len(each[0]) + 1):
+def _rounds(
+    ax: Axes, rounds: Sequence[Sequence[Round]], ranks: int, numel: int, left: float, top: float
+) -> None:
+    column = COLUMN if len(rounds) > 1 else 2 * COLUMN
+    ys = [top - LINE * rank for rank in range(ranks)]
+    for i in range(len(rounds) + 1):
         x = left + column * i
-        ax.plot([x, x], [top - LINE * (len(each) - 1), top], color=GRID, lw=0.8, zorder=1)
-        ys = [top - LINE * rank for rank in range(len(each))]
-        ax.plot([x] * len(ys), ys, "o", color=MUTED, ms=2.6, mew=0, zorder=3)
-    for rank, plan in enumerate(each):
-        for i, step in enumerate(plan):
+        ax.plot([x, x], [ys[-1], top], color=GRID, lw=0.8, zorder=1)
+        ax.plot([x] * ranks, ys, "o", color=MUTED, ms=2.6, mew=0, zorder=3)
+    for i, steps in enumerate(rounds):
+        for rank, step in enumerate(steps):
             crowd = 1 if len(step.recvs) < 4 else 2  # or the lines would be one block of colour
-            for message in step.recvs:
-                if message.peer == rank:
-                    continue
+            for message in (message for message in step.recvs if message.peer != rank):
                 adds = any(m.add and m.lo < message.hi and message.lo < m.hi for m in step.recvs)
-                start = left + column * i, top - LINE * message.peer
-                end = left + column * (i + 1), top - LINE * rank
+                start, end = (
+                    (left + column * i, ys[message.peer]),
+                    (left + column * (i + 1), ys[rank]),
+                )
                 share = math.sqrt((message.hi - message.lo) / numel) / crowd
                 style = {"lw": 0.3 + 2.9 * share, "color": ADDED if adds else PASSED, "zorder": 2}
                 pen.arrow(ax, start, end, 4 + 7 * share, **style)

@@ -73,6 +73,8 @@ def magnitudes(
     all values that are not zero. `exponents` are the first and last power of two that are shown.
     """
     info, low = torch.finfo(dtype), smallest(dtype)
+    # Half a step above the largest number, rounding gives infinity (or NaN, for e4m3).
+    overflow = info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
     flat = {word: tensor.detach().double().abs().flatten() for word, tensor in tensors.items()}
     sizes = {word: values[(values > 0) & values.isfinite()] for word, values in flat.items()}
     if exponents is None:
@@ -92,7 +94,7 @@ def magnitudes(
         powers = values.log2().floor().long()
         shown, counts = powers.unique(return_counts=True)
         # Halfway between zero and the smallest number, the tie goes to zero.
-        too_small, too_large = values <= low / 2, values > _overflow(dtype)
+        too_small, too_large = values <= low / 2, values > overflow
         kept = {*powers[~(too_small | too_large)].tolist()}
         for power, count in zip(shown.tolist(), counts.tolist(), strict=True):
             ink = KIND["backward"] if power in kept else EXPOSED
@@ -111,13 +113,6 @@ def magnitudes(
     ax.set_xticks(ticks, [f"$2^{{{k}}}$" for k in ticks])
     pen.label(ax, "absolute value")
     return figure
-
-
-def _overflow(dtype: torch.dtype) -> float:
-    """Return the number from which on rounding gives infinity (or NaN, for e4m3)."""
-    info = torch.finfo(dtype)
-    half_step = 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
-    return info.max + half_step
 
 
 def _zones(ax: Axes, info: torch.finfo, low: float, name: str) -> None:

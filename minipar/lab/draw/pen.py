@@ -21,6 +21,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.text import Text
@@ -88,8 +89,7 @@ def held(part: str) -> str | None:
 
 def pale(ink: str) -> str:
     """Return a tint of `ink`."""
-    parts = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - 0.42 * (255 - part)):02x}" for part in parts)
+    return to_hex([1 - 0.42 * (1 - part) for part in to_rgb(ink)])
 
 
 def hidden(ink: str) -> Style:
@@ -112,15 +112,13 @@ def flow(
     entries: Iterable[Entry], width: float = WIDTH - LEFT - RIGHT
 ) -> list[list[tuple[float, str | Style, str]]]:
     """Return lines of (inches from the left, style, text), broken where `width` inches are full."""
-    lines: list[list[tuple[float, str | Style, str]]] = [[]]
-    x = 0.0
+    lines, end = [[]], 0.0
     for ink, text in entries:
         takes = 0.5 + 0.07 * len(text)
-        if lines[-1] and x + takes > width:
-            lines.append([])
-            x = 0.0
-        lines[-1].append((x, ink, text))
-        x += takes
+        if lines[-1] and end + takes > width:
+            lines, end = [*lines, []], 0.0
+        lines[-1].append((end, ink, text))
+        end += takes
     return lines
 
 
@@ -196,10 +194,14 @@ def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple
 
 
 def panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Return quiet axes at a place in inches from the lower left corner."""
+    """Return axes without a frame, with pale numbers; a place in inches from the lower left."""
     wide, tall = figure.get_size_inches()
     ax = figure.add_axes((left / wide, bottom / tall, width / wide, height / tall))
-    quiet(ax)
+    ax.set_facecolor("none")
+    ax.set_axisbelow(True)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.tick_params(length=0, colors=MUTED, labelsize=9)
     return ax
 
 
@@ -260,6 +262,24 @@ def cell(
     text(ax, *place, said, size=size, ha="center", color=ink_on(fill), clip_on=True)
 
 
+def striped(
+    ax: Axes,
+    box: tuple[float, float, float, float],
+    fills: Sequence[str],
+    said: Any = "",
+    size: float = 10,
+    on_paper: bool = False,
+) -> None:
+    """Draw a box of stripes, the first on top, with a bold word in its middle."""
+    left, low, width, height = box
+    for i, fill in enumerate(reversed(fills)):
+        tall = height / len(fills)
+        rectangle(ax, left, low + i * tall, width, tall, fc=fill)
+    paper = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
+    style = {"size": size, "weight": "bold", "ha": "center", "bbox": paper if on_paper else None}
+    text(ax, left + width / 2, low + height / 2 - 0.01, said, **style)
+
+
 def rounded(
     ax: Axes, x: float, y: float, width: float, height: float, radius: float, **style: Any
 ) -> None:
@@ -290,17 +310,8 @@ def label(ax: Axes, x: str, y: str = "", above: float = 1.04, **style: Any) -> N
     ax.text(0, above, y, color=MUTED, size=9, transform=ax.transAxes)
 
 
-def quiet(ax: Axes) -> None:
-    """Remove the frame and the tick marks; make the numbers pale."""
-    ax.set_facecolor("none")
-    ax.set_axisbelow(True)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    ax.tick_params(length=0, colors=MUTED, labelsize=9)
-
-
 def _luminance(ink: str) -> float:
-    red, green, blue = (int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = to_rgb(ink)
     return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
 
 
@@ -357,16 +368,16 @@ def _literal(figure: Figure) -> Figure:
     return figure
 
 
-def _is_heading(text: Text) -> bool:
-    return text.get_weight() == "bold" and text.get_size() >= 11
-
-
 def in_words(figure: Figure) -> str:
     """Return a figure's text for those who do not see it: headings, findings, and the note."""
     texts = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
-    headings = [t for t in texts if t.get_gid() == FINDING or _is_heading(t)]
+    heads = [
+        t
+        for t in texts
+        if t.get_weight() == "bold" and t.get_size() >= 11 or t.get_gid() == FINDING
+    ]
     notes = [t for t in figure.texts if t.get_size() == 8]
-    said = (t.get_text().replace("\n", " ") for t in (*headings, *notes))
+    said = (t.get_text().replace("\n", " ") for t in (*heads, *notes))
     return ". ".join(dict.fromkeys(text for text in said if text))
 
 

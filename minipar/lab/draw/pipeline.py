@@ -7,7 +7,7 @@ imported in a notebook, schedules draw themselves.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 from matplotlib.axes import Axes
@@ -66,7 +66,8 @@ def compare(
     for title, panel in panels.items():
         if isinstance(panel, Schedule):
             panel = panel, simulate(panel, (costs or Costs()).per_rank(panel))
-        shown[title] = panel[0], _actions(panel[1])
+        spans = [span for span in panel[1] if span.name[0].isdigit()]  # named as actions
+        shown[title] = panel[0], Timeline(spans, panel[1].label).shifted()
     scale = 1e3 if unit == "ms" else 1.0
     end = 1.005 * scale * max(t.duration for _, t in shown.values())
     row = min(0.34, max(0.16, 6.5 / sum(s.num_ranks for s, _ in shown.values())))  # inches
@@ -133,12 +134,6 @@ def _held(schedule: Schedule) -> float:
 
 
 # ---------------------------------------------------------------------- rows and cells
-def _actions(timeline: Timeline) -> Timeline:
-    """Return the spans that are named as actions, from 0 s on."""
-    spans = [span for span in timeline if span.name[0].isdigit()]
-    return Timeline(spans, timeline.label).shifted()
-
-
 def _letters(t: Timeline, inch: float, row: float) -> float:
     """Return the size of all numbers in points, 0 if one of them has no room that can be read.
 
@@ -183,8 +178,7 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float, size:
     ax.add_collection(LineCollection(lines, colors=AXIS["pp"], lw=1.1, zorder=1.5))
 
 
-def _legend(shown: Iterable[tuple[Schedule, Timeline]], size: float) -> list[pen.Entry]:
-    shown = list(shown)
+def _legend(shown: Collection[tuple[Schedule, Timeline]], size: float) -> list[pen.Entry]:
     seen = {Action.parse(span.name).kind for _, t in shown for span in t}
     split = " of the input" if "B" not in seen else " (of the input where split)"
     entries = {

@@ -28,16 +28,11 @@ def families(explained: Explanation) -> list[list[Row]]:
 
 def label_of(family: list[Row]) -> str:
     """Return "8 x k, v" for the keys and values of four layers."""
-    names = ", ".join(dict.fromkeys(_short(row.name) for row in family))
+    known = {"embed_tokens": "embedding", "lm_head": "head"}
+    lasts = [row.name.removesuffix(".weight").rsplit(".", 1)[-1] for row in family]
+    lasts = ["norm" if "norm" in last else last.removesuffix("_proj") for last in lasts]
+    names = ", ".join(dict.fromkeys(known.get(last, last) for last in lasts))
     return f"{len(family)} x {names}" if len(family) > 1 else names
-
-
-def _short(name: str) -> str:
-    """Return "k" for model.layers.3.self_attn.k_proj.weight, and "norm" for any norm."""
-    last = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    if "norm" in last:
-        return "norm"
-    return {"embed_tokens": "embedding", "lm_head": "head"}.get(last, last.removesuffix("_proj"))
 
 
 def explanation(explained: Explanation, *, title: str = "", note: str = "") -> Figure:

@@ -88,23 +88,21 @@ def _matrix(
     ax: Axes, part: Matrix, size: int, x: float, y: float, across: float, down: float
 ) -> None:
     frame = {"ec": INK, "lw": 0.9}
+    for rank in range(size):
+        if part.pending:
+            at, piece = (x + SHEET * rank, y + SHEET * rank), (across, down)
+        elif part.cut == "columns":
+            at, piece = (x + across * rank / size, y), (across / size, down)
+        elif part.cut:  # the first rows stand at the top
+            at, piece = (x, y + down * (size - 1 - rank) / size), (across, down / size)
+        else:
+            pen.rectangle(ax, x, y, across, down, fc=SAME, **frame)
+            return
+        pen.rectangle(ax, *at, *piece, fc=RANK[rank], zorder=3 - rank / 10, **frame)
     if part.pending:
-        for rank in reversed(range(size)):
-            at, style = (x + SHEET * rank, y + SHEET * rank), {"fc": RANK[rank], **frame}
-            pen.rectangle(ax, *at, across, down, zorder=3 - rank / 10, **style)
         box = {"boxstyle": "round,pad=0.2", "fc": PAPER, "ec": "none", "alpha": 0.9}
         style = {"size": 10.9, "weight": "bold", "ha": "center", "bbox": box, "zorder": 4}
         pen.text(ax, x + across / 2, y + down / 2, "Σ", **style)
-        return
-    if not part.cut:
-        pen.rectangle(ax, x, y, across, down, fc=SAME, **frame)
-        return
-    for rank in range(size):
-        if part.cut == "columns":
-            at, piece = (x + across * rank / size, y), (across / size, down)
-        else:  # the first rows stand at the top
-            at, piece = (x, y + down * (size - 1 - rank) / size), (across, down / size)
-        pen.rectangle(ax, *at, *piece, fc=RANK[rank], **frame)
 
 
 def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figure:
@@ -128,26 +126,11 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
             wide = cell * config.num_heads / count
             spans = by_heads(count, 1, size)
             for head in range(count):
-                owners = [r for r, (start, stop) in enumerate(spans) if start <= head < stop]
-                _head(ax, (left + wide * head + 0.03, y, wide - 0.06, 0.36), head, owners)
+                owners = [RANK[r] for r, (start, stop) in enumerate(spans) if start <= head < stop]
+                box = left + wide * head + 0.03, y, wide - 0.06, 0.36
+                pen.striped(ax, box, owners, head, size=9, on_paper=True)
     pen.key(figure, pen.of_ranks(max(sizes)), beside, 0.16)
     return figure
-
-
-def _head(
-    ax: Axes, box: tuple[float, float, float, float], head: int, owners: Sequence[int]
-) -> None:
-    """Draw a head with a stripe for each rank that owns a copy, the first on top."""
-    x, y, wide, tall = box
-    for j, rank in enumerate(reversed(owners)):
-        stripe = tall / len(owners)
-        pen.rectangle(ax, x, y + stripe * j, wide, stripe, fc=RANK[rank])
-    paper = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
-    style = {"ha": "center", "weight": "bold", "bbox": paper}
-    pen.text(ax, x + wide / 2, y + tall / 2, head, **style)
-
-
-Grid = list[list[tuple[int, str]]]  # rows of tokens, columns of heads: whose it is, and a number
 
 
 def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> Figure:
@@ -157,29 +140,39 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
     all-to-all, the one that it came from. A block without a number stays. Key/value heads are
     repeated where `size` asks for it.
     """
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    sent = math.lcm(kv_heads, size)  # key/value heads, repeated so that each rank gets as many
-    parts: dict[str, dict[str, Grid]] = {  # by the words above
-        "tokens apart (number: goes to)": {
-            "q": _tokens_apart(heads, heads, size),
-            "k, v": _tokens_apart(kv_heads, sent, size),
-        },
-        "heads apart (number: came from)": {
-            "q": _heads_apart(heads, size),
-            "k, v": _heads_apart(sent, size),
-        },
-        "tokens apart": {"out": [[(row, "") for _ in range(heads)] for row in range(size)]},
+    ranks, copies = range(size), math.lcm(config.num_kv_heads, size) // config.num_kv_heads
+    kinds = {"q": (config.num_heads, 1), "k, v": (config.num_kv_heads, copies)}
+
+    def owners(count: int) -> list[int]:
+        """Return the rank of each of `count` heads, once they are apart."""
+        return [head * size // count for head in range(count)]
+
+    def apart(count: int, copies: int) -> list[list[tuple[int, str]]]:
+        """Return whose a block is and where its copies go, by rows of tokens."""
+        to = owners(count * copies)
+        goes = [dict.fromkeys(to[copies * head : copies * (head + 1)]) for head in range(count)]
+        return [
+            [(row, " ".join(str(r) for r in each if r != row)) for each in goes] for row in ranks
+        ]
+
+    def together(count: int) -> list[list[tuple[int, str]]]:
+        return [[(own, str(row) if row != own else "") for own in owners(count)] for row in ranks]
+
+    panels = {
+        "tokens apart (number: goes to)": {name: apart(*kind) for name, kind in kinds.items()},
+        "heads apart (number: came from)": {n: together(k * c) for n, (k, c) in kinds.items()},
+        "tokens apart": {"out": [[(row, "")] * config.num_heads for row in ranks]},
     }
     arrows = ["all-to-all\n→", "attention,\nall-to-all\n→"]
     cell, gap, arrow = 0.34, 0.28, 0.95
-    grids = [grid for part in parts.values() for grid in part.values()]
+    grids = [grid for panel in panels.values() for grid in panel.values()]
     wide = 0.5 + sum(cell * len(grid[0]) + gap for grid in grids) + arrow * len(arrows)
     height = 1.75 + cell * size
     figure, ax = pen.sheet(max(wide, pen.title_width(title)), height, title, note)
     x, top = 0.25 + gap / 2, 0.8 + cell * size
-    for words, part in parts.items():
+    for words, panel in panels.items():
         pen.text(ax, x, top + 0.17, words, weight="bold")
-        for name, grid in part.items():
+        for name, grid in panel.items():
             for i, row in enumerate(grid):
                 for j, (rank, number) in enumerate(row):
                     box = x + cell * j, top - cell * (i + 1), cell, cell
@@ -193,22 +186,3 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
             x += arrow
     pen.key(figure, pen.of_ranks(size), 0.25, 0.2, ax.get_xlim()[1] - 0.4)
     return figure
-
-
-def _tokens_apart(count: int, sent: int, size: int) -> Grid:
-    """Return the grid before the all-to-all: `count` heads, `sent` copies go out evenly."""
-    per_rank, copies = sent // size, sent // count
-    goes_to = [
-        sorted({copy // per_rank for copy in range(head * copies, (head + 1) * copies)})
-        for head in range(count)
-    ]
-    return [
-        [(row, " ".join(str(rank) for rank in ranks if rank != row)) for ranks in goes_to]
-        for row in range(size)
-    ]
-
-
-def _heads_apart(sent: int, size: int) -> Grid:
-    """Return the grid after the all-to-all: each rank has its share of the `sent` heads."""
-    owners = [head * size // sent for head in range(sent)]
-    return [[(own, str(row) if row != own else "") for own in owners] for row in range(size)]

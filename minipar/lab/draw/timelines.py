@@ -110,7 +110,6 @@ def lanes(ax: Axes, t: Timeline, end: float, numbered: bool = False) -> None:
                 joined = [(s, e - gap - s) for s, e in union((s, e + gap) for s, e, _ in pieces)]
                 style = {"facecolor": "none", "edgecolor": EXPOSED, "lw": 1.1, "zorder": 3}
                 ax.broken_barh(joined, (row + low, high), **style)
-    pen.quiet(ax)
     every = math.ceil(0.16 / (pen.inches_of(ax) / len(t.ranks)))
     ticks = [(len(t.ranks) - i - 0.5, f"rank {r}") for i, r in enumerate(t.ranks) if i % every == 0]
     ax.set_yticks([y for y, _ in ticks], [name for _, name in ticks], color=MUTED, fontsize=9)
