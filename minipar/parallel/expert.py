@@ -16,8 +16,8 @@ Twice.  So the same ranks have two roles. With dp=2, ep=2 (and cp as dp):
 
         `p.copies` of an expert names these ranks; ddp, zero and fsdp read it (`copies_axis`). Any
         ranks that hold different tokens may share experts, if their number divides E: ranks of ep,
-        of cp, and with sequence_parallel of tp ("MoE Parallel Folding"). Where ranks of tp do not
-        share experts, they have a part of each expert, or copies.
+        and with sequence_parallel of tp ("MoE Parallel Folding"). Where ranks of tp do not share
+        experts, they have a part of each expert, or copies.
 Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
         after dispatch [R, D] V@ep, where R depends on the data; experts [E/n, ...] V@ep.
 Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them
