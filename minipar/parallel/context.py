@@ -84,7 +84,8 @@ def apply(
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
     """
-    strategy = ContextParallel(model, axis, order, exchange, kernel)  # refuses before any message
+    strategy = ContextParallel(model, axis)  # refuses before any message
+    strategy.order, strategy.attention, strategy.kernel = order, EXCHANGES[exchange], kernel
     connect(axis, device_of(model))
     return strategy
 
@@ -278,16 +279,9 @@ EXCHANGES = {"ring": RingAttention, "gather": GatherAttention}
 class ContextParallel(CutSequences):
     """A Llama that attends to the keys of other ranks; made by `apply`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        order: Order,
-        exchange: Exchange,
-        kernel: str | None,
-    ) -> None:
-        super().__init__(model, axis)
-        self.order, self.attention, self.kernel = order, EXCHANGES[exchange], kernel
+    order: Order
+    attention: type[torch.autograd.Function]
+    kernel: str | None
 
     def own_tokens(self, whole: Tensor) -> Tensor:
         return shard(whole, self.axis, self.order)

@@ -304,7 +304,7 @@ def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks, order):
 def test_which_tokens_count_reaches_the_model_beside_positions():
     """Mutant: padding takes part in the balance of experts, because the hook forgets `valid`."""
     model, seen = models.llama(0), []
-    context.ContextParallel(model, on_paper("cp", 2, 1), "plain", "ring", None)
+    context.ContextParallel(model, on_paper("cp", 2, 1)).order = "plain"
     model.model.register_forward_pre_hook(lambda _, args: seen.extend(args) or 1 / 0)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ZeroDivisionError):

@@ -260,7 +260,7 @@ def _spread_over_tp(sequence: bool) -> str:
         tensor.apply(model, mesh.tp, sequence=sequence)
     other = models.llama(0, moe=SIX)
     tensor.apply(other, mesh.tp, sequence=sequence)
-    with pytest.raises(ValueError, match="apply expert before tensor parallelism"):
+    with pytest.raises(ValueError, match="by tensor along tp already"):
         expert.apply(other, mesh.tp)
     return ""
 

@@ -419,7 +419,6 @@ def test_a_pipeline_that_splits_backward_puts_off_all_matrices(mode):
             dict(n=3),
             "tp=3 neither divides num_kv_heads=4 nor is a multiple of it",
         ),
-        (dict(qk_norm="all"), dict(n=2), "does not cut a norm over all heads"),
         (dict(), dict(overlap=True), "set both"),
     ],
 )
