@@ -133,16 +133,6 @@ def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) ->
     return torch.cat([chunks[c] for c in chunks_of(axis.rank, axis.size, order)], dim)
 
 
-def unshard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) -> Tensor:
-    """Collect all tokens in the order of the text: [..., T/n] -> [..., T]; inverts `shard`.
-
-    A collective, without a gradient.
-    """
-    chunks = all_gather(tensor, axis, dim).chunk(ORDERS[order] * axis.size, dim)
-    numbers = [c for rank in range(axis.size) for c in chunks_of(rank, axis.size, order)]
-    return torch.cat([chunks[numbers.index(c)] for c in range(len(numbers))], dim)
-
-
 def shard_batch(
     batch: tuple[Tensor, ...], axis: Axis, order: Order = "zigzag"
 ) -> tuple[Tensor, ...]:
