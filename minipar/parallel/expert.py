@@ -122,7 +122,7 @@ def apply(
                 f"zero and fsdp"
             )
     for _, moe in mixtures(model):
-        check_sizes(moe.config, axis.size, axis.name)
+        check_divides(axis.name, axis.size, "num_experts", moe.config.num_experts)
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
@@ -130,11 +130,6 @@ def apply(
     for _, moe in mixtures(model) if pieces is not None else ():
         moe.gate.sum_pieces = sum_over(pieces)
     return ExpertParallel(model, axis, copies, dispatch, nodes)
-
-
-def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
-    """Raise `ValueError` unless n ranks can share the experts."""
-    check_divides(name, n, "num_experts", config.num_experts)
 
 
 def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:

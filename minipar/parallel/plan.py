@@ -208,7 +208,7 @@ class Plan:
         name = " x ".join(self.expert_axes)
         n = math.prod(getattr(self, axis) for axis in self.expert_axes)
         if config.has_experts:
-            expert.check_sizes(config.moe, n, name)
+            check_divides(name, n, "num_experts", config.moe.num_experts)
             pieces = self.cp * (self.tp if self.sequence_parallel else 1)
             expert.check_capacity(config.moe, self.dispatch, pieces)
         elif n > 1:
