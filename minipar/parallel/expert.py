@@ -354,12 +354,7 @@ class ExpertParallel(Strategy):
     """A model whose experts are spread over an axis; made by `apply`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        copies: Axis,
-        dispatch: Dispatch,
-        nodes: int,
+        self, model: nn.Module, axis: Axis, copies: Axis, dispatch: Dispatch, nodes: int
     ) -> None:
         super().__init__(model, axis)
         self.shard_axes, self.copies = (axis,), copies

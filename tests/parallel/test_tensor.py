@@ -23,15 +23,10 @@ from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.pipeline import split_backward
 from minipar.train.optim import make_optimizer
 from tests.law import models
+from tests.law.table import MODES
 from tests.parallel.layers import on_paper
 
 pytestmark = pytest.mark.trains
-
-MODES = {
-    "plain": {},
-    "sequence": dict(sequence=True),
-    "overlap": dict(sequence=True, overlap=True),
-}
 
 
 def batch(seq_len: int = 8) -> tuple[Tensor, Tensor]:
