@@ -58,10 +58,10 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
-def data(rank: int, step: int = 0) -> Tensor:
+def data(rank: int, step: int = 0, width: int = WIDTH) -> Tensor:
     """[4, D], different for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, dtype=torch.float64, generator=generator)
+    return torch.randn(4, width, dtype=torch.float64, generator=generator)
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0, uses=None) -> Tensor:
