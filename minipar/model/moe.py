@@ -90,24 +90,17 @@ class MoEConfig:
         for name in ("num_shared", "first_dense", "balance_weight", "bias_speed"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, or infinite")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(
-                f"top_k={self.top_k} experts of num_experts={self.num_experts}: "
-                f"use 1 to {self.num_experts}"
-            )
-        if self.top_k == 1 < self.num_experts and self.normalise:
-            raise ValueError(
-                "top_k=1 with normalise=True weighs every expert by 1, and the router would get no "
-                "gradient; use normalise=False, or top_k=2"
-            )
         for name, known in (("score", SCORES), ("balance", SCOPES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(
-                f"capacity_factor={self.capacity_factor} must be positive and finite; 1 to 2 is "
-                "usual, None drops nothing"
-            )
+        k, n, c = self.top_k, self.num_experts, self.capacity_factor
+        if not 1 <= k <= n:
+            raise ValueError(f"top_k={k} experts of num_experts={n}: use 1 to {n}")
+        if k == 1 < n and self.normalise:
+            why = "weighs every expert by 1, and the router would get no gradient"
+            raise ValueError(f"top_k=1 with normalise=True {why}; use normalise=False, or top_k=2")
+        if c is not None and not 0 < c < math.inf:
+            raise ValueError(f"capacity_factor={c} must be positive and finite, or None")
 
     def is_sparse(self, layer: int) -> bool:
         """True if layer number `layer` has experts."""

@@ -41,7 +41,8 @@ def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
 
     Gradients are the same in all modes. May be called again to change the mode.
     """
-    contexts = {"none": None, "full": _keep_nothing, "selective": _keep_products}
+    keep_nothing = lambda _: (nullcontext(), casts.same_again())  # noqa: E731
+    contexts = {"none": None, "full": keep_nothing, "selective": _keep_products}
     if mode not in contexts:
         raise ValueError(f"mode={mode!r} is unknown; use {', '.join(map(repr, contexts))}")
     for module in model.modules():
@@ -50,15 +51,8 @@ def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
             module.checkpoint = make and partial(checkpoint, use_reentrant=False, context_fn=make)
 
 
-Contexts = tuple[AbstractContextManager, AbstractContextManager]
-
-
-def _keep_nothing(_: Block) -> Contexts:
+def _keep_products(block: Block) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return contexts of a forward and of its recomputation."""
-    return nullcontext(), casts.same_again()
-
-
-def _keep_products(block: Block) -> Contexts:
     last = _width_of_last(block)
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> Policy:

@@ -84,7 +84,8 @@ def apply(
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
     """
-    strategy = ContextParallel(model, axis, order, exchange, kernel)  # refuses before any message
+    strategy = ContextParallel(model, axis)  # refuses before any message
+    strategy.order, strategy.attention, strategy.kernel = order, EXCHANGES[exchange], kernel
     connect(axis, device_of(model))
     return strategy
 
@@ -130,16 +131,6 @@ def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) ->
     why = f"{axis.name}={axis.size} in {order} order cuts sequences into {count} chunks"
     chunks = chunks_of_equal_length(tensor, count, dim, f"{why}, which do not divide")
     return torch.cat([chunks[c] for c in chunks_of(axis.rank, axis.size, order)], dim)
-
-
-def unshard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) -> Tensor:
-    """Collect all tokens in the order of the text: [..., T/n] -> [..., T]; inverts `shard`.
-
-    A collective, without a gradient.
-    """
-    chunks = all_gather(tensor, axis, dim).chunk(ORDERS[order] * axis.size, dim)
-    numbers = [c for rank in range(axis.size) for c in chunks_of(rank, axis.size, order)]
-    return torch.cat([chunks[numbers.index(c)] for c in range(len(numbers))], dim)
 
 
 def shard_batch(
@@ -278,16 +269,9 @@ EXCHANGES = {"ring": RingAttention, "gather": GatherAttention}
 class ContextParallel(CutSequences):
     """A Llama that attends to the keys of other ranks; made by `apply`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        order: Order,
-        exchange: Exchange,
-        kernel: str | None,
-    ) -> None:
-        super().__init__(model, axis)
-        self.order, self.attention, self.kernel = order, EXCHANGES[exchange], kernel
+    order: Order
+    attention: type[torch.autograd.Function]
+    kernel: str | None
 
     def own_tokens(self, whole: Tensor) -> Tensor:
         return shard(whole, self.axis, self.order)

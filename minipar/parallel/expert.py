@@ -16,8 +16,8 @@ Twice.  So the same ranks have two roles. With dp=2, ep=2 (and cp as dp):
 
         `p.copies` of an expert names these ranks; ddp, zero and fsdp read it (`copies_axis`). Any
         ranks that hold different tokens may share experts, if their number divides E: ranks of ep,
-        of cp, and with sequence_parallel of tp ("MoE Parallel Folding"). Where ranks of tp do not
-        share experts, they have a part of each expert, or copies.
+        and with sequence_parallel of tp ("MoE Parallel Folding"). Where ranks of tp do not share
+        experts, they have a part of each expert, or copies.
 Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
         after dispatch [R, D] V@ep, where R depends on the data; experts [E/n, ...] V@ep.
 Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them
@@ -58,7 +58,7 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -113,27 +113,23 @@ def apply(
     """
     check_divides("nodes", nodes, axis.name, axis.size)
     for name, p in model.named_parameters():
-        other = f"expert along {axes_of(p)[0].name}" if hasattr(p, "copies") else None
-        if other := other or next(iter(getattr(p, "claimed_by", ())), None):
+        others = [f"expert along {axes_of(p)[0].name}"] if hasattr(p, "copies") else []
+        others += [*getattr(p, "claimed_by", ())]
+        others += [f"tensor along {a.name}" for a in axes_of(p) if is_part(a, axis)]
+        if others:
             raise ValueError(
-                f"{name} is shared by {other} already; apply expert once, before ddp, zero or fsdp"
-            )
-        if any(is_part(a, axis) for a in axes_of(p)):
-            raise ValueError(
-                f"{name} is cut along {axis.name} already; apply expert before tensor parallelism"
+                f"{name} is shared by {others[0]} already; apply expert once, before tensor, ddp, "
+                f"zero and fsdp"
             )
     for _, moe in mixtures(model):
-        check_sizes(moe.config, axis.size, axis.name)
+        check_divides(axis.name, axis.size, "num_experts", moe.config.num_experts)
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
-    share = (batch,) if batch is not None else (axis, copies)
-    return ExpertParallel(model, axis, copies, dispatch, nodes, share, pieces)
-
-
-def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
-    """Raise `ValueError` unless n ranks can share the experts."""
-    check_divides(name, n, "num_experts", config.num_experts)
+    share_counts(model, *((axis, copies) if batch is None else (batch,)), anew=True)
+    for _, moe in mixtures(model) if pieces is not None else ():
+        moe.gate.sum_pieces = sum_over(pieces)
+    return ExpertParallel(model, axis, copies, dispatch, nodes)
 
 
 def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
@@ -358,25 +354,13 @@ class ExpertParallel(Strategy):
     """A model whose experts are spread over an axis; made by `apply`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        copies: Axis,
-        dispatch: Dispatch,
-        nodes: int,
-        batch: Sequence[Axis],
-        pieces: Axis | None,
+        self, model: nn.Module, axis: Axis, copies: Axis, dispatch: Dispatch, nodes: int
     ) -> None:
         super().__init__(model, axis)
         self.shard_axes, self.copies = (axis,), copies
         self.names: dict[str, slice] = {}  # of the parameters that are cut: this rank's experts
-        share_counts(model, *batch, anew=True)
         options = dict(nodes=nodes) if dispatch == "hierarchical" else {}
-        for path, moe in mixtures(model):
-            if pieces is not None:
-                moe.gate.sum_pieces = sum_over(pieces)
-            if axis.size == 1:
-                continue
+        for path, moe in mixtures(model) if axis.size > 1 else ():
             moe.core = partial(CORES[dispatch], moe, axis, **options)
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
@@ -389,20 +373,19 @@ class ExpertParallel(Strategy):
     # ------------------------------------------------------------------ whole again
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        return {
-            name: collectives.all_gather(tensor, self.axis)
-            if name in self.names and tensor is not None
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        whole = dict(tensors)
+        for name in (name for name in whole if name in self.names):  # alike on all ranks
+            if whole[name] is not None:
+                whole[name] = collectives.all_gather(whole[name], self.axis)
+        return whole
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(tensors)
-        for name in self.names.keys() & found.keys():
-            if (count := len(found[name])) != self.num_experts:
+        own = dict(tensors)
+        for name in self.names.keys() & own.keys():
+            if (count := len(own[name])) != self.num_experts:
                 raise ValueError(
                     f"{name} has {count} experts in this state, and the model has "
                     f"{self.num_experts}: one rank's are no checkpoint; save full_state_dict()"
                 )
-            found[name] = found[name][self.names[name]].clone()
-        return found
+            own[name] = own[name][self.names[name]].clone()
+        return own

@@ -117,7 +117,7 @@ def _cut(
     if model.config.moe is not None:
         over = plan.expert_axes
         axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
-        expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes, (axis,), None)
+        expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes)
     if plan.tp > 1:
         border = matrices.Border(plan.axis("tp"), plan.sequence_parallel)
         by_tensor = tensor.TensorParallel(

@@ -378,7 +378,8 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
         entry.forward = method
         setattr(model, name, partial(strategy.as_forward, method, entry))
     strategy.watch(model.parameters())
-    strategy.replaced(before)
+    for p in before:
+        p.stepped_elsewhere = "make the optimizer after fsdp.apply"
     refuse_state(model)
     return strategy
 

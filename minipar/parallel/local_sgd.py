@@ -60,7 +60,6 @@ from minipar.parallel.base.strategy import (
     Strategy,
     check_not_summed,
     claim,
-    copied,
     mark_summed,
 )
 
@@ -193,8 +192,9 @@ class LocalSGD(Strategy):
         Under local SGD the average of all ranks at this moment; a collective. Under DiLoCo the
         outer parameters, as of the last outer step.
         """
-        state, agreed = self.model.state_dict(keep_vars=True), self.agreed()
-        return copied(state, lambda t: agreed.get(t, t).detach().to(t.dtype, copy=True))
+        agreed = self.agreed()
+        state = self.model.state_dict(keep_vars=True)
+        return self._whole(state, lambda t: agreed.get(t, t.data).to(t.dtype))
 
 
 # ---------------------------------------------------------------------- 2. an outer optimizer

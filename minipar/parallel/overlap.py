@@ -9,6 +9,7 @@ Source: Wang et al. 2022, "Overlap communication with dependent computation via 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,33 +113,12 @@ class _LinearScatter(torch.autograd.Function):
         return grad_x.flatten(1, 2), grad_weight, None
 
 
-class _Multiplied(nn.Module):
-    """Stands for first matrix number `index` of a region, and returns its finished product."""
-
-    def __init__(self, linear: nn.Linear, index: int) -> None:
-        super().__init__()
-        self.weight, self.index = linear.weight, index
-
-    def forward(self, products: tuple[Tensor, ...]) -> Tensor:
-        return products[self.index]  # [B, T, F/n] V
-
-
-class _Scattered(nn.Module):
-    """The last matrix of a region: [B, T, F/n] V -> [B, T/n, D] V."""
-
-    def __init__(self, linear: nn.Linear, axis: Axis) -> None:
-        super().__init__()
-        self.weight, self.axis = linear.weight, axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        return outside_of_graphs(_LinearScatter.apply, *_as_computed(x, self.weight), self.axis)
-
-
 def fuse(region: nn.Module, firsts: Sequence[str], last: str, axis: Axis) -> None:
     """Multiply by the linear layers `firsts` of `region` in one ring, by its `last` in another."""
-    for i, name in enumerate(firsts):
-        setattr(region, name, _Multiplied(getattr(region, name), i))
-    setattr(region, last, _Scattered(getattr(region, last), axis))
+    for i, name in enumerate(firsts):  # each picks its product [B, T, F/n] V
+        getattr(region, name).forward = partial(_pick, i)
+    linear = getattr(region, last)
+    linear.forward = partial(_scatter, linear, axis)
 
     def multiply(_: nn.Module, args: tuple) -> tuple:
         weights = [getattr(region, name).weight for name in firsts]
@@ -146,6 +126,14 @@ def fuse(region: nn.Module, firsts: Sequence[str], last: str, axis: Axis) -> Non
         return outside_of_graphs(_GatherLinears.apply, axis, *computed), *args[1:]
 
     region.register_forward_pre_hook(multiply)
+
+
+def _pick(index: int, products: tuple[Tensor, ...]) -> Tensor:
+    return products[index]
+
+
+def _scatter(linear: nn.Linear, axis: Axis, x: Tensor) -> Tensor:
+    return outside_of_graphs(_LinearScatter.apply, *_as_computed(x, linear.weight), axis)
 
 
 def _as_computed(*tensors: Tensor) -> Sequence[Tensor]:

@@ -30,12 +30,10 @@ MESH = ("pp", "dp", "cp", "ep", "tp")
 """The axes, outermost first: pp sends least and may cross nodes; ranks of tp are neighbours."""
 OPTIONS = {
     "tp": ("sequence_parallel", "expert_tensor_parallel", "experts_over_tp"),
-    "cp": ("context", "experts_over_cp"),
+    "cp": ("context",),
     "pp": ("schedule", "stages_per_rank"),
 }
 """Options that need several ranks of an axis, by axis."""
-MOST = {**dict.fromkeys(MESH, MOST_RANKS), "microbatches": 10_000}
-"""The largest number of ranks on each axis, and of microbatches, all of which a schedule lists."""
 
 
 # ---------------------------------------------------------------------- 1. the plan
@@ -68,8 +66,6 @@ class Plan:
     """How tokens travel to their experts over ep: see expert.py."""
     expert_nodes: int = 1
     """With dispatch=hierarchical, the number of nodes that the ranks of ep are on."""
-    experts_over_cp: bool = False
-    """Ranks of cp have different experts, too: cp times ep ranks share the experts."""
     experts_over_tp: bool = False
     """With sequence_parallel, ranks of tp have different experts, too, for their own tokens."""
     schedule: str = "1f1b"
@@ -137,7 +133,7 @@ class Plan:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """Axes whose ranks share the experts."""
-        return ("cp",) * self.experts_over_cp + ("ep",) + ("tp",) * self.experts_over_tp
+        return ("ep", "tp") if self.experts_over_tp else ("ep",)
 
     @property
     def autocast(self) -> str:
@@ -172,9 +168,9 @@ class Plan:
             return str(error)
 
     def _problems(self, config: LlamaConfig) -> Iterator[str]:
-        for name, most in MOST.items():
-            if not 1 <= (own := getattr(self, name)) <= most:
-                yield f"{name}={own} must be {'1 or more' if own < 1 else f'at most {most:,}'}"
+        for name in (*MESH, "microbatches"):
+            if (own := getattr(self, name)) < 1:
+                yield f"{name}={own} must be 1 or more"
         if self.num_ranks > MOST_RANKS:
             yield f"{self.num_ranks:,} ranks are more than the {MOST_RANKS:,} of the largest plan"
         choices = {field.name: get_args(field.type) for field in fields(self)}
@@ -209,10 +205,10 @@ class Plan:
             )
         if self.experts_over_tp and self.expert_tensor_parallel:
             yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
-        name = " x ".join(axis for axis in ("ep", "cp", "tp") if axis in self.expert_axes)
+        name = " x ".join(self.expert_axes)
         n = math.prod(getattr(self, axis) for axis in self.expert_axes)
         if config.has_experts:
-            expert.check_sizes(config.moe, n, name)
+            check_divides(name, n, "num_experts", config.moe.num_experts)
             pieces = self.cp * (self.tp if self.sequence_parallel else 1)
             expert.check_capacity(config.moe, self.dispatch, pieces)
         elif n > 1:

@@ -350,9 +350,6 @@ def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = Fals
 
 def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
     """Raise `ValueError` unless n ranks can share the matrices of such a Llama."""
-    if n > 1 and config.qk_norm == "all":
-        what = "a norm over all heads (qk_norm='all')"
-        raise ValueError(f"{name}={n}: tensor parallelism does not cut {what}; use {name}=1")
     limits = {"num_heads": config.num_heads}
     if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
         limits["intermediate_size"] = config.intermediate_size

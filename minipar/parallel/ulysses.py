@@ -18,12 +18,7 @@ Source. Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
 In torch: none by name; `torch.distributed.tensor` redistributes from tokens to heads.
 Proved by tests/parallel/test_ulysses.py and tests/law/test_law.py.
 
-Use it as context.py, with the data strategy over the joint axis of dp and cp::
-
-    data_axis = mesh.joint("dp", "cp")
-    strategies = [ulysses.apply(model, mesh.cp), ddp.apply(model, data_axis, average=False)]
-    batch = ulysses.shard_batch((inputs, targets), mesh.cp)      # targets are shifted already
-    train_step(model, strategies, optimizer, [batch], data_axis)
+Use it as context.py shows, with ``ulysses.apply`` and ``ulysses.shard_batch``.
 """
 
 import math

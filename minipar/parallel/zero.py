@@ -183,7 +183,8 @@ class Stage1(Strategy):
         let_modules_wait(model, optimizer)
         self.hook_gradients(self.bucket_of)
         self.watch(self.with_gradients())
-        self.replaced(self.bucket_of, "step the ShardedOptimizer, which has their gradients")
+        for p in self.bucket_of:
+            p.stepped_elsewhere = "step the ShardedOptimizer, which has their gradients"
 
     def _begin_round(self) -> None:
         """Begin a round, in which each bucket is sent once, when its gradients are there."""

@@ -42,7 +42,7 @@ CAN: dict[str, dict[str, tuple]] = {
 STAGES_PER_RANK = (2, 3, 5, 8)
 """Stages per rank of the interleaved pipelines that are searched, as published runs had them."""
 REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
-NOT_VARIED = "tp_overlap, context, dispatch, experts_over_cp, compression and most schedules"
+NOT_VARIED = "tp_overlap, context, dispatch, compression and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
 
@@ -165,7 +165,6 @@ def candidates(base: Job, gpus: int, global_batch: int, fix: Collection[str] = (
                 microbatches=mine // micro, sequence_parallel=sequence, stages_per_rank=stages,
                 tp_overlap=base.plan.tp_overlap and sequence, expert_tensor_parallel=cut,
                 context=base.plan.context if sizes["cp"] > 1 else "ring",
-                experts_over_cp=base.plan.experts_over_cp and sizes["cp"] > 1,
                 experts_over_tp=over_tp,
                 dispatch=base.plan.dispatch if ep > 1 or over_tp else "all_to_all",
             )  # fmt: skip

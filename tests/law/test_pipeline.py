@@ -42,14 +42,11 @@ def frozen_layers(model) -> None:
         model.model.layers[layer].requires_grad_(False)
 
 
-deeper = partial(deep, num_layers=8)
 TASKS = {
     "tied": Task(deep, steps=2),
-    "deeper": Task(deeper, steps=2),
     "untied": Task(partial(deep, tie_embeddings=False), steps=2),
     "recomputing": Task(recomputing, steps=2),
     "one step": Task(deep, steps=1),
-    "one step, deeper": Task(deeper, steps=1),
     "frozen": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=models.frozen_embedding),
     "frozen layers": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=frozen_layers),
 }

@@ -128,7 +128,7 @@ FOLDED = [
     "ep=4,zero=1,dispatch=halves",
     "dp=2,ep=2,zero=2,microbatches=3",
     "dp=2,ep=2,zero=3,dispatch=overlapped",
-    "cp=2,ep=2,experts_over_cp,zero=1",
+    "cp=2,ep=2,zero=1",
     "cp=2,ep=2,context=ulysses",
     "ep=2,tp=2",
     "ep=2,tp=2,sequence_parallel,zero=1",
@@ -137,7 +137,7 @@ FOLDED = [
     "ep=2,tp=2,sequence_parallel,experts_over_tp",
     "tp=4,sequence_parallel,experts_over_tp,dispatch=hierarchical,expert_nodes=2",
     "dp=2,tp=2,sequence_parallel,experts_over_tp,zero=3,dispatch=overlapped",
-    "cp=2,tp=2,sequence_parallel,tp_overlap,experts_over_cp,experts_over_tp,zero=2",
+    "cp=2,tp=2,sequence_parallel,tp_overlap,experts_over_tp,zero=2",
     "pp=2,tp=2,sequence_parallel,experts_over_tp,schedule=zb_v,dispatch=halves,microbatches=2",
     "pp=2,ep=2,schedule=zb_v,zero=2,microbatches=2",
     "pp=2,ep=2,zero=3,checkpointing=full,dispatch=halves,microbatches=2",
@@ -184,7 +184,7 @@ def test_a_capacity_drops_what_one_device_drops(ranks, chunk):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_every_legal_plan_of_experts_on_four_ranks(ranks):
-    flags = "experts_over_cp", "experts_over_tp", "sequence_parallel", "expert_tensor_parallel"
+    flags = "experts_over_tp", "sequence_parallel", "expert_tensor_parallel"
     for moe in (FOUR, replace(FOUR, capacity_factor=0.75)):
         config, plans = Case(Plan(), tied=False, vocab_size=62, moe=moe).config, []
         for sizes, context, *options in itertools.product(
@@ -344,7 +344,7 @@ JOURNEY = [
 
 MIXED_JOURNEY = [
     "ep=2,zero=1",
-    "ep=2,cp=2,zero=2,experts_over_cp",
+    "ep=2,cp=2,zero=2",
     "dp=2,zero=1",
     "dp=2,ep=2,zero=1",
     "ep=2,tp=2,zero=1,sequence_parallel,experts_over_tp",

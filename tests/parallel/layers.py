@@ -35,24 +35,17 @@ class Branches(Layers):
 
 
 class Reentrant(Layers):
-    """Layer 0 is used in two re-entrant checkpoints and outside of them."""
-
-    shared, entry = 0, 5
+    """Layer 5, whose gradients a strategy sends first, is used in two re-entrant checkpoints and
+    outside of them."""
 
     def forward(self, x: Tensor, uses: None = None) -> Tensor:
         def pair(i: int, x: Tensor) -> Tensor:
-            return torch.tanh(self.layers[self.shared](torch.tanh(self.layers[i](x))))
+            return torch.tanh(self.layers[5](torch.tanh(self.layers[i](x))))
 
-        x = self.layers[self.entry](x)  # a checkpoint needs an input that requires a gradient
+        x = self.layers[0](x)  # a checkpoint needs an input that requires a gradient
         x = checkpoint(pair, 1, x, use_reentrant=True)
         x = checkpoint(pair, 2, x, use_reentrant=True)
-        return self.layers[self.shared](self.layers[3](x))
-
-
-class ReentrantFirst(Reentrant):
-    """The same with layer 5, the last: its gradients are those that a strategy sends first."""
-
-    shared, entry = 5, 0
+        return self.layers[5](self.layers[3](x))
 
 
 def on_paper(name: str, size: int, rank: int = 0) -> Axis:
@@ -65,10 +58,10 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
-def data(rank: int, step: int = 0) -> Tensor:
+def data(rank: int, step: int = 0, width: int = WIDTH) -> Tensor:
     """[4, D], different for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, dtype=torch.float64, generator=generator)
+    return torch.randn(4, width, dtype=torch.float64, generator=generator)
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0, uses=None) -> Tensor:

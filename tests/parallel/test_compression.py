@@ -21,7 +21,7 @@ from minipar.parallel import ddp
 from minipar.parallel.compression.codecs import Fp8, Int8, PowerSGD, Sign, TopK
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from tests.on_ranks import on_ranks
-from tests.parallel.layers import Layers, loss_of
+from tests.parallel.layers import Layers, loss_of, random
 
 pytestmark = pytest.mark.trains
 
@@ -31,10 +31,6 @@ ALL = {
     "int8 one scale": partial(Int8, block=None),
     "sign one scale": partial(Sign, block=None),
 }
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def there_and_back(codec, rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from minipar.comm.collectives import barrier
+from minipar.comm.collectives import all_gather, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.model.llama import dense_core, rope_tables
@@ -81,6 +81,10 @@ def _reference(q, k, v, d_out, mask=None):
     return [x.detach() for x in (out, q.grad, k.grad, v.grad)]
 
 
+def _ranks_of(axis):
+    return [on_paper("cp", axis.size, rank) for rank in range(axis.size)]
+
+
 def _ring(exchange, order, kernel, heads, kv_heads, tokens, dtype, mask=None, autocast=False):
     """Output and gradients of the whole sequence, computed on all ranks; and what was sent."""
     axis = Mesh(cp=torch.distributed.get_world_size()).cp
@@ -93,7 +97,9 @@ def _ring(exchange, order, kernel, heads, kv_heads, tokens, dtype, mask=None, au
         out = context.EXCHANGES[exchange].apply(q, k, v, rows, axis, order, KERNELS[kernel])
     with timeline.record() as backward:
         out.backward(d_out)
-    whole = [context.unshard(x.detach(), axis, order, dim=2) for x in (out, q.grad, k.grad, v.grad)]
+    where = torch.cat([context.shard(torch.arange(tokens), a, order) for a in _ranks_of(axis)])
+    gathered = (all_gather(x.detach(), axis, 2) for x in (out, q.grad, k.grad, v.grad))
+    whole = [x[:, :, where.argsort()] for x in gathered]
     assert all(x.dtype == dtype for x in whole)
     return whole, forward.bytes_by_axis(), backward.bytes_by_axis(), len(forward), len(backward)
 
@@ -304,7 +310,7 @@ def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks, order):
 def test_which_tokens_count_reaches_the_model_beside_positions():
     """Mutant: padding takes part in the balance of experts, because the hook forgets `valid`."""
     model, seen = models.llama(0), []
-    context.ContextParallel(model, on_paper("cp", 2, 1), "plain", "ring", None)
+    context.ContextParallel(model, on_paper("cp", 2, 1)).order = "plain"
     model.model.register_forward_pre_hook(lambda _, args: seen.extend(args) or 1 / 0)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ZeroDivisionError):

@@ -31,7 +31,7 @@ from tests.parallel.layers import (
     USED,
     Branches,
     Layers,
-    ReentrantFirst,
+    Reentrant,
     data,
     loss_of,
 )
@@ -224,7 +224,7 @@ def test_the_first_buckets_and_the_last_are_small():
 def test_trap_16_reentrant_checkpoints_that_share_a_weight(version):
     """Such a weight receives its gradient in three parts. Mutant: the last ones are lost."""
     mesh = Mesh(dp=2)
-    model = ReentrantFirst(seed=mesh.rank)
+    model = Reentrant(seed=mesh.rank)
     strategy = attach(model, mesh.dp, version, average=False)
     if version in ("overlapped", "tuned"):
         with pytest.raises(RuntimeError, match="use_reentrant=False"):

@@ -137,7 +137,7 @@ def test_a_token_touches_as_many_nodes_as_chance_lets_it():
     [
         ("ep=4", CONFIG, "ep=4 does not divide num_experts=6; use one of 1, 2, 3, 6"),
         ("ep=2", PRESETS["tiny"], "spreads experts, and this Llama has none"),
-        ("cp=2,ep=2,experts_over_cp", CONFIG, "ep x cp=4 does not divide num_experts=6"),
+        ("ep=2,tp=2,sequence_parallel,experts_over_tp", CONFIG, "ep x tp=4 does not divide num_"),
         ("ep=2,tp=2,experts_over_tp", CONFIG, "ranks of tp=2 do with sequence_parallel"),
         ("dp=2,dispatch=halves", CONFIG, "with ep=1 none do"),
         ("pp=2,schedule=dualpipe,microbatches=4", CONFIG, "two copies of every router"),
@@ -260,7 +260,7 @@ def _spread_over_tp(sequence: bool) -> str:
         tensor.apply(model, mesh.tp, sequence=sequence)
     other = models.llama(0, moe=SIX)
     tensor.apply(other, mesh.tp, sequence=sequence)
-    with pytest.raises(ValueError, match="apply expert before tensor parallelism"):
+    with pytest.raises(ValueError, match="by tensor along tp already"):
         expert.apply(other, mesh.tp)
     return ""
 

@@ -23,6 +23,7 @@ from minipar.observe import timeline
 from minipar.parallel import fsdp
 from tests.law import models
 from tests.on_ranks import on_ranks
+from tests.parallel.layers import data
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 
 pytestmark = pytest.mark.trains
@@ -46,12 +47,6 @@ class Layers(nn.Module):
         for i in range(len(self.blocks)) if order is None else order:
             x = then(i, torch.tanh(self.blocks[i](x)))
         return self.head(x)
-
-
-def data(rank: int, step: int = 0, width: int = 6) -> Tensor:
-    """[4, D], different for every rank and step."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, width, dtype=torch.float64, generator=generator)
 
 
 def tokens(rank: int, step: int = 0, vocab_size: int = 61) -> Tensor:

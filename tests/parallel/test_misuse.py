@@ -28,6 +28,7 @@ from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
 from tests.law import models
 from tests.on_ranks import on_ranks
+from tests.parallel.layers import data
 
 README = Path(__file__).parents[2] / "README.md"
 SIZE = 2
@@ -50,11 +51,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(x)
-
-
-def data(rank: int, step: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 6, dtype=torch.float64, generator=generator)
 
 
 def loss_of(model: nn.Module, step: int = 0) -> Tensor:

@@ -170,19 +170,11 @@ class Strategy:
                 f"{self.axis.name}, and no rank shares its gradient. Unfreeze first, then apply"
             )
 
-    def replaced(
-        self, old: Iterable[nn.Parameter], remedy: str = "make the optimizer after fsdp.apply"
-    ) -> None:
-        """Refuse optimizers that step `old`: other parameters are stepped in their place."""
-        for p in old:
-            p.stepped_elsewhere = remedy
-
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Put the slices of all ranks together, by the names of parameters; a collective.
+        """Join the slices that all ranks have of weights, gradients or moments; a collective.
 
-        For weights, gradients, moments. A strategy that slices parameters, or spreads them, says
-        here how to join them; the rows of zero and fsdp are whole already.
+        By the names of parameters. The rows of zero and fsdp are whole already.
         """
         return dict(tensors)
 
@@ -197,29 +189,25 @@ class Strategy:
         Buffers are this rank's own. A collective: all ranks call it.
         """
         state = self.model.state_dict(keep_vars=True)  # waits for weights on their way
-        whole = self._gather(lambda piece: piece.data)
-
-        def copy(t: Tensor) -> Tensor:
-            if (piece := piece_of(t)) in whole:
-                return whole[piece]
-            return (master_of(t) if hasattr(t, "master") else t).detach().clone()
-
-        return self.join(copied(state, copy))
+        return self._whole(state, lambda t: master_of(t) if hasattr(t, "master") else t.data)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
-        whole = self._gather(lambda piece: piece.grad)
-        pieces = {name: piece_of(p) for name, p in self.model.named_parameters()}
-        copy = lambda p: None if p.grad is None else p.grad.detach().clone()  # noqa: E731
-        return self.join({name: whole.get(p, copy(p)) for name, p in pieces.items()})
+        return self._whole(dict(self.model.named_parameters()), lambda p: p.grad)
 
-    def _gather(self, part: Callable[[nn.Parameter], Tensor | None]) -> dict[nn.Parameter, Tensor]:
-        """Gather a whole tensor for each piece from the `part` of each rank, unless it is None."""
-        whole: dict[nn.Parameter, Tensor] = {}
+    def _whole(
+        self, named: Mapping[str, Tensor], value_of: Callable[[Tensor], Tensor | None]
+    ) -> dict[str, Tensor | None]:
+        """Join the values of parameters, or of their pieces; a tied one is copied once."""
+        whole: dict[Tensor, Tensor | None] = {}
         for row in self.rows:
-            parts = {piece: t for piece in row.pieces if (t := part(piece)) is not None}
+            parts = {p: t for p in row.pieces if (t := value_of(p)) is not None}
             whole |= row.join(parts, row.shard.dtype)
-        return whole
+        for t in map(piece_of, named.values()):
+            if t not in whole:
+                value = value_of(t)
+                whole[t] = None if value is None else value.detach().clone()
+        return self.join({name: whole[piece_of(t)] for name, t in named.items()})
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -260,7 +248,7 @@ class Strategy:
 
 # ---------------------------------------------------------------------- when a strategy is applied
 class Local(list):
-    """A list on a parameter, which stays behind when the parameter is pickled."""
+    """A list on a parameter; a pickled parameter leaves the content behind."""
 
     def __reduce__(self) -> tuple:
         return Local, ()
@@ -383,12 +371,6 @@ register_optimizer_step_pre_hook(_before_step)
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the parameters of `model`; the CPU, if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return `state` with a copy of each tensor; a tensor with two names is copied once."""
-    copies = {t: copy(t) for t in state.values()}
-    return {name: copies[t] for name, t in state.items()}
 
 
 def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,6 @@ from minipar.parallel.compression.codecs import (
     Sign,
     TopK,
 )
-
-
-class Bucket(Protocol):
-    """The facts about a bucket of `ddp` that a compressor reads."""
-
-    parameters: list[nn.Parameter]
-    flat: Tensor  # [N]: gradients, one parameter after the other
 
 
 class Compressed:
@@ -52,8 +45,8 @@ class Compressed:
         self._steps: dict[nn.Parameter, int] = {}
         self._latest: Background | None = None
 
-    def __call__(self, bucket: Bucket, axis: Axis, op: Op) -> Pending:
-        """Start to reduce `bucket` in place."""
+    def __call__(self, bucket: Any, axis: Axis, op: Op) -> Pending:
+        """Start to reduce a bucket of ddp in place: its `flat` [N], by its `parameters`."""
         step = self._steps.get(bucket.parameters[0], 0)
         self._steps.update(dict.fromkeys(bucket.parameters, step + 1))
         if step < self.warmup_steps or axis.size == 1:
@@ -68,7 +61,7 @@ class Compressed:
         return Pending(self._latest, bucket.flat)
 
     @torch.no_grad()
-    def _reduce(self, bucket: Bucket, axis: Axis, weight: float) -> None:
+    def _reduce(self, bucket: Any, axis: Axis, weight: float) -> None:
         flat, parameters = bucket.flat, bucket.parameters
         vector = weight * flat.to(torch.promote_types(flat.dtype, torch.float32))
         pieces = vector.split([p.numel() for p in parameters])

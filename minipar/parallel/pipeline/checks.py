@@ -49,22 +49,21 @@ def _live(row: Iterable[Action]) -> Iterator[tuple[Action, int]]:
 
 
 # ---------------------------------------------------------------------- validate
-def validate(schedule: Schedule, max_live: int | None = None) -> None:
+def validate(schedule: Schedule) -> None:
     """Raise ValueError, which names the action at fault, unless the schedule can be run.
 
     Checked in this order. Each action is on the rank of its stage, once. Every stage runs F of
     every microbatch of its copy, and B, or I and W; else the optimizer would step without a part of
     the gradient. Each message, if there are any, is sent after the action that makes it and
-    received before the action that needs it. No rank waits for ever. The stages of a rank hold at
-    most `max_live` microbatches, as `peak_live` counts, or as many as the schedule promises.
+    received before the action that needs it. No rank waits for ever. The stages of a rank hold as
+    many microbatches as the schedule promises, as `peak_live` counts.
     """
     _check_actions(schedule)
     _check_complete(schedule)
     if schedule.is_lowered:
         _check_messages(schedule)
     _check_deadlock(schedule)
-    bounds = schedule.max_live if max_live is None else (max_live,) * schedule.num_ranks
-    for rank, (bound, row) in enumerate(zip(bounds, schedule.actions, strict=False)):
+    for rank, (bound, row) in enumerate(zip(schedule.max_live, schedule.actions, strict=False)):
         for action, held in _live(row):
             if held > bound:
                 raise ValueError(

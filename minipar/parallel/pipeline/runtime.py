@@ -35,13 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.comm.collectives import (
-    Pending,
-    all_gather_object,
-    all_reduce,
-    connect,
-    exchange,
-)
+from minipar.comm.collectives import Pending, all_gather_object, all_reduce, connect, exchange
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, beside, loss_of
 from minipar.observe import timeline
@@ -107,7 +101,9 @@ def apply(
         cut = check_cut(cut, schedule.num_stages, model.config.num_layers)
     replicate(model, axis)
     connect(axis, device_of(model), schedule.pairs)
-    return Pipeline(model, axis, schedule, cut, token_shards, paired)
+    pipeline = Pipeline(model, axis, schedule, cut)
+    pipeline.token_shards, pipeline.paired = token_shards, paired
+    return pipeline
 
 
 Microbatch = tuple[Tensor, ...]
@@ -218,18 +214,13 @@ class Pipeline(Strategy):
     call ``pipeline.join(other.full_state_dict())``.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        axis: Axis,
-        schedule: Schedule,
-        cut: tuple[int, ...],
-        token_shards: int = 1,
-        paired: bool = False,
-    ) -> None:
+    token_shards, paired = 1, False
+    dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
+    _adding: Pending | None = None  # the sum of the losses, on its way
+
+    def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
         super().__init__(model, axis)
         self.schedule, self.cut, self.config = schedule, cut, model.config
-        self.token_shards, self.paired = token_shards, paired
         own = schedule.stages_on(axis.rank)
         self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
         self.put_off = PutOff()
@@ -245,8 +236,6 @@ class Pipeline(Strategy):
         self.weights = homes_of(model, schedule, cut)
         keep_only(model, {schedule.part(stage) for stage in own}, cut)
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
-        self._adding: Pending | None = None
-        self.dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """Mark parameters as shards for the gradient norm; return those that several ranks have."""
@@ -282,13 +271,11 @@ class Pipeline(Strategy):
         Raises `ValueError` for another number of microbatches than the schedule is for, and for
         fsdp with split backwards or with embeddings that two stages have.
         """
-        if any(hasattr(strategy, "units") for strategy in strategies) and (
-            self.splits or any(len(weight.ranks) > 1 for weight in self.weights)
-        ):
+        is_partial = self.splits or any(len(weight.ranks) > 1 for weight in self.weights)
+        if is_partial and any(hasattr(strategy, "units") for strategy in strategies):
             raise ValueError(
-                f"fsdp reduces gradients at the end of a whole backward: use a schedule of F and "
-                f"B, not {self.schedule.name}, and untie embeddings that two ranks have; or use "
-                f"zero"
+                f"fsdp reduces at the end of a whole backward: use a schedule of F and B, not "
+                f"{self.schedule.name}, and untie embeddings that two ranks have; or use zero"
             )
         if len(microbatches) != self.schedule.num_microbatches:
             raise ValueError(
@@ -396,17 +383,13 @@ class Pipeline(Strategy):
         found: dict[str, Tensor | None] = {}
         of_rank: dict[int, list[Tensor]] = defaultdict(list)
         for weight in self.weights:
-            home = weight.ranks[0]
-            name = next((name for name in weight.names if name in known[home]), None)
-            if name is None:
-                found |= dict.fromkeys(weight.names)
-                continue
-            if self.axis.rank == home:
-                value = tensors[name].detach().to(self.device, copy=True)
-            else:
+            home, value = weight.ranks[0], None
+            for name in [name for name in weight.names if name in known[home]][:1]:
                 shape, dtype = known[home][name]
                 value = torch.empty(shape, dtype=dtype, device=self.device)
-            of_rank[home].append(value)
+                if self.axis.rank == home:
+                    value.copy_(tensors[name])
+                of_rank[home].append(value)
             found |= dict.fromkeys(weight.names, value)
         for home, values in of_rank.items():
             broadcast_all(values, self.axis, src=home)
