@@ -70,10 +70,12 @@ def load_config(path: str | Path) -> LlamaConfig:
     file = Path(path) / CONFIG
     try:
         return _parse(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from None
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _parse(raw: dict[str, Any]) -> LlamaConfig:
@@ -90,9 +92,7 @@ def _parse(raw: dict[str, Any]) -> LlamaConfig:
         **{ours: given[theirs] for ours, theirs in _NAMES.items() if theirs in given},
         rope_theta=theta,
         rope_scaling=scaling,
-        moe=MoEConfig(**{ours: raw[theirs] for ours, theirs in _EXPERTS.items()})
-        if kind == "mixtral"
-        else None,
+        moe=_named(raw, _EXPERTS, MoEConfig) if kind == "mixtral" else None,
     )
 
 
@@ -101,15 +101,29 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
     transformers 5 has both in `rope_parameters`; version 4 has `rope_theta` and `rope_scaling`.
     """
-    given = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
-    rope = {name: value for name, value in given.items() if value is not None}
-    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
+    old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    if old and new:
+        raise ValueError("rope_scaling and rope_parameters are both given; keep one of the two")
+    rope = {name: value for name, value in (old | new).items() if value is not None}
+    thetas = {rope.pop("rope_theta", None), raw.get("rope_theta")} - {None}
+    if len(thetas) > 1:
+        raise ValueError(f"rope_theta is given twice, as {sorted(thetas)}; keep one of the two")
+    theta = thetas.pop() if thetas else 10_000.0
     kinds = {rope.pop("rope_type", None), rope.pop("type", None)} - {None}
     if kinds <= {"default"} and not rope:
         return theta, None
     if kinds != {"llama3"} or rope.keys() - _SCALING.values():
-        raise ValueError(f"rope_type {sorted(kinds)} is not supported with {sorted(rope)}")
-    return theta, RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()})
+        kind = " and ".join(sorted(map(repr, kinds))) or "not given"
+        raise ValueError(
+            f"a rope_type that is {kind} is not supported with {sorted(rope)}; use 'llama3' with "
+            f"{sorted(_SCALING.values())}, or 'default' with none"
+        )
+    return theta, _named(rope, _SCALING, RopeScaling)
+
+
+def _named(raw: dict[str, Any], names: dict[str, str], make: type) -> Any:
+    """Make an object from the values in `raw`, which go by the names of config.json."""
+    return make(**{ours: raw[theirs] for ours, theirs in names.items()})
 
 
 def config_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -196,6 +210,12 @@ class Folder:
                 f"{self.path}: the weights are not those of {CONFIG}: "
                 f"missing {_some(missing)}; not known {_some(foreign)}"
             )
+        stored_head = self.config.tie_embeddings and HEAD in self.files
+        if stored_head and not torch.equal(self._stored(HEAD), self._stored(EMBEDDING)):
+            raise ValueError(
+                f"{self.files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they "
+                "are tied; write tie_word_embeddings: false if the head is one of its own"
+            )
 
     def read(
         self,
@@ -221,23 +241,27 @@ class Folder:
         with safe_open(self.files[name], framework="pt") as file:
             tensor = file.get_tensor(name)
         if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{self.files[name]}: {name} is quantised, stored as {tensor.dtype}")
+            raise ValueError(
+                f"{self.files[name]}: {name} is stored as {tensor.dtype}: quantised weights are "
+                "not supported; use float64, float32, float16 or bfloat16"
+            )
         return tensor
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Return the file of each stored tensor, by the tensor's name; as transformers, `SINGLE` first.
-
-    Raises `ValueError` for a folder without weights.
-    """
+    """Return the file of each stored tensor, by the tensor's name."""
     single, index = path / SINGLE, path / INDEX
-    if single.exists():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    if not index.exists():
+    if single.exists() and index.exists():
+        raise ValueError(
+            f"{path}: {SINGLE} and {INDEX} are two sets of weights; delete one of them"
+        )
+    if index.exists():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: path / file for name, file in weight_map.items()}
+    if not single.exists():
         raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return {name: path / file for name, file in weight_map.items()}
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
 
 
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -281,6 +305,8 @@ def save(
     """
     if isinstance(source, Llama):
         source, config = source.state_dict(), source.config
+    if config is None:
+        raise ValueError("a state dict does not say what model it belongs to: pass config as well")
     path, state = Path(path), dict(source)
     if path.is_file():
         raise ValueError(f"{path} is a file; a checkpoint is a folder")

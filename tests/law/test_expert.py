@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
@@ -274,3 +275,38 @@ def test_trap_30_the_balancing_loss_is_the_same_however_the_batch_is_cut(ranks, 
     found = run(ranks, text, heavy, num_layers=4)[0]
     ours, theirs = (o.gradients[0]["model.layers.3.mlp.gate.weight"] for o in (found, light))
     assert (ours - theirs).abs().max() > 0.2 * theirs.abs().max()
+
+
+def _whole(plan: Plan, state: dict | None):
+    """The state after a step, from `state` on if there is one."""
+    mesh, task, state = Mesh(**plan.mesh_sizes()), task_of(FOUR), deepcopy(state)
+    model = task.build(mesh.rank).double()
+    composed = apply(model, mesh, plan, make_optimizer)
+    if state is not None:
+        composed.load_full_state_dict(state["model"])
+        composed.load_full_optimizer_state(state["optimizer"])
+    whose = mesh.joint("dp", "ep")
+    batch = task.microbatches_of(int(state is not None), whose.rank, whose.size)
+    composed.optimizer.zero_grad()
+    forward_backward(model, [composed], batch, weigh=lambda loss: loss / 20, autocast=nullcontext)
+    composed.finish_backward()
+    composed.optimizer.step()
+    return dict(model=composed.full_state_dict(), optimizer=composed.full_optimizer_state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "other"), [("ep=2", "dp=2,zero=1"), ("ep=2,zero=3", "ep=2,zero=2")]
+)
+def test_trap_34_a_state_has_all_experts_and_any_plan_goes_on_from_it(ranks, one, other):
+    one, other = Plan.parse(one), Plan.parse(other)
+    first = ranks(2).run(_whole, one, None)[0]
+    ends = [ranks(2).run(_whole, plan, first)[0] for plan in (one, other)]
+    for name, value in ends[0]["model"].items():
+        torch.testing.assert_close(ends[1]["model"][name], value, rtol=1e-10, atol=1e-12)
+        if ".experts." in name:
+            assert len(value) == FOUR.num_experts
+    for number, entries in ends[0]["optimizer"]["state"].items():
+        for key, value in entries.items():
+            other_value = ends[1]["optimizer"]["state"][number][key]
+            torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-14)

@@ -149,8 +149,10 @@ def test_a_tied_head_is_not_stored_but_may_be(folder):
     edit_weights(folder, lm_head__weight=head, **in_old_files)
     back = hf.load(folder)
     assert back.lm_head.weight is back.model.embed_tokens.weight and same_weights(back, model)
-    head[3, 5] += 1
+    head[3, 5] += 1  # transformers unties these with a warning; here the file has to say so
     edit_weights(folder, lm_head__weight=head)
+    with pytest.raises(ValueError, match="write tie_word_embeddings: false"):
+        hf.load(folder)
     edit_config(folder, tie_word_embeddings=False)
     assert torch.equal(hf.load(folder).lm_head.weight, head)
 
@@ -184,6 +186,7 @@ ANOTHER_NORM = r"missing .* \(48,\)\); not known .* \(3,\)\)"
         (saves(dict, moe=MoEConfig(6, 2, 80, num_shared=1)), "no Llama and no Mixtral"),
         (saves(dict, moe=MoEConfig(6, 2, 80, bias_speed=0.1)), "no Llama and no Mixtral"),
         (saves(dict, moe=MoEConfig(6, 2, 80, normalise=False)), "no Llama and no Mixtral"),
+        (lambda folder: hf.save({}, folder), "pass config as well"),
     ],
 )
 def test_what_is_no_whole_model_is_not_written(save, message, folder):
@@ -230,14 +233,16 @@ def test_a_failing_save_leaves_the_old_checkpoint_as_it_was(folder, monkeypatch)
         (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
         (dict(quantization_config={"bits": 4}), "quantization_config=.* is not supported"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
-        (dict(rope_scaling={"type": "yarn", "factor": 2.0}), r"rope_type .'yarn'."),
-        (dict(rope_scaling={"factor": 4.0}), r"rope_type .. is not supported with .'factor'"),
-        (dict(rope_scaling={"type": None, "factor": 4.0}), r"rope_type .. is not supported"),
-        (dict(rope_parameters={"rope_type": "default", "factor": 4.0}), "'default'. is not"),
-        (dict(rope_scaling=LLAMA3 | {"type": "linear"}), "'linear', 'llama3'"),
+        (dict(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_type that is 'yarn'"),
+        (dict(rope_scaling={"factor": 4.0}), "rope_type that is not given .* with .'factor'"),
+        (dict(rope_scaling={"type": None, "factor": 4.0}), "rope_type that is not given"),
+        (dict(rope_parameters={"rope_type": "default", "factor": 4.0}), "is 'default' is not"),
+        (dict(rope_scaling=LLAMA3 | {"type": "linear"}), "'linear' and 'llama3'"),
         (dict(rope_scaling=LLAMA3 | {"attention_factor": 1.5}), "not supported with"),
         (dict(rope_scaling={"rope_type": "llama3"}), "'factor' is missing"),
         (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "'full_attention'"),
+        (dict(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "both given"),
+        (dict(rope_parameters={"rope_theta": 5e5}), r"given twice, as \[10000.0, 500000.0\]"),
         (dict(hidden_size=...), "hidden_size"),
         (dict(hidden_size="48"), "config.json: "),
         (dict(num_key_value_heads=4), "num_kv_heads=4 does not divide num_heads=6"),
@@ -281,17 +286,24 @@ def test_settings_that_change_nothing_are_no_hindrance(folder):
     assert hf.load_config(folder) == CONFIGS["gqa"]
 
 
+def two_sets(folder) -> None:
+    """A new file beside old shards: transformers takes the file."""
+    saved_in_shards(folder / "old")
+    os.replace(folder / "old" / hf.INDEX, folder / hf.INDEX)
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
+        (two_sets, "two sets of weights; delete one of them"),
         (lambda f: (f / hf.SINGLE).unlink(), "neither model.safetensors nor"),
         (lambda f: edit_weights(f, lm_head__weight=...), "missing lm_head.weight; not known noth"),
         (lambda f: edit_weights(f, extra=torch.ones(1)), "missing nothing; not known extra"),
         (
             lambda f: edit_weights(f, model__norm__weight=torch.ones(48, dtype=torch.int8)),
-            "model.norm.weight is quantised, stored as torch.int8",
+            "model.norm.weight is stored as torch.int8: quantised weights are not supported",
         ),
-        (lambda f: (f / "config.json").unlink(), "config.json: .*No such file"),
+        (lambda f: (f / "config.json").unlink(), "config.json: cannot be read .No such file"),
         (lambda f: os.truncate(f / "config.json", 40), "config.json: "),
     ],
 )

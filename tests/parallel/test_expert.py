@@ -223,7 +223,7 @@ def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():
     own = {name: tuple(value.shape) for name, value in weights.items()}
     weights = {n: v[:3] if ".experts." in n else v for n, v in weights.items()}
     with pytest.raises(
-        checkpoint.CheckpointError, match=r"experts.down_proj of shape \(3, 16, 8\) "
+        checkpoint.CheckpointError, match=r"experts.down_proj has shape \(3, 16, 8\)"
     ):
         checkpoint.check_shapes(own, weights, "checkpoint x")
 

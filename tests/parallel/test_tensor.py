@@ -4,6 +4,7 @@ That training equals one device is proved by tests/law/test_law.py.
 """
 
 import copy
+import math
 import time
 from unittest import mock
 
@@ -20,13 +21,19 @@ from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
 from minipar.observe import timeline
 from minipar.parallel import matrices, overlap, tensor
+from minipar.parallel.base.norm import clip_grad_norm
 from minipar.parallel.pipeline import split_backward
 from minipar.train.optim import make_optimizer
 from tests.law import models
-from tests.law.table import MODES
 from tests.parallel.layers import on_paper
 
 pytestmark = pytest.mark.trains
+
+MODES = {
+    "plain": {},
+    "sequence": dict(sequence=True),
+    "overlap": dict(sequence=True, overlap=True),
+}
 
 
 def batch(seq_len: int = 8) -> tuple[Tensor, Tensor]:
@@ -111,6 +118,68 @@ def test_trap_04_a_hugging_face_checkpoint_gives_its_logits(ranks, tmp_path, nam
     for mode in ("plain", "sequence"):
         for logits in ranks(2).run(_hf_logits, 2, tmp_path, tokens, mode):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- gradients
+def _norms(size: int, mode: str):
+    model, strategy, axis = cut_llama(size, mode)
+    backward(model)
+    strategy.finish_backward()
+    norm = clip_grad_norm(model.parameters(), math.inf, [axis])
+    for p in model.parameters():
+        p.is_copy = False
+    with_copies = clip_grad_norm(model.parameters(), math.inf, [axis])
+    return norm.item(), with_copies.item()
+
+
+@pytest.mark.parametrize("size, mode", [(2, "plain"), (4, "sequence")])
+def test_trap_09_the_norm_is_that_of_one_device(ranks, size, mode):
+    """Mutant: copies of k and v counted on every rank that has them. The embedding is tied."""
+    gradients = serial_gradients(models.llama(0).double())
+    expected = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
+    for norm, with_copies in ranks(size).run(_norms, size, mode):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert (with_copies > 1.001 * expected) == (size == 4)
+
+
+def _finished(size: int, mode: str, names: list[str]):
+    """Gradients of some parameters before and after they are finished, by rank."""
+    model, strategy, _ = cut_llama(size, mode)
+    backward(model)
+    before = [model.get_parameter(name).grad.clone() for name in names]
+    strategy.finish_backward()
+    return before, [model.get_parameter(name).grad.clone() for name in names]
+
+
+@pytest.mark.parametrize("mode", ["sequence", "overlap"])
+def test_trap_12_norm_gradients_are_summed_over_the_tokens_of_all_ranks(ranks, mode):
+    """Mutant: no finish_backward. Ranks would differ: each has seen its own tokens."""
+    names = ["norm", "layers.1.input_layernorm", "layers.2.post_attention_layernorm"]
+    names = [f"model.{name}.weight" for name in names]
+    expected = serial_gradients(models.llama(0).double())
+    results = ranks(2).run(_finished, 2, mode, names)
+    for i, name in enumerate(names):
+        parts = [before[i] for before, _ in results]
+        assert not torch.allclose(parts[0], parts[1], rtol=0.1)
+        for _, after in results:
+            torch.testing.assert_close(after[i], expected[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", ["plain", "overlap"])
+def test_trap_13_shared_keys_and_values_sum_their_gradients(ranks, mode):
+    """4 ranks, 2 heads of keys: ranks 0 and 1 have one, 2 and 3 the other.
+
+    Mutants: no sum (in step with each other by luck only); a sum over all four ranks.
+    """
+    names = [f"model.layers.{i}.self_attn.{p}.weight" for i in (0, 2) for p in ("k_proj", "v_proj")]
+    expected = serial_gradients(models.llama(0).double())
+    results = ranks(4).run(_finished, 4, mode, names)
+    for i, name in enumerate(names):
+        befores = [before[i] for before, _ in results]
+        assert not torch.allclose(befores[0], befores[1], rtol=0.1)
+        for rank, (_, after) in enumerate(results):
+            half = expected[name].chunk(2)[rank // 2]
+            torch.testing.assert_close(after[i], half, rtol=1e-10, atol=1e-14)
 
 
 # ---------------------------------------------------------------------- the loss

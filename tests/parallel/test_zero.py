@@ -190,10 +190,10 @@ def test_a_backward_into_a_finished_sum_is_refused(stage):
 
 
 # ---------------------------------------------------------------------- gradients
-def _trains(stage, size, uses, microbatches=1, average=False, bucket_mb=3.5e-4):
+def _trains(stage, size, uses, microbatches=1, make=Layers, average=False, bucket_mb=3.5e-4):
     """Train beside a plain copy that sees the data of all ranks; `uses(step, rank, m)`."""
     mesh = Mesh(dp=size)
-    model, twin = Layers(seed=mesh.rank), Layers(seed=0)
+    model, twin = make(seed=mesh.rank), make(seed=0)
     strategy, optimizer = attach(model, mesh.dp, stage, average=average, bucket_mb=bucket_mb)
     assert len(optimizer.buckets) >= 3
     plain = AdamW(twin.parameters(), lr=0.01)
@@ -256,6 +256,34 @@ def _trains_in_used_memory(*given) -> None:
         _trains(*given, bucket_mb=7e-4)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Tied(Layers):
+    """An embedding that is the head, too, between layers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, 4)
+        self.embedding, self.head = nn.Embedding(7, 6).double(), self.layers[3]
+        self.embedding.weight = nn.Parameter(torch.cat([self.head.weight, self.head.weight[:1]]))
+        self.head.weight = self.embedding.weight
+        self.head.bias = None
+
+    def forward(self, x: Tensor, uses: None = None) -> Tensor:
+        return super().forward(self.embedding((x[:, 0] * 100).long() % 7))
+
+
+@STAGES
+@on_ranks(2)
+def test_trap_15_tied_weights(stage):
+    """Mutants: reduced when the head's part has arrived; two owners; counted twice."""
+    _trains(stage, 2, lambda *_: None, make=Tied)
+    model = Tied(seed=0)
+    strategy, optimizer = attach(model, Mesh(dp=2).dp, stage, bucket_mb=3e-4)
+    assert model.head.weight is model.embedding.weight
+    found = [p for bucket in optimizer.buckets for p in bucket.parameters]
+    assert len(found) == 7 and sum(p is model.head.weight for p in found) == 1
+    state = strategy.full_state_dict()
+    assert state["layers.3.weight"] is state["embedding.weight"]
 
 
 @STAGES
