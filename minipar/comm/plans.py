@@ -127,17 +127,6 @@ def ring_gather(
     return plan
 
 
-def bidirectional_gather(
-    parts: Sequence[Span], rank: int, size: int, chunk: int | None = None
-) -> Plan:
-    """Pass half of every part round to the right, the other half to the left."""
-    halves = [cut(part, 2) for part in parts]
-    return together(
-        ring_gather([first for first, _ in halves], rank, size, chunk),
-        ring_gather([second for _, second in halves], rank, size, chunk, step=-1),
-    )
-
-
 def bruck_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
     """Double the parts that a rank has: with h parts, it fetches h more from rank + h. Any n."""
     plan, have = [], 1
@@ -242,7 +231,11 @@ def bidirectional(numel: int, rank: int, size: int, chunk: int | None = None) ->
     They gain where the links to the two neighbours are different wires. On one port they cost as
     much as the ring.
     """
-    spread = bidirectional_gather(cut((0, numel), size), rank, size, chunk)
+    halves = [cut(part, 2) for part in cut((0, numel), size)]
+    spread = together(
+        ring_gather([first for first, _ in halves], rank, size, chunk),
+        ring_gather([second for _, second in halves], rank, size, chunk, step=-1),
+    )
     return dual(spread) + spread
 
 

@@ -168,11 +168,6 @@ def slowed(seconds: float) -> float:
     return seconds * _clock.device.slowdown if counts else seconds
 
 
-def late() -> float:
-    """Return by how many seconds (real ones) this rank was late at most, in this recording."""
-    return 0.0 if _clock is None else _clock.latest
-
-
 class _Clock(TorchDispatchMode, calls.Tap):
     """The clock of a rank, which moves with every operation that torch dispatches."""
 

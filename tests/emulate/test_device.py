@@ -237,7 +237,7 @@ def test_a_pause_takes_no_time_and_a_slow_machine_is_told(ranks):
 
 def test_bad_devices_are_refused():
     """Before any process starts, in one line."""
-    with pytest.raises(ValueError, match="backend 'link'"):
+    with pytest.raises(ValueError, match="talks over 'link'"):
         Ranks(2, device=Device(Sheet()))
     with pytest.raises(ValueError, match=r"emulate.device\('h100/100'\)"):
         Ranks(2, backend="link", device="h100")
