@@ -227,13 +227,9 @@ class _Stage:
     def __init__(self, prices: _Prices) -> None:
         self.prices, traces = prices, prices.traces
         stride = traces.plan.num_ranks // traces.plan.pp
-        sizes = prices.sizes
-        self.players: dict[int, _Player] = {}
-        for c, ranks in {0: traces.ranks, **traces.along_cp}.items():
-            column = rank_at({a: c * (a == "cp") for a in sizes}, sizes)
-            for place, trace in ranks.items():
-                rank = place * stride + column
-                self.players[rank] = _Player(rank, trace)
+        self.players = {
+            place * stride: _Player(place * stride, trace) for place, trace in traces.ranks.items()
+        }
         self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
         self.spans: list[Span] = []

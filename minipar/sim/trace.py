@@ -18,12 +18,11 @@ fused, but for norms. Loaders, checkpoints and what Python does between operatio
 
 import copy
 import gc
-import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,7 +92,6 @@ class Traces:
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
-    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # the same, by place on cp
 
     def at_peak(self) -> dict[str, int]:
         """Return the bytes by category when the fullest rank is at its fullest."""
@@ -166,7 +164,6 @@ def trace(
     *,
     sequences: int = 1,
     seq_len: int,
-    every_cp: bool = False,
     on_cpu: bool = False,
     bucket_mb: float | None = None,
 ) -> Traces:
@@ -174,8 +171,6 @@ def trace(
 
     Args:
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
-        every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
-            where kernels are short that makes a difference of some percent.
         on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
         bucket_mb: capacity of a bucket of gradients, as in `compose.apply`.
 
@@ -195,18 +190,17 @@ def trace(
     alike: dict[Any, list[int]] = defaultdict(list)
     for place in range(plan.pp):
         alike[_kind_of(config, plan, place)].append(place)
-    found: dict[int, dict[int, Trace]] = defaultdict(dict)
+    found: dict[int, Trace] = {}
     sizes = plan.mesh_sizes()
-    for c, places in itertools.product(range(plan.cp if every_cp else 1), alike.values()):
-        own = {"pp": places[0], "cp": c}
+    for places in alike.values():
         norms = nullcontext() if on_cpu else operations.fused_norms()
-        with pretend(plan, rank_at({a: own.get(a, 0) for a in sizes}, sizes)) as mesh, norms:
+        first = rank_at(dict.fromkeys(sizes, 0) | {"pp": places[0]}, sizes)
+        with pretend(plan, first) as mesh, norms:
             actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
-            found[c] |= _record(actor, places, Tracer())
+            found |= _record(actor, places, Tracer())
             del actor
-    found = {c: dict(sorted(ranks.items())) for c, ranks in found.items()}
     tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
-    return Traces(plan, tokens, found.pop(0), found)
+    return Traces(plan, tokens, dict(sorted(found.items())))
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
