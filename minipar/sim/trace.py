@@ -219,37 +219,26 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
     return tuple(found)
 
 
-@contextmanager
-def _garbage_gone() -> Iterator[None]:
-    """Collect the cycles that the body leaves. A full collection would take longer."""
-    was_enabled = gc.isenabled()
-    gc.disable()  # which would call old what has just been made
-    try:
-        yield
-        gc.collect(generation=0)
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
     """Return the steps of ranks that are alike, of which `actor` is the first."""
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
     # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     taps.append(tracer)
+    gc.freeze()  # the collection below looks at what follows alone, which is fast
     try:
-        with _garbage_gone():  # hooks make cycles
-            with tracer:
-                play(actor, tracer, places[:1], learned)
-                if tracer.unawaited:
-                    play(actor, tracer, places[:1], learned)  # what they are when orders are known
-            tracer.segments.clear()
+        with tracer:
+            play(actor, tracer, places[:1], learned)
+            if tracer.unawaited:
+                play(actor, tracer, places[:1], learned)  # what they are when orders are known
+        tracer.segments.clear()
+        gc.collect()  # the cycles that hooks make
         with tracer.watching(actor.model, actor.strategy.optimizer):
             held = tracer.held()
             programs = play(actor, tracer, places, DISTINCT)
             tracer.look_at(actor.model, actor.strategy.optimizer)
     finally:
+        gc.unfreeze()
         taps.remove(tracer)
     tracer.close()
     return {place: Trace(tuple(program), held) for place, program in programs.items()}
