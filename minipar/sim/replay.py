@@ -46,11 +46,6 @@ class Simulated:
     idle: float  # the rest: for other ranks to make their call (a bubble, a straggler), for hosts
     timeline: Timeline  # of the step, all ranks that were played
 
-    @property
-    def bubble(self) -> float:
-        """Idle seconds for each second of computing."""
-        return self.idle / self.computing
-
     @cached_property
     def exposed(self) -> dict[str, float]:
         """Seconds of communication, by axis, beside which nothing computes: `Timeline.overlap`."""
@@ -68,11 +63,6 @@ class Simulated:
     def peak_bytes(self) -> int:
         """The most that tensors of a rank hold at one moment; allocators need more."""
         return sum(self.memory.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the rate of all ranks together."""
-        return self.traces.tokens / self.seconds
 
 
 def replay(

@@ -90,7 +90,6 @@ class Traces:
     """The steps of a plan: one rank for each place on the pipeline."""
 
     plan: Plan
-    tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
 
     def at_peak(self) -> dict[str, int]:
@@ -199,8 +198,7 @@ def trace(
             actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
             found |= _record(actor, places, Tracer())
             del actor
-    tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
-    return Traces(plan, tokens, dict(sorted(found.items())))
+    return Traces(plan, dict(sorted(found.items())))
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:

@@ -93,7 +93,6 @@ def test_flops_are_those_of_the_formula():
     attention = 12 * CONFIG.num_layers * CONFIG.num_heads * CONFIG.head_dim * seq_len // 2
     products = CONFIG.flops_per_token(seq_len, causal=True) - attention - norms
     assert found.ranks[0].flops == tokens * (products + attention * 14 // 12)
-    assert found.tokens == 4 * tokens
 
 
 @pytest.mark.slow
