@@ -93,7 +93,7 @@ def overlap(command: Overlap) -> None:
     recorded = read_timeline(command.traces)
     parts = breakdown(recorded)
     if command.json:
-        print(json.dumps(parts.as_json() | {"ranks": [asdict(o) for o in recorded.overlap()]}))
+        print(json.dumps(asdict(parts) | {"ranks": [asdict(o) for o in recorded.overlap()]}))
         if command.out == Overlap.out:
             return
     else:

@@ -21,11 +21,11 @@ LARGER = {
     "mixtral-8x7b": dict(vocab_size=32_000, moe=MoEConfig(8, 2, 14_336), max_seq_len=32_768),
 }
 """The fields in which llama-3-8b differs from these."""
-WHAT_IF = {  # what may be changed, its unit, and where it is
-    "nic": (1e9 / 8, "Gb/s of a device's share of the network", "between", "bandwidth"),
-    "nvlink": (1e9, "GB/s of a device inside a node", "inside", "bandwidth"),
-    "memory": (1e9, "GB of a device", "device", "memory"),
-    "gpus": (1, "devices of a node", "", "gpus"),
+WHAT_IF = {  # what may be changed, and its unit
+    "nic": (1e9 / 8, "Gb/s of a device's share of the network"),
+    "nvlink": (1e9, "GB/s of a device inside a node"),
+    "memory": (1e9, "GB of a device"),
+    "gpus": (1, "devices of a node"),
 }
 
 
@@ -93,14 +93,16 @@ def machine_of(config: PlanConfig) -> hardware.Machine:
         if key not in WHAT_IF or not 0 < number < 1e9 or (key == "gpus" and number % 1):
             known = ", ".join(f"{k} ({v[1]})" for k, v in WHAT_IF.items())
             raise ValueError(f"--what-if {word}: write name=number, above 0, of {known}")
-        unit, _, where, name = WHAT_IF[key]
-        if not where:
-            machine = replace(machine, gpus=int(number))
-        elif where == "device":
-            machine = replace(machine, device=replace(machine.device, **{name: number * unit}))
-        else:
-            network = getattr(machine, where).with_ports(number * unit)
-            machine = replace(machine, **{where: network})
+        amount = number * WHAT_IF[key][0]
+        match key:
+            case "nic":
+                machine = replace(machine, between=machine.between.with_ports(amount))
+            case "nvlink":
+                machine = replace(machine, inside=machine.inside.with_ports(amount))
+            case "memory":
+                machine = replace(machine, device=replace(machine.device, memory=amount))
+            case "gpus":
+                machine = replace(machine, gpus=int(amount))
     return machine
 
 
@@ -120,13 +122,13 @@ def read_plan(text: str, flag: str) -> tuple[Plan, int, list[str]]:
 
     Raises `ValueError`.
     """
-    words = [word for word in text.replace(" ", "").split(",") if word]
-    microbatch = 0
-    for word in [w for w in words if w.partition("=")[0] == "microbatch"]:
-        microbatch = whole_number(word.partition("=")[2]) or 0
-        if not microbatch:
+    words, microbatch = [], 0
+    for word in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = word.partition("=")
+        if name != "microbatch":
+            words.append(word)
+        elif not (microbatch := whole_number(value) or 0):
             raise ValueError(f"{flag} {word}: microbatch must be 1 or more")
-        words.remove(word)
     names = [word.partition("=")[0].replace("-", "_") for word in words]
     return Plan.parse(",".join(words)), microbatch, names
 

@@ -31,9 +31,8 @@ from minipar.sim import hardware
 
 HALF = 390  # tokens at which attention's kernel on a GPU reaches half of its rate
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CPU = dict(cube=768, bytes=2**23, length=512, heads=8, most=24)
-GPU = dict(cube=8192, bytes=2**30, length=4096, heads=32, most=28)
-"""Sizes: of products, tensors that an operation reads, sequences and their heads, and the largest
+CPU, GPU = (768, 2**23, 512, 8, 24), (8192, 2**30, 4096, 32, 28)
+"""Sizes: of products, bytes that an operation reads, tokens of a sequence, heads, and the largest
 message as a power of 2."""
 
 
@@ -81,46 +80,35 @@ def measure(size: int) -> dict[str, float]:
     """
     mesh, device = Mesh(dp=size), backends.compute_device()
     is_gpu = device.type == "cuda"
-    sizes = GPU if is_gpu else CPU
-    n, tokens, heads = sizes["cube"], sizes["length"], sizes["heads"]
+    n, num_bytes, tokens, heads, most = GPU if is_gpu else CPU
     one, count = torch.zeros(1, device=device), 200  # in a row: the host waits for the last
     found = {"launch": _seconds(lambda: [one.neg_() for _ in range(count)], device) / count}
-    if device.type == "cuda":
+    found["memory"] = -psutil.virtual_memory().total / size  # the smallest counts
+    if is_gpu:
         found["processors"] = torch.cuda.get_device_properties(device).multi_processor_count
+        found["memory"] = -torch.cuda.mem_get_info(device)[1]
     for name, dtype in DTYPES.items():
-        if not is_gpu and dtype == torch.float16:
-            continue  # no processor's products
-        a = torch.randn(n, n, device=device).to(dtype)
-        found[name] = _seconds(lambda a=a: a @ a, device) / (2 * n**3)
-    a = torch.zeros(sizes["bytes"] // 4, device=device)
-    found["byte"] = _seconds(lambda: a + 1.0, device) / (2 * sizes["bytes"])
-    found["length"] = tokens
-    found["forward"], found["backward"] = _attention(heads, tokens, device)
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    else:
-        memory = psutil.virtual_memory().total / size
-    found["memory"] = -memory  # the smallest counts
-    for power in (12, sizes["most"]) if size > 1 else ():
-        tensor = torch.zeros(2**power // 4, device=device)
-        call = partial(collectives.all_reduce, tensor, mesh.dp)
-        found[str(2**power)] = _seconds(call, device, 20)
-    return found
+        if is_gpu or dtype != torch.float16:  # which no processor multiplies
+            a = torch.randn(n, n, device=device).to(dtype)
+            found[name] = _seconds(lambda a=a: a @ a, device) / (2 * n**3)
+    a = torch.zeros(num_bytes // 4, device=device)
+    found["byte"] = _seconds(lambda: a + 1.0, device) / (2 * num_bytes)
 
-
-def _attention(heads: int, length: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds per FLOP of causal attention, forward and backward."""
-    qkv = torch.randn(3, 1, heads, length, 64, device=device)
-    qkv = qkv.bfloat16() if device.type == "cuda" else qkv
-    q, k, v = qkv.requires_grad_()
+    qkv = torch.randn(3, 1, heads, tokens, 64, device=device)
+    q, k, v = qkv = (qkv.bfloat16() if is_gpu else qkv).requires_grad_()
 
     def attend() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    flops = 4 * heads * length**2 * 64 / 2
-    forward = _seconds(attend, device) / flops
+    flops, found["length"] = 4 * heads * tokens**2 * 64 / 2, tokens
+    found["forward"] = _seconds(attend, device) / flops
     both = _seconds(lambda: torch.autograd.grad(attend().sum(), qkv), device) / flops
-    return forward, max(both - forward, forward) / 2.5
+    found["backward"] = max(both - found["forward"], found["forward"]) / 2.5
+    for power in (12, most) if size > 1 else ():
+        tensor = torch.zeros(2**power // 4, device=device)
+        call = partial(collectives.all_reduce, tensor, mesh.dp)
+        found[str(2**power)] = _seconds(call, device, 20)
+    return found
 
 
 def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:
@@ -140,33 +128,26 @@ def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:
 def write(path: Path, slowest: dict[str, float], size: int) -> hardware.Machine:
     """Write the file, and return the machine."""
     peaks = {name: 1 / slowest[name] for name in DTYPES if name in slowest}
-    is_gpu = "processors" in slowest
+    is_gpu, inside, network = "processors" in slowest, "none", ""
+    half = HALF if is_gpu else 0.0
     device = {f"peak.{name}": rate for name, rate in peaks.items()}
     device |= {"memory": -slowest["memory"], "memory_bandwidth": 1 / slowest["byte"]}
-    device |= {"launch": slowest["launch"], "memory_efficiency": 1.0}
+    device |= {"launch": slowest["launch"], "memory_efficiency": 1.0, "attention_half": half}
     device |= {"processors": slowest["processors"]} if is_gpu else {}
-    half = HALF if is_gpu else 0.0
     for way in ("forward", "backward"):
         share = (1 + half / slowest["length"]) / slowest[way]
         device[f"attention_{way}"] = min(1.0, share / peaks["bf16" if is_gpu else "fp32"])
-    device["attention_half"] = half
     messages = {int(name): seconds for name, seconds in slowest.items() if name.isdecimal()}
-    inside, network = "none", ""
     if messages:
         small, large = min(messages), max(messages)
         wire = wire_bytes("all_reduce", large - small, size)
         rate = wire / max(messages[large] - messages[small], 1e-9)
-        inside = "here"
-        network = _table(
-            "network.here", {"bandwidth": rate, "share": 1, "launch": messages[small], "latency": 0}
-        )
+        its = {"bandwidth": rate, "share": 1, "launch": messages[small], "latency": 0}
+        inside, network = "here", _table("network.here", its)
     node = 'device = "here"', f'inside = "{inside}"', 'between = "none"'
-    path.write_text(
-        _table("node.here", {"gpus": size}, *node)
-        + _table("device.here", device, f'like = "{"gpu" if is_gpu else "this-cpu"}"')
-        + network,
-        encoding="utf-8",
-    )
+    like = f'like = "{"gpu" if is_gpu else "this-cpu"}"'
+    tables = _table("node.here", {"gpus": size}, *node), _table("device.here", device, like)
+    path.write_text("".join(tables) + network, encoding="utf-8")
     return hardware.load(path)
 
 

@@ -39,7 +39,6 @@ OF_CEILING = 0.95
 """Share of the best shape's rate (the ceiling) that large products of other shapes reach."""
 _NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _TREES = ("broadcast", "reduce", "scatter", "gather", "barrier")
-VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *_TREES, "send", "recv")
 
 
 # ---------------------------------------------------------------------- devices
@@ -82,14 +81,12 @@ class Device:
 
     def seconds_of_bytes(self, num_bytes: float) -> float:
         """Return the seconds of an elementwise operation that reads and writes `num_bytes`."""
-        _at_least_0(num_bytes=num_bytes)
         return self.launch + num_bytes / (self.memory_bandwidth * self.memory_efficiency)
 
     def seconds_of_matmul(
         self, m: float, n: float, k: float, dtype: str = "bf16", *, batch: float = 1
     ) -> float:
         """Return the seconds of `batch` products [m, k] @ [k, n] of one launch."""
-        _at_least_0(m=m, n=n, k=k, batch=batch)
         dtype = type_name(dtype)
         if not m * n * k * batch:
             return self.launch
@@ -119,7 +116,6 @@ class Device:
             # Mask and softmax read and write the scores once each; in backward, softmax reads two.
             between = (3 + passes) * batch * heads * queries * keys * BYTES[dtype]
             return passes * (scores + values) + self.seconds_of_bytes(between)
-        _at_least_0(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim)
         flops = 4 * batch * heads * queries * keys * head_dim * (0.5 if causal else 1)
         # The rate is share * peak * keys / (keys + half).
         flops *= (2.5 if backward else 1) * (1 + self.attention_half / max(keys, 1))
@@ -171,13 +167,9 @@ class Machine:
 
         `num_bytes` is the whole tensor's. Every rank of a node does the same at the same time (as
         in a mesh), hence a port that a node's devices share is divided by all of them. Send and
-        recv are between two ranks, of one node or of two. Raises `ValueError` for an unknown verb,
-        for ranks that do not fit on the nodes, and for a network that nobody has named.
+        recv are between two ranks, of one node or of two. Raises `ValueError` for ranks that do not
+        fit on the nodes, and for a network that nobody has named.
         """
-        if verb not in VERBS:
-            near = difflib.get_close_matches(str(verb), VERBS, 1, 0.0)[0]
-            raise ValueError(f"no collective {verb!r}, did you mean {near!r}? There are {VERBS}")
-        _at_least_0(num_bytes=num_bytes)
         if not 1 <= nodes <= ranks <= nodes * self.gpus:
             raise ValueError(
                 f"{ranks} ranks on {nodes} nodes of {self.name}: each node has at least 1 and at "
@@ -186,8 +178,8 @@ class Machine:
         if ranks == 1:
             return 0.0
         inside, between, local = self.inside, self.between, ranks / nodes
-        for where, used in (("inside", local > 1), ("between", nodes > 1)):
-            if used and getattr(self, where).name == "none":
+        for where, is_used in (("inside", local > 1), ("between", nodes > 1)):
+            if is_used and getattr(self, where).name == "none":
                 raise ValueError(
                     f"{self.name} has no network {where} its nodes, as nobody has measured one; "
                     f'name one in its file, such as {where} = "nvlink4" or "ib-ndr"'
@@ -246,12 +238,6 @@ class Software:
     gathered: float  # share of norms' results that sequence parallelism keeps whole
     logits: float  # bytes that the loss keeps of a logit
     greedy: float  # 1: a stage takes layers until its share of the cost is passed; 0: balanced
-
-
-def _at_least_0(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name}={number} must be a number of 0 or more")
 
 
 def type_name(dtype: str) -> str:

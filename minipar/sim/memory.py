@@ -85,13 +85,10 @@ def model_state(
         largest_block: zero3 gathers blocks before their use, two at a time, each of at most so many
             parameters, in the category "gathered".
 
-    Raises `ValueError` for unknown names and for sizes below 0 parameters or 1 rank.
+    Raises `ValueError` for unknown names.
     """
-    _check_choice("strategy", strategy, STRATEGIES)
-    for part in offload:
-        _check_choice("offload", part, STATE)
-    if size < 1 or num_parameters < 0:
-        raise ValueError(f"num_parameters={num_parameters}, size={size}: use 0 or more, 1 or more")
+    if unknown := [part for part in offload if part not in STATE]:
+        raise ValueError(f"offload={unknown[0]!r} is unknown; use {', '.join(STATE)}")
     sharded = STATE[len(STATE) - STRATEGIES.index(strategy) :]
     held = {
         part: getattr(recipe, part) * num_parameters / (size if part in sharded else 1)
@@ -101,11 +98,6 @@ def model_state(
         held["gathered"] = 2 * recipe.parameters * largest_block
     device = {part: 0.0 if part in offload else num_bytes for part, num_bytes in held.items()}
     return Held(device, {part: held[part] for part in STATE if part in offload})
-
-
-def _check_choice(what: str, asked: str, known: Collection[str]) -> None:
-    if asked not in known:
-        raise ValueError(f"{what}={asked!r} is unknown; use one of {', '.join(known)}")
 
 
 # ------------------------------------------------------------------------------------ activations
@@ -129,7 +121,8 @@ def activation_bytes(
     Source: Korthikanti et al. 2022, equations 1 to 4 and table 2. Raises `ValueError` for an
     unknown `recompute`.
     """
-    _check_choice("recompute", recompute, ("none", "selective", "full"))
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute={recompute!r}: use none, selective or full")
     whole = batch * seq_len * width
     if recompute == "full":
         return 2 * whole / (tp if sequence_parallel else 1)
@@ -172,10 +165,8 @@ def llama_activations(
     `experts` ("expert tensor parallelism"), F is cut and all tokens are there.
 
     Left out: numbers per token and head (log-sum-exp) or per token and norm. Source: Korthikanti et
-    al. 2022, section 4. Raises `ValueError` for `tp` below 1, or `overlap` without `sequence`.
+    al. 2022, section 4. Raises `ValueError` for `overlap` without `sequence`.
     """
-    if tp < 1:
-        raise ValueError(f"tp={tp}; use 1 or more")
     if overlap and not sequence:
         raise ValueError("overlap=True gathers what sequence=True has cut; set both")
     inputs = 2 * config.hidden_size * (1 if fused_norm else 1 + 4 / bytes_per_number)

@@ -45,6 +45,7 @@ REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 NOT_VARIED = "tp_overlap, context, dispatch, compression and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
+Wanted = Callable[["Ranked"], bool]
 
 
 # ---------------------------------------------------------------------- how good is a prediction?
@@ -190,6 +191,11 @@ def problem(job: Job) -> str | None:
     return _problem(job.plan, job.config)
 
 
+def is_legal(ranked: Ranked) -> bool:
+    """True if the plan breaks no rule."""
+    return problem(ranked.job) is None
+
+
 @dataclass(frozen=True)
 class Search:
     """All candidates, sorted: those that fit by time, those that do not by memory."""
@@ -197,13 +203,13 @@ class Search:
     fit: list[Ranked]
     too_large: list[Ranked]
 
-    def best(self, wanted: Callable[[Ranked], bool] = lambda _: True) -> Ranked | None:
+    def best(self, wanted: Wanted = lambda _: True) -> Ranked | None:
         """Return the fastest legal plan among those that fit and are wanted."""
-        return next((r for r in self.fit if wanted(r) and problem(r.job) is None), None)
+        return next(filter(is_legal, filter(wanted, self.fit)), None)
 
-    def smallest(self, wanted: Callable[[Ranked], bool] = lambda _: True) -> Ranked | None:
+    def smallest(self, wanted: Wanted = lambda _: True) -> Ranked | None:
         """Return the smallest legal plan among those that do not fit and are wanted."""
-        return next((r for r in self.too_large if wanted(r) and problem(r.job) is None), None)
+        return next(filter(is_legal, filter(wanted, self.too_large)), None)
 
     def top(self, count: int) -> list[Ranked]:
         """Return the fastest legal plans, one per mesh and ZeRO stage."""
@@ -211,7 +217,7 @@ class Search:
         for ranked in self.fit:
             plan = ranked.job.plan
             key = (*(getattr(plan, axis) for axis in MESH), plan.zero)
-            if len(found) < count and key not in found and problem(ranked.job) is None:
+            if len(found) < count and key not in found and is_legal(ranked):
                 found[key] = ranked
         return list(found.values())
 
@@ -279,20 +285,10 @@ def replayed(ranked: Ranked) -> Ranked:
 
 
 # ---------------------------------------------------------------------- words
-def flags(job: Job) -> dict[str, str]:
-    """Return flags of the plan to paste; for torchtitan 0.3.0, whose others change, its degrees."""
-    plan, batch = job.plan, job.dp * job.plan.microbatches * job.microbatch
-    degrees = {
-        "data_parallel_shard": job.dp if plan.zero else 1,  # it has no ZeRO 1, but ZeRO 2
-        "data_parallel_replicate": 1 if plan.zero else job.dp,
-        "tensor_parallel": plan.tp,
-        "context_parallel": plan.cp,
-        "pipeline_parallel": plan.pp,
-        "expert_parallel": plan.ep,
-    }
-    words = [f"--parallelism.{name}_degree {n}" for name, n in degrees.items() if n > 1]
-    own = f"--plan {plan} --batch-size {batch} --seq-len {job.seq_len}"
-    return {"minipar train": own, "torchtitan": " ".join(words)}
+def flags(job: Job) -> str:
+    """Return the flags of `minipar train` for the plan, to paste."""
+    batch = job.dp * job.plan.microbatches * job.microbatch
+    return f"--plan {job.plan} --batch-size {batch} --seq-len {job.seq_len}"
 
 
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
@@ -320,7 +316,7 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
     return lines
 
 
-def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
+def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
     """Return in one line why the best of the wanted plans is not the best of all."""
     if other := found.best(wanted):
         worse = {part: s - best.seconds.get(part, 0.0) for part, s in other.seconds.items()}
@@ -403,7 +399,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
         "The best, by part:\n" + _by_part(first),
         "Why:\n" + "\n".join(f"  {line}" for line in why),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
-        "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
+        f"To paste:\n  minipar train {flags(first.job)}",
         f"Only --fix varies {NOT_VARIED}.",
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:5]
@@ -433,11 +429,12 @@ def _nothing_fits(config: PlanConfig, base: Job, found: Search) -> str:
     fix, asked = fixed(config.fix), f" --fix {config.fix}" if config.fix else ""
     if (small := found.smallest()) is None:
         some = next(iter(found.too_large or found.fit), None)
-        why = problem(some.job) if some else (
+        bounds = (
             f"no candidate; pp is at most {base.config.num_layers} and tp {base.config.num_heads}, "
             f"dp x ep x microbatch divides --global-batch {config.global_batch}, the precision is "
             f"{base.plan.precision}, and --software {base.software.name} must have it"
-        )  # fmt: skip
+        )
+        why = problem(some.job) if some else bounds
         return f"no legal plan for {config.gpus} devices{asked}: {why}"
     needs = f"nothing fits: the smallest plan, {small}, {small.needs()}"
     if fix and search(base, config.gpus, config.global_batch).best():

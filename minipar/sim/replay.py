@@ -46,11 +46,6 @@ class Simulated:
     idle: float  # the rest: for other ranks to make their call (a bubble, a straggler), for hosts
     timeline: Timeline  # of the step, all ranks that were played
 
-    @property
-    def bubble(self) -> float:
-        """Idle seconds for each second of computing."""
-        return self.idle / self.computing
-
     @cached_property
     def exposed(self) -> dict[str, float]:
         """Seconds of communication, by axis, beside which nothing computes: `Timeline.overlap`."""
@@ -68,11 +63,6 @@ class Simulated:
     def peak_bytes(self) -> int:
         """The most that tensors of a rank hold at one moment; allocators need more."""
         return sum(self.memory.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the rate of all ranks together."""
-        return self.traces.tokens / self.seconds
 
 
 def replay(
@@ -227,13 +217,9 @@ class _Stage:
     def __init__(self, prices: _Prices) -> None:
         self.prices, traces = prices, prices.traces
         stride = traces.plan.num_ranks // traces.plan.pp
-        sizes = prices.sizes
-        self.players: dict[int, _Player] = {}
-        for c, ranks in {0: traces.ranks, **traces.along_cp}.items():
-            column = rank_at({a: c * (a == "cp") for a in sizes}, sizes)
-            for place, trace in ranks.items():
-                rank = place * stride + column
-                self.players[rank] = _Player(rank, trace)
+        self.players = {
+            place * stride: _Player(place * stride, trace) for place, trace in traces.ranks.items()
+        }
         self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
         self.spans: list[Span] = []

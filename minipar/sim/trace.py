@@ -18,12 +18,11 @@ fused, but for norms. Loaders, checkpoints and what Python does between operatio
 
 import copy
 import gc
-import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -91,9 +90,7 @@ class Traces:
     """The steps of a plan: one rank for each place on the pipeline."""
 
     plan: Plan
-    tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
-    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # the same, by place on cp
 
     def at_peak(self) -> dict[str, int]:
         """Return the bytes by category when the fullest rank is at its fullest."""
@@ -106,13 +103,8 @@ class Traces:
 def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
     """Play one rank of a group with all ranks of `plan`, of which no other exists.
 
-    Raises `ValueError` in a process that is a rank.
+    Raises `ValueError` in a process that is a rank, as torch does.
     """
-    if dist.is_initialized():
-        raise ValueError(
-            "a trace plays a rank of a group that does not exist, and this process is a rank of "
-            "one that does; trace in a process of its own"
-        )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake", too
 
     label, hook = Mesh.label, sys.excepthook
@@ -166,7 +158,6 @@ def trace(
     *,
     sequences: int = 1,
     seq_len: int,
-    every_cp: bool = False,
     on_cpu: bool = False,
     bucket_mb: float | None = None,
 ) -> Traces:
@@ -174,8 +165,6 @@ def trace(
 
     Args:
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
-        every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
-            where kernels are short that makes a difference of some percent.
         on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
         bucket_mb: capacity of a bucket of gradients, as in `compose.apply`.
 
@@ -187,26 +176,19 @@ def trace(
             f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
             f"runs two at once; take dispatch=overlapped, which cannot be faster"
         )
-    if sequences < 1 or not 1 <= seq_len <= config.max_seq_len:
-        raise ValueError(
-            f"sequences={sequences}, seq_len={seq_len}: use 1 or more, and 1 to the "
-            f"{config.max_seq_len} tokens that the model can see"
-        )
     alike: dict[Any, list[int]] = defaultdict(list)
     for place in range(plan.pp):
         alike[_kind_of(config, plan, place)].append(place)
-    found: dict[int, dict[int, Trace]] = defaultdict(dict)
+    found: dict[int, Trace] = {}
     sizes = plan.mesh_sizes()
-    for c, places in itertools.product(range(plan.cp if every_cp else 1), alike.values()):
-        own = {"pp": places[0], "cp": c}
+    for places in alike.values():
         norms = nullcontext() if on_cpu else operations.fused_norms()
-        with pretend(plan, rank_at({a: own.get(a, 0) for a in sizes}, sizes)) as mesh, norms:
+        first = rank_at(dict.fromkeys(sizes, 0) | {"pp": places[0]}, sizes)
+        with pretend(plan, first) as mesh, norms:
             actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
-            found[c] |= _record(actor, places, Tracer())
+            found |= _record(actor, places, Tracer())
             del actor
-    found = {c: dict(sorted(ranks.items())) for c, ranks in found.items()}
-    tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
-    return Traces(plan, tokens, found.pop(0), found)
+    return Traces(plan, dict(sorted(found.items())))
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
@@ -225,37 +207,26 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
     return tuple(found)
 
 
-@contextmanager
-def _garbage_gone() -> Iterator[None]:
-    """Collect the cycles that the body leaves. A full collection would take longer."""
-    was_enabled = gc.isenabled()
-    gc.disable()  # which would call old what has just been made
-    try:
-        yield
-        gc.collect(generation=0)
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
     """Return the steps of ranks that are alike, of which `actor` is the first."""
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
     # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     taps.append(tracer)
+    gc.freeze()  # the collection below looks at what follows alone, which is fast
     try:
-        with _garbage_gone():  # hooks make cycles
-            with tracer:
-                play(actor, tracer, places[:1], learned)
-                if tracer.unawaited:
-                    play(actor, tracer, places[:1], learned)  # what they are when orders are known
-            tracer.segments.clear()
+        with tracer:
+            play(actor, tracer, places[:1], learned)
+            if tracer.unawaited:
+                play(actor, tracer, places[:1], learned)  # what they are when orders are known
+        tracer.segments.clear()
+        gc.collect()  # the cycles that hooks make
         with tracer.watching(actor.model, actor.strategy.optimizer):
             held = tracer.held()
             programs = play(actor, tracer, places, DISTINCT)
             tracer.look_at(actor.model, actor.strategy.optimizer)
     finally:
+        gc.unfreeze()
         taps.remove(tracer)
     tracer.close()
     return {place: Trace(tuple(program), held) for place, program in programs.items()}

@@ -65,9 +65,8 @@ class Run:
     def cell(self) -> tuple:
         """Return the facts that runs share between which a planner could choose."""
         job = self.job
-        batch = job.plan.dp * job.plan.microbatches * job.microbatch
-        same = str(job.config), job.machine, job.software, job.dtype
-        return self.source, *map(str, same), self.gpus, job.seq_len, batch
+        same = job.config, job.machine, job.software, job.dtype
+        return self.source, *map(str, same), self.gpus, job.seq_len, job.tokens_of_step
 
     @cached_property
     def predicted(self) -> float:
@@ -92,23 +91,24 @@ class Run:
 
 
 # ---------------------------------------------------------------------- tables
-def read(
-    path: str | Path, left_out: Counter[str] | None = None, failed: list[Run] | None = None
-) -> list[Run]:
-    """Return the runs of a table that went well and that are understood.
+def read(path: str | Path) -> list[Run]:
+    """Return the runs of a table that went well. Raises `ValueError` as `read_all` does."""
+    return [run for run in read_all(path)[0] if run.status == "ok"]
 
-    Understood rows of another status are added to `failed`; why rows are left out is counted in
-    `left_out`. Raises `ValueError` for a file that is no table, or lacks a column.
+
+def read_all(path: str | Path) -> tuple[list[Run], Counter[str]]:
+    """Return the runs of a table that are understood, and why how many rows are left out.
+
+    Raises `ValueError` for a file that is no table, or lacks a column.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
         rows = [*csv.DictReader(line for line in text if line.strip() and line[:1] != "#")]
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: is no table: {error}") from error
-    missing = [name for name in NEEDED if name not in (rows[0] if rows else ())]
-    if missing:
+    if missing := [name for name in NEEDED if name not in (rows[0] if rows else ())]:
         raise ValueError(f"{path}: has no column {', '.join(missing)}, or no rows")
-    runs, skipped = [], Counter() if left_out is None else left_out
+    runs, left_out = [], Counter()
     for cells in rows:
         try:
             if None in cells:
@@ -117,15 +117,10 @@ def read(
             run = _run(row, Path(path).stem)
             if not run.predicted * run.held < np.inf:
                 raise ValueError("the prediction is beyond numbers")
-            if run.status == "ok":
-                runs.append(run)
-                continue
-            skipped[f"not timed, but {run.status}"] += 1
-            if failed is not None:
-                failed.append(run)
+            runs.append(run)
         except (ValueError, ZeroDivisionError, OverflowError) as error:
-            skipped[" ".join(str(error).split())] += 1
-    return runs
+            left_out[" ".join(str(error).split())] += 1
+    return runs, left_out
 
 
 class Row(dict[str, str]):
@@ -309,18 +304,17 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
     return found
 
 
-def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
+def report(runs: Sequence[Run]) -> str:
     """Return the table of errors by source and split, the aims, and the worst rows."""
     lines = []
-    for (source, split), group in groupby(sorted((*runs, *failed), key=_set_of), key=_set_of):
+    good = [run for run in runs if run.status == "ok"]
+    runs = sorted(runs, key=lambda run: (*_set_of(run), run.status != "ok"))
+    for (source, split), group in groupby(runs, key=_set_of):
         every = list(group)
         some = [r for r in every if r.status == "ok"]
-        sized = [r for r in some if r.memory]
         lines.append(f"{source}, {split}: {len(some)} rows")
         if some:
-            measured = [r.seconds for r in some]
-            found = errors((r.predicted for r in some), measured)
-            flat = errors(constant(some), measured)
+            found, flat = _errors(some), errors(constant(some), [r.seconds for r in some])
             aim = f"mean below {flat.mean() / 2:.1%}, half of a constant's"
             lines.append(f"  step time   {_spread(found)}   aim: {aim}")
             lines.append(f"  a constant  {_spread(flat)}")
@@ -328,7 +322,7 @@ def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
                 run, parts = some[at], cost.seconds(some[at].job)
                 shown = f"{run.predicted:.2f} s predicted, {run.seconds:.2f} s measured"
                 lines.append(f"    {run.name}: {shown}; mostly {max(parts, key=parts.get)}")
-        if sized:
+        if sized := [r for r in some if r.memory]:
             found = errors((r.held for r in sized), [r.memory for r in sized])
             lines.append(f"  memory      {_spread(found)}   aim: median 8%")
         fit = [
@@ -344,14 +338,18 @@ def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
                 f"correlation {rank:.2f}, lowest {lowest:.2f}"
             )
     for name, few, aim in (("up to 64 devices", True, 8), ("on more", False, 15)):
-        if some := [r for r in runs if (r.gpus <= 64) == few]:
-            found = errors((r.predicted for r in some), [r.seconds for r in some])
-            lines.append(f"all {len(some)} rows {name}: {_spread(found)}   aim: median {aim}%")
+        if some := [r for r in good if (r.gpus <= 64) == few]:
+            found = _spread(_errors(some))
+            lines.append(f"all {len(some)} rows {name}: {found}   aim: median {aim}%")
     return "\n".join(lines)
 
 
 def _set_of(run: Run) -> tuple[str, str]:
     return run.source, run.split
+
+
+def _errors(runs: Sequence[Run]) -> np.ndarray:
+    return errors((r.predicted for r in runs), [r.seconds for r in runs])
 
 
 def _spread(found: np.ndarray) -> str:
@@ -363,17 +361,18 @@ def main(names: Sequence[str]) -> None:
     """Print the report of the tables."""
     if not names:
         raise SystemExit(f"usage: {__doc__.splitlines()[2].strip()}")
-    left_out: Counter[str] = Counter()
-    failed: list[Run] = []
     try:
-        runs = [run for name in names for run in read(name, left_out, failed)]
+        tables = [read_all(name) for name in names]
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
+    runs = [run for found, _ in tables for run in found]
+    left_out = sum((why for _, why in tables), Counter())
+    left_out += Counter(f"not timed, but {run.status}" for run in runs if run.status != "ok")
     for why, count in left_out.most_common():
         print(f"rows left out: {count}: {why}")
-    if not runs:
+    if all(run.status != "ok" for run in runs):
         raise SystemExit(f"no run that can be predicted in {', '.join(names)}")
-    print(report(runs, failed))
+    print(report(runs))
 
 
 if __name__ == "__main__":

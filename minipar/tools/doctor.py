@@ -69,17 +69,16 @@ def memory() -> Line:
     says = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f}; {usable_cores()} cores, "
     says += f"load {os.getloadavg()[0]:.1f}"
     if free < NEEDED_BYTES:
-        needed = f"four ranks and a notebook take {NEEDED_BYTES / 1e9:g} GB: end other programs"
-        return Line("FAIL", "memory", f"{says}; {needed}")
-    return Line("ok", "memory", says)
+        says += f"; four ranks and a notebook take {NEEDED_BYTES / 1e9:g} GB: end other programs"
+    return Line("FAIL" if free < NEEDED_BYTES else "ok", "memory", says)
 
 
 def gpus() -> Line:
     """Return the GPUs, and the shared memory through which NCCL sends between them."""
-    if not torch.cuda.is_available() and os.path.exists("/dev/nvidia0"):
-        says = f"PyTorch, built for CUDA {torch.version.cuda}, cannot use the GPUs here"
-        return Line("FAIL", "GPUs", says)
     if not torch.cuda.is_available():
+        if os.path.exists("/dev/nvidia0"):
+            says = f"PyTorch, built for CUDA {torch.version.cuda}, cannot use the GPUs here"
+            return Line("FAIL", "GPUs", says)
         return Line("note", "GPUs", "none: ranks compute on the CPU, and talk by gloo")
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     says = "; ".join(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in found)
@@ -96,11 +95,10 @@ def network() -> Line:
     address, name = "127.0.0.1", os.environ.get("GLOO_SOCKET_IFNAME")
     if name:
         entries = psutil.net_if_addrs().get(name, [])
-        found = [entry.address for entry in entries if entry.family == socket.AF_INET]
-        if not found:
+        address = next((e.address for e in entries if e.family == socket.AF_INET), "")
+        if not address:
             there = ", ".join(psutil.net_if_addrs())
             return Line("FAIL", "network", f"GLOO_SOCKET_IFNAME={name} is none of {there}")
-        address = found[0]
     else:
         with suppress(OSError), socket.socket() as own:
             own.bind((socket.gethostname(), 0))  # is it one of this host's?

@@ -10,7 +10,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 """Names that end a group of coalesced calls. allreduce_coalesced, in small letters, is a call."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """One call of one rank. `number` counts within the group; messages count apart."""
 
@@ -70,28 +70,30 @@ def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
     no call was recorded. In a folder, what cannot be read is skipped if there is another dump.
     """
     found: dict[int, tuple[Recording, Path]] = {}
-    notes: list[str] = []
+    skipped: list[str] = []
     for file, host, is_named in _files([Path(path) for path in paths]):
         try:
-            for recording in _recordings(file, printable(host)):
-                first = found.setdefault(recording.rank, (recording, file))[1]
-                if first != file:
-                    notes = [f"{first} and {file} are both of rank {recording.rank}; give one"]
-                    raise ValueError(notes[0])
+            recordings = _recordings(file, printable(host))
         except (OSError, ValueError) as error:
-            if is_named or notes == [str(error)]:
+            if is_named:
                 raise
-            notes.append(f"skipped: {printable(error)}")
+            skipped.append(printable(error))
+            continue
+        for recording in recordings:
+            first = found.setdefault(recording.rank, (recording, file))[1]
+            if first != file:
+                raise ValueError(f"{first} and {file} are both of rank {recording.rank}; give one")
     where = " ".join(map(str, paths))
     if not found:
-        raise ValueError("; ".join(notes[:1]) or f"no dump of a flight recorder in {where}")
+        raise ValueError("; ".join(skipped[:1]) or f"no dump of a flight recorder in {where}")
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
     if not any(recording.entries or recording.last for recording, _ in found.values()):
         raise ValueError(
             f"no call of {names(sorted(found))} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
             f"be above 0 when the job starts, such as 2000"
         )
-    return {rank: found[rank][0] for rank in sorted(found)}, notes[:5]
+    notes = [f"skipped: {error}" for error in skipped[:5]]
+    return {rank: found[rank][0] for rank in sorted(found)}, notes
 
 
 def _files(paths: list[Path]) -> Iterable[tuple[Path, str, bool]]:
@@ -140,7 +142,7 @@ def _of_recorder(dump: dict[str, Any], file: Path, host: str) -> Recording:
             groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
     entries: list[Entry] = []
     ids: dict[str, str] = {}  # pg_id -> group
-    inside: dict[tuple, list[int]] = defaultdict(list)  # group and numbers -> where in `entries`
+    inside: dict[tuple, list[Entry]] = defaultdict(list)  # by group and numbers
     for values in dump["entries"]:
         name, desc, *_ = (*map(printable, values.get("process_group") or ()), "", "")
         name = name or printable(values.get("pg_id", ""))
@@ -150,15 +152,14 @@ def _of_recorder(dump: dict[str, Any], file: Path, host: str) -> Recording:
         at_once = name, *map(values.get, ("seq_id", "collective_seq_id", "p2p_seq_id"))
         if _END_OF_GROUP.fullmatch(entry.verb) and at_once in inside:
             # Torch updates the state of this entry alone: it is that of the calls in the group.
-            for i in inside[at_once]:
-                done, begun = entries[i].done or entry.done, entries[i].begun or entry.begun
-                entries[i] = replace(entries[i], done=done, begun=begun)
-            continue
-        inside[at_once].append(len(entries))
-        entries.append(entry)
+            for call in inside[at_once]:
+                call.done, call.begun = call.done or entry.done, call.begun or entry.begun
+        else:
+            inside[at_once].append(entry)
+            entries.append(entry)
     first = dump["entries"][0].get("record_id", 0) if dump["entries"] else 0
-    host = printable(dump.get("host_name") or host)
     last = _status(dict(dump.get("pg_status") or {}), ids, groups)
+    host = printable(dump.get("host_name") or host)
     return Recording(rank, host, entries, groups, last=last, has_turned=int(first) > 0)
 
 
@@ -172,11 +173,8 @@ def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[
         ids = {name: name for name in groups}  # keyed by names
     elif len(numbered) == len(groups) == len(status) and all(i.isdecimal() for i in status):
         ids = dict(zip(sorted(status, key=int), sorted(groups, key=int), strict=True)) | ids
-    return {
-        ids[i]: (int(s["last_enqueued_collective"]), int(s["last_completed_collective"]))
-        for i, s in status.items()
-        if i in ids
-    }
+    counts = "last_enqueued_collective", "last_completed_collective"
+    return {ids[i]: tuple(int(s[count]) for count in counts) for i, s in status.items() if i in ids}
 
 
 def _entry(values: dict[str, Any], group: str) -> Entry:
@@ -191,19 +189,19 @@ def _entry(values: dict[str, Any], group: str) -> Entry:
     if backend == "gloo":  # it knows no other sign; NCCL also retires a call that timed out
         done = done or values.get("retired") is True
     splits = values.get("input_split_sizes"), values.get("output_split_sizes")
-    frames = values.get("frames") or ()
     return Entry(
         verb,
         group,
         int(number),
         done,
-        "" if _UNEVEN.search(verb) or not types else f"{items} {types}",
-        int(message[2]) if message else None,
-        tuple(
-            f"{printable(f['filename'])}:{int(f['line'])} in {printable(f['name'])}" for f in frames
+        data="" if _UNEVEN.search(verb) or not types else f"{items} {types}",
+        peer=int(message[2]) if message else None,
+        stack=tuple(
+            f"{printable(f['filename'])}:{int(f['line'])} in {printable(f['name'])}"
+            for f in values.get("frames") or ()
         ),
-        done or values.get("state") == "started",
-        tuple([int(n) for n in s] for s in splits) if all(splits) else None,
+        begun=done or values.get("state") == "started",
+        splits=tuple([int(n) for n in s] for s in splits) if all(splits) else None,
     )
 
 

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations, zip_longest
+from typing import NamedTuple
 
 from minipar.observe.watchdog import names
 from minipar.tools.dumps import Entry, Recording
@@ -31,7 +32,7 @@ _ROOTED = re.compile(r"_?(broadcast|reduce|gather|scatter)(_oop)?")
 _FOREIGN = re.compile(r"(site|dist)-packages/|/torch/|/(threading|runpy|contextlib)\.py:|^<")
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """The collectives of one process group: ``calls[rank][number]``, several where coalesced."""
 
@@ -65,8 +66,7 @@ class Group:
         return "unknown" if recording.has_turned else "past"
 
 
-@dataclass
-class Wait:
+class Wait(NamedTuple):
     """`ranks` wait in `call` for those `missing`."""
 
     ranks: list[int]
@@ -76,8 +76,7 @@ class Wait:
     is_message: bool = False
 
 
-@dataclass
-class _Finding:
+class _Finding(NamedTuple):
     """A sentence that accuses ranks."""
 
     text: str
@@ -108,8 +107,8 @@ class Report:
         lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
         if silent := [rank for rank in self.culprits if rank not in self.recordings]:
             lines.append(f"\n{names(silent)}: no dump. Ended, stopped, or the file elsewhere?")
-        told = self._victims()
-        lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)] if told else []
+        if told := self._victims():
+            lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def knows(self, rank: int) -> bool:
@@ -134,17 +133,19 @@ class Report:
 
     def _whereabouts(self, rank: int) -> str:
         recording = self.recordings[rank]
-        waiting = [e for e in recording.entries if not e.done]
-        last = waiting[0] if waiting else recording.entries[-1] if recording.entries else None
-        said = "it has called nothing" if recording.is_known else "nothing is heard of it"
+        waiting = [entry for entry in recording.entries if not entry.done]
+        last = next(iter(waiting or recording.entries[-1:]), None)
         if last is not None:
-            group = recording.groups[last.group][0] or last.group
-            said = f"{'its last was' if last.done else 'it waits in'} {last.verb} #{last.number}"
-            said += f" on {group}"
-        elif recording.last:
-            key = max(recording.last, key=lambda key: recording.last[key][0])
+            said = (
+                f"{'its last was' if last.done else 'it waits in'} {last.verb} #{last.number} on "
+            )
+            said += recording.groups[last.group][0] or last.group
+        elif recording.last:  # a status, and no entry
+            key = max(recording.last, key=lambda key: recording.last[key])
             said = f"it has ended all its calls, {recording.last[key][1]:,} of them on "
             said += recording.groups[key][0] or key
+        else:
+            said = "it has called nothing" if recording.is_known else "nothing is heard of it"
         stack = recording.stack or (last.stack if last else ())
         own = [line for line in stack if not _FOREIGN.search(line)] or list(stack)
         where = f" on {recording.host}" if recording.host else ""
@@ -162,8 +163,7 @@ def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
 def explain(recordings: dict[int, Recording], notes: Sequence[str] = ()) -> Report:
     """Say who is to blame for a hang, and who waits for whom."""
     groups = _grouped(recordings)
-    report = Report(recordings, [*{id(group): group for group in groups.values()}.values()])
-    report.notes = notes
+    report = Report(recordings, list(dict.fromkeys(groups.values())), notes=notes)
     said = [finding for group in report.groups for finding in _explain_group(group, report)]
     said += _explain_messages(groups, report)
     waits: dict[int, set[int]] = defaultdict(set)
@@ -187,9 +187,7 @@ def explain(recordings: dict[int, Recording], notes: Sequence[str] = ()) -> Repo
     told = {"sure": blamed, "accused": blamed, "stuck": stuck, "unknown": silent}
     for kind, those in told.items():
         report.findings += [f.text for f in said if f.kind == kind and {*f.ranks} & those]
-    report.findings = report.findings or [
-        f.text for f in said
-    ]  # something is open: never "no hang"
+    report.findings = report.findings or [f.text for f in said]  # some call is open: a hang
     report.waits.sort(key=lambda wait: wait.ranks)
     return report
 
@@ -262,13 +260,12 @@ def _explain_group(group: Group, report: Report) -> list[_Finding]:
     verbs = {r: here[r][0].verb if r in here else usual for r in {*inside, *here}}
     for verb in dict.fromkeys(verbs[r] for r in inside):
         mine = [r for r in inside if verbs[r] == verb and r not in blamed]
-        against = {r for r in here if verbs[r] != verb}
-        missing = sorted({*blamed, *unknown, *against})
+        missing = sorted({*blamed, *unknown, *(r for r in here if verbs[r] != verb)})
         if mine:
             report.waits.append(Wait(mine, f"{verb} #{number}", missing, group.name))
     if ahead := [r for r in past if group.open_calls(r)]:
         later = min(n for r in ahead for n in group.open_calls(r))
-        text = f"{usual} #{number}" if later == number else f"calls from #{later} on"
+        text = f"calls from #{later} on"
         report.waits.append(Wait(ahead, text, sorted({*blamed, *unknown}), group.name))
     return said
 
@@ -318,10 +315,10 @@ def _unlike(group: Group, here: dict[int, list[Entry]], number: int, call: str) 
 
 
 # ---------------------------------------------------------------------- messages
-_ENDS = {  # what a message may meet at its other end
-    "send": ("recv", "exchange"),
-    "exchange": ("exchange", "send", "recv"),
-    "recv": ("send", "exchange"),
+_ENDS = {  # a preposition, and what a message may meet at its other end
+    "send": ("to", "recv", "exchange"),
+    "exchange": ("with", "exchange", "send", "recv"),
+    "recv": ("from", "send", "exchange"),
 }
 
 
@@ -346,11 +343,9 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
     said = []
     for (rank, peer, group), mine in open_ends.items():
         for e in mine:
-            ends = _ENDS[_kind(e)]
-            others = open_ends.get((peer, rank, group), ())
+            (preposition, *ends), others = _ENDS[_kind(e)], open_ends.get((peer, rank, group), ())
             other = next((o for o in others if _kind(o) in ends), None)
             is_over = _kind(e) == "exchange" and exchanged.get((peer, group), 0) >= e.number
-            preposition = {"send": "to", "recv": "from", "exchange": "with"}[_kind(e)]
             call = f"{e.verb} #{e.number} {preposition} rank {peer}"
             missing = [] if other or is_over else [peer]
             report.waits.append(Wait([rank], call, missing, group, is_message=True))
@@ -374,13 +369,16 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:
     """Return ranks of which each waits for the next, the first again at the end; empty if none."""
-    done: set[int] = set()
-    for start in sorted(waits):
-        way, at = [], start
-        while at not in done and at not in way and waits.get(at):
+    after = {
+        rank: min(others, key=lambda other: (other not in waits, other))
+        for rank, others in waits.items()
+        if others
+    }
+    for start in sorted(after):
+        way, at = [start], after[start]
+        while at in after and at not in way:
             way.append(at)
-            at = min(waits[at], key=lambda rank: (rank not in waits, rank))
+            at = after[at]
         if at in way:
             return [*way[way.index(at) :], at]
-        done |= set(way)
     return []

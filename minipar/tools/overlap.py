@@ -7,7 +7,7 @@ before wait inside of theirs.
 
 import statistics
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from minipar.observe.spans import Interval, Span, covered, intersect, measure, union
@@ -52,10 +52,8 @@ class Breakdown:
     ranks: int = 1
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            [table(kind, rows) for kind, rows in self.parts.items() if len(rows) > 0]
-            + [self.verdict()] * bool(self.verdict())
-        )
+        tables = [table(kind, rows) for kind, rows in self.parts.items() if rows]
+        return "\n\n".join(filter(None, [*tables, self.verdict()]))
 
     def verdict(self) -> str:
         """Return who is waited for most, in a sentence; empty where one rank was recorded."""
@@ -68,24 +66,16 @@ class Breakdown:
             f"the others spent {1e3 * w.seconds:.1f} ms in them until it came"
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data; times in seconds."""
-        return asdict(self)
-
 
 def table(kind: str, rows: list[Part]) -> str:
-    """Return the parts in plain text, milliseconds a rank."""
+    """Return the parts in plain text, milliseconds a rank; "-" stands for unknown numbers."""
     lines = [(kind, "ms", "comm ms", "exposed ms", "hidden", "calls", "MB sent")]
-    lines += [(row.name[:70], *cells(row)) for row in rows[:12]]
+    for row in rows[:12]:
+        times = (f"{1e3 * t:.2f}" for t in (row.seconds, row.total, row.exposed))
+        hidden = f"{1 - row.exposed / row.total:.0%}" if row.total else "-"
+        sent = f"{row.num_bytes / 1e6:.2f}" if row.num_bytes else "-"
+        lines.append((row.name[:70], *times, hidden, f"{row.calls:.4g}", sent))
     return "\n".join(aligned(lines, left=1) + [f"and {len(rows) - 12} more"] * (len(rows) > 12))
-
-
-def cells(row: Part) -> tuple[str, ...]:
-    """Return what stands beside the name of a part; "-" for what is not known."""
-    hidden = f"{1 - row.exposed / row.total:.0%}" if row.total else "-"
-    times = (f"{1e3 * t:.2f}" for t in (row.seconds, row.total, row.exposed))
-    sent = f"{row.num_bytes / 1e6:.2f}" if row.num_bytes else "-"
-    return (*times, hidden, f"{row.calls:.4g}", sent)
 
 
 def breakdown(timeline: Timeline) -> Breakdown:
@@ -164,9 +154,9 @@ def _waited(comm: dict[int, list[Span]]) -> list[Waited]:
                 waits[late][rank].append((span.start, min(came, span.end)))
                 count[rank] += 1
             last[late] += 1
-    seconds = {
-        late: sum(measure(union(intervals)) for intervals in of.values())
+    found = [
+        Waited(late, sum(measure(union(intervals)) for intervals in of.values()), last[late],
+               count[late])
         for late, of in waits.items()
-    }
-    order = sorted(seconds, key=lambda rank: -seconds[rank])
-    return [Waited(rank, seconds[rank], last[rank], count[rank]) for rank in order]
+    ]  # fmt: skip
+    return sorted(found, key=lambda waited: -waited.seconds)

@@ -78,13 +78,14 @@ def from_profiler(
     found = [_read(file) for file in (progress(files) if progress else files)]
     ranks = _trace_ranks(files, [devices[0].document for devices in found])
     notes = [note for devices in found for note in devices[0].notes]
-    for rank, devices in zip(ranks, found, strict=True):
-        devices[0].rank = rank
     others = [trace for devices in found for trace in devices[1:]]
-    for rank, trace in enumerate(others, max(ranks) + 1):
-        trace.rank = rank
-        notes.append(f"rank {rank} is a further device of {printable(trace.file)}")
     traces = [devices[0] for devices in found] + others
+    more = range(max(ranks) + 1, max(ranks) + 1 + len(others))
+    for trace, rank in zip(traces, [*ranks, *more], strict=True):
+        trace.rank = rank
+        for span in trace.spans:
+            span.rank = rank
+    notes += [f"rank {t.rank} is a further device of {printable(t.file)}" for t in others]
     bases = [whole(trace.document.get("baseTimeNanoseconds")) for trace in traces]
     for trace, base in zip(traces, bases, strict=True):
         trace.move(1e-9 * (base - min(bases)))  # of integers: floats lack the digits
@@ -93,13 +94,8 @@ def from_profiler(
     spans = list(chain.from_iterable(trace.spans for trace in traces))
     alike = sorted({s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)})
     if alike:
-        some = ", ".join(name[:60] for name in alike[:5])
-        more = f" and {len(alike) - 5} more" if len(alike) > 5 else ""
         what = "these names look like communication and were counted as computing"
-        notes.append(f"{what}: {some}{more}")
-    for trace in traces:
-        for span in trace.spans:
-            span.rank = trace.rank
+        notes.append(f"{what}: {_some([name[:60] for name in alike], 5)}")
     found = Timeline(spans, label, notes)
     result, by = found.shifted(), found.start
     result.steps = {t.rank: [(n, a - by, b - by) for n, a, b in t.steps] for t in traces}
@@ -192,24 +188,25 @@ def _align(traces: list[_Trace]) -> str:
                 offsets[i], found = offsets[j] + gap, True
                 waiting.remove(i)
                 break
+    told = []
     for i, by in offsets.items():
         traces[i].move(by)
+        told.append(f"rank {traces[i].rank} ({traces[i].host}) {1e3 * by:+.3f} ms")
     for i in waiting:
         for span in traces[i].spans:
             span.meta["clock"] = traces[i].host
-    told = [
-        f"rank {traces[i].rank} ({traces[i].host}) {1e3 * by:+.3f} ms" for i, by in offsets.items()
-    ]
-    if len(told) == 1:
+    if len(offsets) == 1:
         return "clocks of several hosts, and no common collective to align them by"
-    some = ", ".join(told[1:9]) + (f" and {len(told) - 9} more" if len(told) > 9 else "")
-    left = (
-        f"; {len(waiting)} ranks share no collective with rank {traces[0].rank}" if waiting else ""
-    )
+    left = f"; {len(waiting)} ranks share no collective with rank {traces[0].rank}" * bool(waiting)
     return (
-        f"clocks moved: {some}, so that common collectives end together; they do within "
-        f"{1e3 * statistics.median(rest):.3f} ms (median){left}"
+        f"clocks moved: {_some(told[1:], 8)}, so that common collectives end together; they do "
+        f"within {1e3 * statistics.median(rest):.3f} ms (median){left}"
     )
+
+
+def _some(words: list[str], most: int) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, Span]:

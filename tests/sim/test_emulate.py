@@ -53,22 +53,13 @@ class Emulated:
     """An emulated device and an emulated link as the machine of `replay`."""
 
     device: devices.Device
-    link: link.Link | link.Topology
+    link: link.Link
     has_lanes = True  # where messages do not queue behind collectives
+    gpus = 1 << 30
 
-    @property
-    def gpus(self) -> int:
-        """Ranks of a node."""
-        return getattr(self.link, "ranks_per_node", 1 << 30)
-
-    def seconds_of_collective(
-        self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
-    ) -> float:
+    def seconds_of_collective(self, verb, num_bytes, ranks, nodes=1) -> float:
         """Return the seconds of `verb`; `num_bytes` is the whole tensor's, in the large model."""
-        wire = self.link
-        if isinstance(wire, link.Topology):
-            wire = wire.inter if nodes > 1 else wire.intra
-        return link.seconds(verb, num_bytes, ranks, wire)
+        return link.seconds(verb, num_bytes, ranks, self.link)
 
 
 class Ran(NamedTuple):

@@ -80,7 +80,7 @@ def test_bubble_is_that_of_the_schedule(schedule, stages, m):
     inputs = backward if schedule == "zb_h1" else backward - weights
     costs = simulate.Costs(forward / m, inputs / m, weights / m)
     expected = simulate.bubble(simulate.simulate(plan.make_schedule(), costs))
-    assert step.bubble == pytest.approx(expected, rel=0.05)
+    assert step.idle / step.computing == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.slow
@@ -177,4 +177,3 @@ def test_memory_is_that_of_the_fullest_rank():
     peaks = [sum(rank.at_peak().values()) for rank in found.ranks.values()]
     assert step.peak_bytes == max(peaks) == peaks[0]
     assert step.memory["activations"] > step.memory["parameters"]
-    assert step.tokens_per_second == pytest.approx(8 * 512 / step.seconds)

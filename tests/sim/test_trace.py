@@ -93,7 +93,6 @@ def test_flops_are_those_of_the_formula():
     attention = 12 * CONFIG.num_layers * CONFIG.num_heads * CONFIG.head_dim * seq_len // 2
     products = CONFIG.flops_per_token(seq_len, causal=True) - attention - norms
     assert found.ranks[0].flops == tokens * (products + attention * 14 // 12)
-    assert found.tokens == 4 * tokens
 
 
 @pytest.mark.slow
@@ -275,34 +274,19 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
         assert len(every) == 2 and every[0] == every[1], pair
 
 
-# ---------------------------------------------------------------------- large
-
-
+# ---------------------------------------------------------------------- the rest
 def test_bad_sizes_are_refused():
-    """One line that names the numbers."""
-    with pytest.raises(ValueError, match="seq_len=0"):
-        trace(CONFIG, Plan(dp=2), seq_len=0)
     with pytest.raises(ValueError, match="nearest plan"):
         trace(CONFIG, Plan(tp=3), seq_len=32)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was(enabled):
-    """Mutants: all is looked at, which takes half of a small trace; what is new has become old
-    meanwhile; the collector stays off; it is on for a user who has switched it off."""
-    calls = []
-
-    def collect(*args, **options):
-        calls.append((args, options, gc.isenabled()))
-
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with mock.patch.object(gc, "collect", collect):
-            trace(CONFIG, Plan(), seq_len=8)
-        assert calls and set(map(str, calls)) == {"((), {'generation': 0}, False)"}
-        assert gc.isenabled() is enabled
-    finally:
-        gc.enable()
+def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was():
+    """Mutants: it looks at all, which takes longer than a small trace; at nothing; what was there
+    before is never collected again."""
+    frozen = []
+    with mock.patch.object(gc, "collect", lambda: frozen.append(gc.get_freeze_count())):
+        trace(CONFIG, Plan(), seq_len=8)
+    assert frozen and min(frozen) > 10_000 and gc.get_freeze_count() == 0
 
 
 @pytest.mark.slow

@@ -93,10 +93,6 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def loss_in_float32(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]).float().flatten(0, 1), batch[1].flatten())
-
-
 def parallel_in_name_only(model, mesh):
     return model
 

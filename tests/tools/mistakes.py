@@ -347,82 +347,41 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
 
 
 WRONG = {
-    "gradients of rank 0": told(
-        partial(by_hand, change=sends_one), DP, "gradient of head", "broadcast, not reduced"
-    ),
+    "gradients of rank 0": told(partial(by_hand, change=sends_one), DP, "gradient of head",
+        "broadcast, not reduced"),
     "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
     "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
-    "pieces averaged": told(
-        over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0, 1, 2, 3]
-    ),
-    "nothing sent": told(
-        torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1], optimizer=owned
-    ),
-    "rate times ranks": told(
-        torch_ddp,
-        DP,
-        "weights of embed",
-        "another learning rate",
-        optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks),
-    ),
-    "no decay": told(
-        torch_ddp,
-        DP,
-        "weights of embed",
-        "another weight decay",
-        optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1)),
-    ),
-    "local attention": told(
-        local_attention,
-        CP,
-        "output of attention",
-        "pieces kept apart",
-        build=PositionNet,
-        shares=gallery.tokens_apart,
-    ),
-    "averaged": told(
-        partial(megatron, row={"leave": averaged}), TP, "output of down", "averaged, not summed"
-    ),
+    "pieces averaged": told(over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0,
+        1, 2, 3]),
+    "nothing sent": told(torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1],
+        optimizer=owned),
+    "rate times ranks": told(torch_ddp, DP, "weights of embed", "another learning rate",
+        optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks)),
+    "no decay": told(torch_ddp, DP, "weights of embed", "another weight decay",
+        optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1))),
+    "local attention": told(local_attention, CP, "output of attention", "pieces kept apart",
+        build=PositionNet, shares=gallery.tokens_apart),
+    "averaged": told(partial(megatron, row={"leave": averaged}), TP, "output of down",
+        "averaged, not summed"),
     "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
     "words of others": told(vocabulary, TP, "output of embed", "in this module"),
     "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
     "syncs no more": told(counting, DP, "gradient of head", "kept between steps", step=2),
     "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
     "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
-    "a balance loss": told(
-        torch_ddp, DP, "gradient of head", "samples see each other", loss=with_balance
-    ),
-    "positions of the first rank": told(
-        placed,
-        CP,
-        "output of norm",
-        "positions, or another piece",
-        build=Placed,
-        shares=gallery.tokens_apart,
-    ),
-    "alike over tp alone": told(
-        alike_over_tp_alone, BOTH, "initial weights of embed", "never broadcast", ranks=[2, 3]
-    ),
-    "the norm of a shard": told(
-        gallery.torch_fsdp,
-        DP,
-        "gradient norm",
-        "norm of own pieces",
-        build=gallery.seeded,
-        clip=clip_of_shards,
-    ),
+    "a balance loss": told(torch_ddp, DP, "gradient of head", "samples see each other",
+        loss=with_balance),
+    "positions of the first rank": told(placed, CP, "output of norm", "positions, or another piece",
+        build=Placed, shares=gallery.tokens_apart),
+    "alike over tp alone": told(alike_over_tp_alone, BOTH, "initial weights of embed",
+        "never broadcast", ranks=[2, 3]),
+    "the norm of a shard": told(gallery.torch_fsdp, DP, "gradient norm", "norm of own pieces",
+        build=gallery.seeded, clip=clip_of_shards),
     "a sum": told(torch_ddp, DP, "gradient of head", "a sum where a mean is meant", loss=summed),
-    "microbatches that weigh alike": told(
-        partial(by_hand, change=average),
-        DP,
-        "loss",
-        "microbatches weigh alike",
-        loss=tokens_of_all,
-        uneven=gallery.uneven,
-    ),
-    "not divided": told(
-        torch_ddp, DP, "gradient of head", "not divided by microbatches", backward=undivided
-    ),
+    "microbatches that weigh alike": told(partial(by_hand, change=average), DP, "loss",
+        "microbatches weigh alike", loss=tokens_of_all, uneven=gallery.uneven),
+    "not divided": told(torch_ddp, DP, "gradient of head", "not divided by microbatches",
+        backward=undivided),
     "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
-}
+}  # fmt: skip

@@ -37,53 +37,32 @@ def test_the_example_in_readme_is_found_out(tmp_path, monkeypatch, capsys):
 WRONG = {
     "syntax": ("def build():", "def build(:", r"mine\.py, line \d+, in reading it: SyntaxError"),
     "nothing to build": ("def build", "def construct", "has no build; it needs build, batch"),
-    "no function": ("def build():", "build = 3\ndef other():", "build is 3; it must be a function"),
+    "no function": ("def build():", "build = 3\ndef other():", "'int' object is not call"),
     "no model": ("nn.Sequential(", "(", r"build\(\) returned tuple, which is no nn.Module"),
     "chance": ("nn.ReLU()", "nn.Dropout()", "what is random cannot be compared"),
     "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
-    "vector": (
-        "F.mse_loss(model(batch[0]), batch[1])",
-        "model(batch[0])",
-        r"returned torch.float64 \[16, 1\];",
-    ),
+    "vector": ("F.mse_loss(model(batch[0]), batch[1])", "model(batch[0])",
+        r"returned torch.float64 \[16, 1\];"),
     "nothing made": ("return model, after_backward", "return 7", r"parallelize\(\) returned int"),
-    "a loss that is no number": (
-        "F.mse_loss(model(batch[0]), batch[1])",
+    "a loss that is no number": ("F.mse_loss(model(batch[0]), batch[1])",
         "F.mse_loss(model(batch[0]), batch[1]) * float('nan')",
-        "the loss on one device is nan in step 1: nothing can be compared",
-    ),
-    "a gradient that is no number": (
-        "F.mse_loss(model(batch[0]), batch[1])",
+        "the loss on one device is nan in step 1: nothing can be compared"),
+    "a gradient that is no number": ("F.mse_loss(model(batch[0]), batch[1])",
         "F.mse_loss(model(batch[0]), batch[1]) + (0 * model(batch[0])).abs().sqrt().sum()",
-        r"the gradient of 0\.weight on one device is not finite in step 1: nothing can be compared",
-    ),
-    "a mistake in it": (
-        "dist.broadcast(p.data",
-        "dist.broadcast(q.data",
-        "in parallelize.*NameErr",
-    ),
-    "a complex loss": (
-        "F.mse_loss(model(batch[0]), batch[1])",
+        r"the gradient of 0\.weight on one device is not finite in step 1: nothing can be compa"),
+    "a mistake in it": ("dist.broadcast(p.data", "dist.broadcast(q.data",
+        "in parallelize.*NameErr"),
+    "a complex loss": ("F.mse_loss(model(batch[0]), batch[1])",
         "F.mse_loss(model(batch[0]), batch[1]) * 1j",
-        r"loss\(\) returned torch.complex128 \[\]; it must be one real number",
-    ),
-    "an interrupt": (
-        "dist.broadcast(",
-        "raise KeyboardInterrupt(",
-        "parallelize.*KeyboardInterrupt",
-    ),
-    "a batch without its seed": (
-        "generator=torch.Generator().manual_seed(seed)",
-        "",
-        r"draw batch\(seed\) from its seed",
-    ),
-    "no word for shares": (
-        "import torch\n",
-        "import torch\nshares = 3\n",
-        "shares is 3; it must be",
-    ),
+        r"loss\(\) returned torch.complex128 \[\]; it must be one real number"),
+    "an interrupt": ("dist.broadcast(", "raise KeyboardInterrupt(",
+        "parallelize.*KeyboardInterrupt"),
+    "a batch without its seed": ("generator=torch.Generator().manual_seed(seed)", "",
+        r"draw batch\(seed\) from its seed"),
+    "no word for shares": ("import torch\n", "import torch\nshares = 3\n",
+        "shares is 3; it must be"),
     "death": ("p.data, src=0)", "p.data, src=0)\n    import os; os._exit(3)", "ended by exit 3"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -236,15 +236,8 @@ def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
 def test_bad_profiles_are_named(tmp_path):
     good = write(tmp_path / "good.json", gpu_trace(0))
     twice = write(tmp_path / "twice.json", gpu_trace(0))
-    empty = write(tmp_path / "empty.json", {"traceEvents": []})
-    cut = tmp_path / "cut.json.gz"
-    cut.write_bytes(gzip.compress(json.dumps(gpu_trace(0)).encode())[:200])
-    (tmp_path / "half.json").write_text(json.dumps(gpu_trace(0))[:300], encoding="utf-8")
     for paths, message in [
         ([good, twice], r"good\.json and .*twice\.json are both of rank 0"),
-        (empty, r"empty\.json .* holds no operator and no kernel"),
-        (cut, r"cut\.json\.gz is no readable trace"),
-        (tmp_path / "half.json", r"half\.json is no readable trace"),
         (tmp_path / "none*.json", r"no such trace: .*none"),
         ([good, tmp_path / "gone.json"], r"no such trace: .*gone\.json"),
     ]:
@@ -328,7 +321,6 @@ def test_one_late_collective_does_not_move_a_clock(tmp_path):
 
 
 # ---------------------------------------------------------------------- names of kernels
-GOOD = _kernel("gemm", 0, 10, 1)
 COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the verb
     NCCL: "all_reduce",
     "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)": "ncclDevKernel_Generic_1",
@@ -402,26 +394,3 @@ def test_what_only_looks_like_communication_is_said(tmp_path):
         "these names look like communication and were counted as computing: my_AllReduce_v7",
     )
     assert str(t).endswith(f"note: {t.notes[0]}") and len(t.select(kind="comm")) == 1
-
-
-@pytest.mark.parametrize("event", [1, "x", [], GOOD | {"args": 7}])
-def test_a_trace_of_another_kind_is_refused_by_name(tmp_path, event):
-    with pytest.raises(ValueError, match=r"a\.json is not what torch.profiler writes: .*Error"):
-        from_profiler(write(tmp_path / "a.json", {"traceEvents": [event]}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["without tid", "thread of every event its own", "all waits"])
-@pytest.mark.timeout(30)
-def test_large_traces_take_time_in_proportion(tmp_path, what):
-    """Catches loops over threads x events and operators x waits: hours for these."""
-    n = 15_000
-    if what == "all waits":
-        events = [_host("aten::mm", 10 * i, 9, 1) for i in range(n)]
-        events += [_host("c10d::allreduce_", 10 * i + 4, 2, 1) for i in range(n)]
-    else:
-        events = [_host("aten::mm", 10 * i, 5, i) for i in range(n)]
-    for event in events if what == "without tid" else ():
-        del event["tid"]
-    t = from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
-    assert len(t) == (3 * n if what == "all waits" else n) and t.notes == ()

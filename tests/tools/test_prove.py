@@ -21,21 +21,17 @@ RIGHT = {
     "torch DDP": (job(gallery.torch_ddp), DP),
     "torch FSDP2": (job(gallery.torch_fsdp, build=gallery.seeded), DP),
     "torch tensor parallel": (job(gallery.torch_tensor, build=gallery.seeded), TP),
-    "torch FSDP2 and tensor parallel": (
-        job(gallery.torch_both, build=gallery.seeded),
-        {"dp": 2, "tp": 2},
-    ),
+    "torch FSDP2 and tensor parallel": (job(gallery.torch_both, build=gallery.seeded),
+        mistakes.BOTH),
     "all-reduces by hand": (job(gallery.reduced), DP),
     "Megatron's layers by hand": (job(gallery.megatron), TP),
     "sequence parallel norm by hand": (job(gallery.sequence_parallel), TP),
     "tokens apart": (job(gallery.context_parallel, shares=gallery.tokens_apart), {"cp": 2}),
     "rows dealt like cards, by hand": (job(gallery.dealt, gather=gallery.undealt), TP),
     "our fsdp": (job(gallery.our_fsdp), DP),
-    "our tensor and ddp": (
-        job(gallery.our_both, build=gallery.llama, loss=gallery.llama_loss),
-        {"dp": 2, "tp": 2},
-    ),
-} | unusual.RIGHT
+    "our tensor and ddp": (job(gallery.our_both, build=gallery.llama, loss=gallery.llama_loss),
+        mistakes.BOTH),
+} | unusual.RIGHT  # fmt: skip
 
 
 @pytest.mark.mostly_slow
@@ -61,125 +57,58 @@ def test_microbatches_that_weigh_differently_are_the_files_own(ranks):
 
 # Who made it; where it parts, and why.
 WRONG = {
-    "weights never sent": told(
-        gallery.unequal_weights, DP, "initial weights of embed", "never broadcast", ranks=[1]
-    ),
-    "weights never sent, beside a mask": told(
-        gallery.unequal_weights,
-        DP,
-        "initial weights of attend.self_attn",
-        "never broadcast",
-        ranks=[1],
-        build=gallery.WithAttention,
-    ),
-    "fully_shard without a seed": told(
-        gallery.torch_fsdp, DP, "initial weights of embed", "never broadcast"
-    ),
-    "T1 pieces drawn under one seed": told(
-        gallery.one_seed, TP, "initial weights of up", "one seed"
-    ),
-    "T3 a hook that averages weights": told(
-        gallery.averages_weights, DP, "gradient of head", "not reduced"
-    ),
-    "T4 the first piece on every rank": told(
-        partial(gallery.megatron, column={"piece": 0}),
-        TP,
-        "initial weights of up",
-        "first piece everywhere",
-    ),
-    "pieces swapped": told(
-        gallery.swapped_pieces, TP, "initial weights of up", "pieces in another order"
-    ),
-    "T15 tie lost": told(
-        gallery.unties, DP, "gradient of embed", "tie lost", build=partial(gallery.Net, tied=True)
-    ),
-    "summed": told(
-        partial(gallery.reduced, factor=1.0), DP, "gradient of head", "summed, not averaged"
-    ),
-    "averaged twice": told(
-        gallery.averages_twice, DP, "gradient of head", "divided once too often"
-    ),
-    "T29 a rank without gradient": told(
-        gallery.forgotten_rank, DP, "gradient of norm", "no gradient", ranks=[1]
-    ),
-    "T5 increments under accumulation": told(
-        gallery.sends_increments,
-        DP,
-        "gradient of head",
-        "accumulated gradients are not reduced",
-        no_sync=gallery.no_sync,
-    ),
-    "T18 a bucket that is overwritten": told(
-        gallery.forgets_microbatches, DP, "gradient of head", "last microbatch only"
-    ),
-    "a bucket that is never zeroed": told(
-        gallery.keeps_its_bucket, DP, "gradient of head", "kept between steps", step=2
-    ),
-    "T10 mean of means": told(
-        gallery.torch_ddp, DP, "gradient of head", "mean of means", uneven=gallery.uneven
-    ),
-    "batch norm of a share": told(
-        gallery.torch_ddp,
-        DP,
-        "gradient of 3",
-        "samples see each other",
-        build=gallery.with_batch_norm,
-    ),
-    "T12 a norm under sequence parallelism": told(
-        partial(gallery.sequence_parallel, reduces=False),
-        TP,
-        "gradient of norm",
-        "missing all-reduce",
-    ),
-    "Megatron's f left out": told(
-        partial(gallery.megatron, column={"enter": gallery.untouched}),
-        TP,
-        "gradient of norm",
-        "missing all-reduce",
-    ),
-    "Megatron's g left out": told(
-        partial(gallery.megatron, row={"leave": gallery.untouched}),
-        TP,
-        "output of down",
-        "unfinished sum",
-    ),
-    "T14 a bias on every rank": told(
-        partial(gallery.megatron, row={"early": True}), TP, "output of down", "bias on every rank"
-    ),
-    "summed though whole": told(
-        gallery.sums_what_is_whole, TP, "gradient of head", "counted on every rank"
-    ),
-    "T9 a norm that counts twice": told(
-        gallery.megatron,
-        TP,
-        "gradient norm",
-        "norm: replicated parameters counted",
-        clip=gallery.clip_counting_all,
-    ),
-    "an optimizer made too early": told(
-        gallery.optimizer_too_early,
-        TP,
-        "weights of up",
-        "not in the optimizer",
-        optimizer=gallery.early_or_not,
-    ),
-    "an optimizer without memory": told(
-        gallery.torch_ddp,
-        DP,
-        "weights of embed",
-        "optimizer state",
-        step=2,
-        optimizer=gallery.forgetful,
-    ),
-    "summed over one of two axes": told(
-        gallery.both_wrong,
-        {"dp": 2, "tp": 2},
-        "gradient of head",
-        "summed, not averaged",
-        ranks=[0, 1, 2, 3],
-        build=gallery.seeded,
-    ),
-} | mistakes.WRONG
+    "weights never sent": told(gallery.unequal_weights, DP, "initial weights of embed",
+        "never broadcast", ranks=[1]),
+    "weights never sent, beside a mask": told(gallery.unequal_weights, DP,
+        "initial weights of attend.self_attn", "never broadcast", ranks=[1],
+        build=gallery.WithAttention),
+    "fully_shard without a seed": told(gallery.torch_fsdp, DP, "initial weights of embed",
+        "never broadcast"),
+    "T1 pieces drawn under one seed": told(gallery.one_seed, TP, "initial weights of up",
+        "one seed"),
+    "T3 a hook that averages weights": told(gallery.averages_weights, DP, "gradient of head",
+        "not reduced"),
+    "T4 the first piece on every rank": told(partial(gallery.megatron, column={"piece": 0}), TP,
+        "initial weights of up", "first piece everywhere"),
+    "pieces swapped": told(gallery.swapped_pieces, TP, "initial weights of up",
+        "pieces in another order"),
+    "T15 tie lost": told(gallery.unties, DP, "gradient of embed", "tie lost",
+        build=partial(gallery.Net, tied=True)),
+    "summed": told(partial(gallery.reduced, factor=1.0), DP, "gradient of head",
+        "summed, not averaged"),
+    "averaged twice": told(gallery.averages_twice, DP, "gradient of head",
+        "divided once too often"),
+    "T29 a rank without gradient": told(gallery.forgotten_rank, DP, "gradient of norm",
+        "no gradient", ranks=[1]),
+    "T5 increments under accumulation": told(gallery.sends_increments, DP, "gradient of head",
+        "accumulated gradients are not reduced", no_sync=gallery.no_sync),
+    "T18 a bucket that is overwritten": told(gallery.forgets_microbatches, DP, "gradient of head",
+        "last microbatch only"),
+    "a bucket that is never zeroed": told(gallery.keeps_its_bucket, DP, "gradient of head",
+        "kept between steps", step=2),
+    "T10 mean of means": told(gallery.torch_ddp, DP, "gradient of head", "mean of means",
+        uneven=gallery.uneven),
+    "batch norm of a share": told(gallery.torch_ddp, DP, "gradient of 3", "samples see each other",
+        build=gallery.with_batch_norm),
+    "T12 a norm under sequence parallelism": told(partial(gallery.sequence_parallel, reduces=False),
+        TP, "gradient of norm", "missing all-reduce"),
+    "Megatron's f left out": told(partial(gallery.megatron, column={"enter": gallery.untouched}),
+        TP, "gradient of norm", "missing all-reduce"),
+    "Megatron's g left out": told(partial(gallery.megatron, row={"leave": gallery.untouched}), TP,
+        "output of down", "unfinished sum"),
+    "T14 a bias on every rank": told(partial(gallery.megatron, row={"early": True}), TP,
+        "output of down", "bias on every rank"),
+    "summed though whole": told(gallery.sums_what_is_whole, TP, "gradient of head",
+        "counted on every rank"),
+    "T9 a norm that counts twice": told(gallery.megatron, TP, "gradient norm",
+        "norm: replicated parameters counted", clip=gallery.clip_counting_all),
+    "an optimizer made too early": told(gallery.optimizer_too_early, TP, "weights of up",
+        "not in the optimizer", optimizer=gallery.early_or_not),
+    "an optimizer without memory": told(gallery.torch_ddp, DP, "weights of embed",
+        "optimizer state", step=2, optimizer=gallery.forgetful),
+    "summed over one of two axes": told(gallery.both_wrong, mistakes.BOTH,
+        "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3], build=gallery.seeded),
+} | mistakes.WRONG  # fmt: skip
 
 
 @pytest.mark.mostly_slow
@@ -202,24 +131,15 @@ class NoSync(DistributedDataParallel):
 
 
 UNKNOWN = {
-    "pieces that make nothing": (
-        job(unusual.fsdp_1),
-        DP,
-        r"initial weights .* pieces of \[\d+\] make no",
-    ),
+    "pieces that make nothing": (job(unusual.fsdp_1), DP,
+        r"initial weights .* pieces of \[\d+\] make no"),
     "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
-    "an axis": (
-        job(gallery.plain.parallelize),
-        {"gpus": 2},
-        "do the ranks of axis 'gpus' have sam",
-    ),
-    "a trial": (
-        job(lambda model, mesh: NoSync(model)),
-        DP,
-        "forward and loss of step 1: RuntimeError: not now "
-        r"\(in the trial of 2 steps of 3 microbatches; equal by then: 3 steps\)",
-    ),
-}
+    "an axis": (job(gallery.plain.parallelize), {"gpus": 2},
+        "do the ranks of axis 'gpus' have sam"),
+    "a trial": (job(lambda model, mesh: NoSync(model)), DP,
+        r"forward and loss of step 1: RuntimeError: not now \(in the trial of 2 steps of 3 "
+        r"microbatches; equal by then: 3 steps\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -140,11 +140,9 @@ RIGHT = {
     "reduced in the step": (job(alike, optimizer=reducing, reduced_in_step=True), DP),
     "backward in the file": (job(torch_ddp, backward=lambda loss: loss.backward()), DP),
     "its own division": (job(torch_ddp, backward=divided_by_the_file), DP),
-    "an axis that the file names": (
-        job(partial(by_hand, change=average), shares=["gpus"]),
-        {"gpus": 2},
-    ),
-}
+    "an axis that the file names": (job(partial(by_hand, change=average), shares=["gpus"]),
+        {"gpus": 2}),
+}  # fmt: skip
 
 
 UNEVEN = job(

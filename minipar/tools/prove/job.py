@@ -75,7 +75,7 @@ class Job:
     def load(path: str) -> "Job":
         """Run the file and take out of it what has one of the names.
 
-        Raises `WrongFile` where one is missing or no function, and whatever the file raises.
+        Raises `WrongFile` where one is missing, and whatever the file raises.
         """
         spec = importlib.util.spec_from_file_location("minipar_proved", path)
         module = importlib.util.module_from_spec(spec)
@@ -89,13 +89,10 @@ class Job:
         given = {name: getattr(module, name) for name in names if hasattr(module, name)}
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
-        for name, value in given.items():
-            is_word = name == "reduced_in_step" and isinstance(value, bool)
-            is_word |= name == "shares" and (value in ("batch", "whole") or type(value) is list)
-            if not callable(value) and not is_word:
-                more = ', "batch", "whole" or a list of axes' if name == "shares" else ""
-                more = ", or True" if name == "reduced_in_step" else more
-                raise WrongFile(f"{name} is {value!r}; it must be a function{more}")
+        shares = given.get("shares", "batch")
+        if not (callable(shares) or shares in ("batch", "whole") or type(shares) is list):
+            words = '"batch", "whole", a list of axes, or a function'
+            raise WrongFile(f"shares is {shares!r}; it must be {words}")
         return Job(**given, file=path)
 
     def data_axes(self, sizes: Iterable[str]) -> list[str]:
@@ -154,7 +151,7 @@ def rows(batch: Any, index: int, count: int) -> Any:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all. Raises `WrongFile` if their shapes differ."""
+    """Return one batch with the rows of all, which must be as long in each batch."""
     columns: list[list[Tensor]] = []
     for batch in batches:
         columns.append([])
@@ -163,8 +160,6 @@ def joined(batches: Sequence[Any]) -> Any:
 
     def together(tensor: Tensor) -> Tensor:
         tensors = next(parts)
-        if len({tuple(t.shape[1:]) for t in tensors}) > 1:
-            raise WrongFile("uneven(seed) must give batches of one shape, padded where need be")
         return torch.cat(tensors) if tensor.ndim else tensor
 
     return mapped(together, batches[0])

@@ -57,15 +57,12 @@ class Trial:
         """Return the global batch of each microbatch of a step."""
         draw = job.uneven if self.uneven else job.batch
         seeds = range(step * self.microbatches, (step + 1) * self.microbatches)
-        return [mapped(_to_float64, draw(seed)) for seed in seeds]
+        return [mapped(lambda t: t.double() if t.is_floating_point() else t, draw(seed))
+                for seed in seeds]  # fmt: skip
 
     def on_one_device(self, batches: list[Any]) -> list[Any]:
         """Return the microbatches of one device."""
         return [joined(batches)] if self.is_joined else batches
-
-
-def _to_float64(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @dataclass
@@ -168,7 +165,12 @@ class _Run:
             shards = [g.to_local() if _is_torchs(g) else g for g in own.values()]
             seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in shards)))
             seen.gradients.append(self.whole(gradients, "full_gradients"))
-            self.check_is_finite(seen.gradients[-1], at)
+            for name, gradient in seen.gradients[-1].items() if self.alone else ():
+                if gradient is not None and not gradient.isfinite().all():
+                    raise WrongFile(
+                        f"the gradient of {name} on one device is not finite in {at}: nothing can "
+                        f"be compared"
+                    )
             doing.append(f"clipping in {at}")
             seen.norms.append(self.norm(own))
             doing.append(f"the optimizer's {at}")
@@ -260,15 +262,6 @@ class _Run:
             return float(_whole_tensor(torch.nn.utils.get_total_norm(list(own.values()))))
         return None  # torch's function would take this rank's pieces alone, or refuse
 
-    def check_is_finite(self, gradients: State, at: str) -> None:
-        """Raise `WrongFile` where one device has a gradient that is no number."""
-        for name, gradient in gradients.items():
-            if self.alone and gradient is not None and not gradient.isfinite().all():
-                raise WrongFile(
-                    f"the gradient of {name} on one device is not finite in {at}: nothing can be "
-                    f"compared"
-                )
-
 
 def _number(loss: Any, what: str) -> float:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -281,9 +274,8 @@ def _number(loss: Any, what: str) -> float:
 def _optimizer(job: Job, model: nn.Module, strategies: list[Strategy]) -> Any:
     if job.optimizer is not None:
         return job.optimizer(model)
-    for strategy in strategies:
-        if hasattr(strategy, "optimizer"):
-            return strategy.optimizer
+    if own := [each.optimizer for each in strategies if hasattr(each, "optimizer")]:
+        return own[0]
     trainable = [p for p in model.parameters() if p.requires_grad]
     # An eps that does not blow up the noise of gradients that are zero but for rounding.
     return torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
@@ -402,10 +394,10 @@ def _copies(named: State) -> State:
 
 
 def _ties(model: nn.Module, clean: Callable[[str], str]) -> list[tuple[str, ...]]:
-    by_identity: dict[int, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(p), []).append(clean(name))
-    return [tuple(names) for names in by_identity.values() if len(names) > 1]
+        names.setdefault(p, []).append(clean(name))
+    return [tuple(same) for same in names.values() if len(same) > 1]
 
 
 def _whole_tensor(value: Tensor) -> Tensor:

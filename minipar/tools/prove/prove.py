@@ -133,7 +133,8 @@ def prove(
             both = Both(trial, sizes, device, seen, rtol)
             parting, modules = _parting(both)
         except WrongFile as error:
-            raise WrongFile(f"{error}{_in_trial(trial, passed)}") from None
+            equal = f" (in the trial of {trial.name}; equal by then: {', '.join(passed)})"
+            raise WrongFile(f"{error}{equal * bool(passed)}") from None
         notes = notes or _notes(both)
         if parting is not None:
             break
@@ -141,10 +142,6 @@ def prove(
         if device.has_uneven and uneven[0] not in trials:
             trials += uneven
     return Verdict(file, sizes, passed, parting, modules, notes)
-
-
-def _in_trial(trial: Trial, passed: list[str]) -> str:
-    return f" (in the trial of {trial.name}; equal by then: {', '.join(passed)})" if passed else ""
 
 
 def _notes(both: Both) -> list[str]:
