@@ -285,10 +285,20 @@ def replayed(ranked: Ranked) -> Ranked:
 
 
 # ---------------------------------------------------------------------- words
-def flags(job: Job) -> str:
-    """Return the flags of `minipar train` for the plan, to paste."""
-    batch = job.dp * job.plan.microbatches * job.microbatch
-    return f"--plan {job.plan} --batch-size {batch} --seq-len {job.seq_len}"
+def flags(job: Job) -> dict[str, str]:
+    """Return flags of the plan to paste; for torchtitan 0.3.0, whose others change, its degrees."""
+    plan, batch = job.plan, job.dp * job.plan.microbatches * job.microbatch
+    degrees = {
+        "data_parallel_shard": job.dp if plan.zero else 1,  # it has no ZeRO 1, but ZeRO 2
+        "data_parallel_replicate": 1 if plan.zero else job.dp,
+        "tensor_parallel": plan.tp,
+        "context_parallel": plan.cp,
+        "pipeline_parallel": plan.pp,
+        "expert_parallel": plan.ep,
+    }
+    words = [f"--parallelism.{name}_degree {n}" for name, n in degrees.items() if n > 1]
+    own = f"--plan {plan} --batch-size {batch} --seq-len {job.seq_len}"
+    return {"minipar train": own, "torchtitan": " ".join(words)}
 
 
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
@@ -399,7 +409,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
         "The best, by part:\n" + _by_part(first),
         "Why:\n" + "\n".join(f"  {line}" for line in why),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
-        f"To paste:\n  minipar train {flags(first.job)}",
+        "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
         f"Only --fix varies {NOT_VARIED}.",
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:5]

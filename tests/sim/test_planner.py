@@ -172,12 +172,18 @@ def test_tp_is_timed_among_its_own_ranks():
     assert f"takes {inside * 1e3:.2f} ms there, {across * 1e3:.2f} ms over two" in line
 
 
-def test_flags_are_read_by_our_own_training():
+def test_flags_are_read_by_our_own_training_and_are_torchtitans_degrees():
     one = ranked(replace(EIGHT, model="small", gpus=4, seq=512), "dp=2,tp=2,zero=1")
-    flags = shlex.split(planner.flags(one.job))
-    name, config = commands.parse(["train", "--preset", "small", *flags])
+    given = planner.flags(one.job)
+    name, config = commands.parse(
+        ["train", "--preset", "small", *shlex.split(given["minipar train"])]
+    )
     assert isinstance(config, TrainConfig) and name == "train"
     assert config.as_plan() == one.job.plan and (config.seq_len, config.batch_size) == (512, 2)
+    p = "--parallelism."
+    assert given["torchtitan"] == f"{p}data_parallel_shard_degree 2 {p}tensor_parallel_degree 2"
+    whole = planner.flags(replace(one.job, plan=Plan(dp=2)))
+    assert whole["torchtitan"] == f"{p}data_parallel_replicate_degree 2"
 
 
 @pytest.mark.parametrize("word", ["", ",compression=int8"])

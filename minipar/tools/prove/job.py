@@ -151,7 +151,7 @@ def rows(batch: Any, index: int, count: int) -> Any:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all, which must be as long in each batch."""
+    """Return one batch with the rows of all. Raises `WrongFile` if their shapes differ."""
     columns: list[list[Tensor]] = []
     for batch in batches:
         columns.append([])
