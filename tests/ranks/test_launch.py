@@ -624,7 +624,7 @@ def test_ranks_are_told_apart_from_the_fork_server(monkeypatch, capfd):
     with Ranks(2, sink=None, preload=("colorsys",)) as two:
         seen = two.run(lambda: (os.environ["TOLD"], os.getcwd(), "colorsys" in sys.modules))
         assert seen == [("yes", os.getcwd(), True)] * 2
-        two.run(lambda: print("hello", flush=True))
+        two.run(lambda: os.write(1, b"hello\n"))  # at once, whoever else writes
         assert capfd.readouterr().out == "hello\n" * 2
 
 
