@@ -100,8 +100,18 @@ class HostCopy:
         return self._down([(tensor, self.empty_like(tensor)) for tensor in tensors])
 
     def to_device(self, pairs: Iterable[Pair]) -> Copy:
-        """Start to copy host tensors into those of the device: ``[(source, destination), ...]``."""
-        return self._up([(source.detach(), to.detach()) for source, to in pairs])
+        """Start to copy host tensors into those of the device: ``[(source, destination), ...]``.
+
+        Raises `ValueError` for a pair of different shapes or dtypes: PCIe carries plain bytes.
+        """
+        pairs = [(source.detach(), destination.detach()) for source, destination in pairs]
+        for source, to in pairs:
+            if (source.shape, source.dtype) != (to.shape, to.dtype):
+                raise ValueError(
+                    f"to_device: {tuple(source.shape)} of {source.dtype} cannot land in "
+                    f"{tuple(to.shape)} of {to.dtype}; they must be alike"
+                )
+        return self._up(pairs)
 
 
 # ---------------------------------------------------------------------- on a CPU

@@ -24,24 +24,18 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * expert_size, width))
         self.down_proj = nn.Parameter(torch.empty(num_experts, width, expert_size))
 
-    def forward(self, rows: Tensor, counts: Tensor | None, how: str = "auto") -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
         """Compute rows [R, D], sorted by expert, `counts` [E] per expert -> [R, D].
 
-        `how` is one of
-        - "loop": one expert after the other. Any dtype; the host reads the counts.
-        - "grouped": all experts in one product of torch. The host reads nothing; `why_not_grouped`.
-        - "auto": "grouped" if possible.
-        - "padded": as `padded`, without counts.
+        Torch's grouped product multiplies all experts at once, and the host reads nothing. Where it
+        does not take the tensors, the host reads the counts: one expert comes after the other.
+        Without counts, see `padded`.
         """
-        assert how in ("auto", "loop", "grouped", "padded")
-        if how == "padded":
+        if counts is None:
             return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
-        # Before the choice of `how`, because autocast does not know the grouped product.
+        # Cast first, because autocast does not know the grouped product.
         rows, ups, downs = casts.as_multiplied(rows, self.gate_up_proj, self.down_proj)
-        reason = why_not_grouped(rows, ups, downs)
-        if how == "grouped" and reason:
-            raise ValueError(f"no grouped product here: {reason}; use 'loop'")
-        if how == "loop" or reason:
+        if not can_group(rows, ups, downs):
             # On meta there is no value to read: all experts have equally many rows.
             even = counts.is_meta and rows.tensor_split(len(counts))
             pieces = even or rows.split(counts.tolist())
@@ -65,22 +59,19 @@ class Experts(nn.Module):
 
         This goes through `__call__`, because fsdp gathers the weights in a forward hook.
         """
-        return self(rows, None, "padded")
+        return self(rows)
 
 
-def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
-    """Return why torch's grouped product does not take these tensors; "" if it does."""
-    dtypes = {tensor.dtype for tensor in (rows, *weights)}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
-        return f"it multiplies float32, bfloat16 or float16, not {', '.join(map(str, dtypes))}"
-    if dtypes != {torch.bfloat16} and (rows.is_meta or rows.is_cuda):
-        where = "on meta" if rows.is_meta else "on a GPU"
-        return f"{where} it multiplies bfloat16 alone, not {dtypes.pop()}"
-    for tensor in (rows, *weights):
-        if tensor.shape[-1] * tensor.itemsize % 16:
-            least = 16 // tensor.itemsize
-            return f"rows of {tensor.shape[-1]} numbers are no multiple of {least}, 16 bytes"
-    return ""
+def can_group(*tensors: Tensor) -> bool:
+    """True if torch's grouped product takes these tensors: one dtype, rows of k times 16 bytes.
+
+    On a GPU, for which meta stands in, it multiplies bfloat16 alone.
+    """
+    on_cpu = tensors[0].device.type == "cpu"
+    known = {torch.bfloat16, torch.float32, torch.float16} if on_cpu else {torch.bfloat16}
+    dtypes = {tensor.dtype for tensor in tensors}
+    is_even = not any(tensor.shape[-1] * tensor.itemsize % 16 for tensor in tensors)
+    return len(dtypes) == 1 and dtypes <= known and is_even
 
 
 def _swiglu(both: Tensor) -> Tensor:

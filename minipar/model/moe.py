@@ -278,7 +278,6 @@ class MoE(nn.Module):
         self.experts = Experts(config.num_experts, width, config.expert_size)
         self.shared_experts = shared
         self.core: Callable[[Tensor, Routing], Tensor] = self.compute
-        self.how = "auto"  # of `Experts.forward`
         self.dropped: Tensor | None = None  # slots that the last forward dropped, a scalar
         self.num_dropped = 0  # slots dropped since `start_step`, without recomputed forwards
 
@@ -313,7 +312,7 @@ class MoE(nn.Module):
             return self.add(self.seated(x, routing, self.experts.padded), self.shared(x))
         order, counts = sort_by_expert(routing.experts, self.config.num_experts)
         tokens = order // self.config.top_k
-        rows = self.experts(x[tokens], counts, self.how)
+        rows = self.experts(x[tokens], counts)
         return self.add(combine(rows, order, routing, x), self.shared(x))
 
     def seated(self, x: Tensor, routing: Routing, compute: Callable[[Tensor], Tensor]) -> Tensor:

@@ -97,7 +97,7 @@ def apply(
     parts = Parts()
 
     # 1. Experts: while all ranks still have whole ones. Ranks of ep hold other tokens, as those of
-    #    dp do; over cp and tp, experts may be apart as well. What the balance counts is known here.
+    #    dp do; over tp, experts may be apart as well. What the balance counts is known here.
     if model.config.has_experts:
         cut = ("cp", "tp") if plan.sequence_parallel else ("cp",)  # over these, sequences are
         over = plan.expert_axes

@@ -159,7 +159,7 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     counts = on_host(counts[None], [len(order)])[0]
     own = experts_of(axis, config.num_experts)
     order = order[counts[: own.start].sum() : counts[: own.stop].sum()]
-    rows = moe.experts(tokens[order // config.top_k], counts[own], moe.how)
+    rows = moe.experts(tokens[order // config.top_k], counts[own])
     summands = combine(rows, order, every, tokens)  # [n N, D] P@ep
     return moe.add(reduce_scatter(summands, axis), moe.shared(x))  # [N, D] V@ep
 
@@ -191,7 +191,7 @@ class DispatchPlan:
         expert = torch.arange(num_own, device=rows.device).repeat(n)
         expert = expert.repeat_interleave(lengths, output_size=len(rows))
         by_expert = expert.argsort(stable=True)
-        out = moe.experts(rows.index_select(0, by_expert), self.received.sum(0), moe.how)
+        out = moe.experts(rows.index_select(0, by_expert), self.received.sum(0))
         return torch.zeros_like(out).index_copy(0, by_expert, out)
 
 

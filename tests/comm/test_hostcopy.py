@@ -16,6 +16,12 @@ from minipar.observe import memory, timeline
 SLOW = Link("slow PCIe", 0.01, 10e6)  # a megabyte takes 110 ms
 
 
+@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)])
+def test_what_is_not_alike_is_refused(other):
+    with pytest.raises(ValueError, match=r"\(3,\) of torch.float32 cannot land in"):
+        HostCopy().to_device([(torch.zeros(3), other)])
+
+
 def test_what_arrives_is_what_was_sent():
     """Mutant: a copy that is never made, or made of the wrong tensor of several."""
     copies = HostCopy()

@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from minipar.model import hf
-from minipar.model.experts import add_up, why_not_grouped
+from minipar.model import experts, hf
+from minipar.model.experts import add_up, can_group
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.model.moe import MoE, MoEConfig, Router, routers
 from minipar.model.recompute import checkpoint_activations
@@ -213,13 +214,18 @@ def some_hidden(dtype: torch.dtype = torch.float32, seq_len: int = 20) -> Tensor
     return torch.randn(2, seq_len, 16, generator=generator).to(dtype).requires_grad_()
 
 
+def by(how: str):
+    """Multiply by the grouped product, or by the loop."""
+    return mock.patch.object(experts, "can_group", lambda *_: how == "grouped")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_product_equals_the_loop(dtype):
     outs = []
     for how in ("loop", "grouped"):
         moe, x = some_moe(MoEConfig(6, 2, 24), dtype=dtype), some_hidden(dtype)
-        moe.how = how
-        y = moe(x)
+        with by(how):
+            y = moe(x)
         y.float().square().sum().backward()
         outs.append([y, x.grad, *(p.grad for p in moe.parameters())])
     for loop, grouped in zip(*outs, strict=True):
@@ -244,34 +250,34 @@ def test_rows_are_added_up_as_by_torch_and_not_kept():
 def test_under_autocast_each_way_multiplies_in_its_dtype(how):
     """As experts that are in bfloat16. Mutant: the grouped product is in float32."""
     rows, counts = some_hidden().detach().flatten(0, 1), torch.tensor([10] * 4)
-    experts = some_moe(MoEConfig(4, 2, 24)).experts
-    low = copy.deepcopy(experts).bfloat16()
+    ours = some_moe(MoEConfig(4, 2, 24)).experts
+    low = copy.deepcopy(ours).bfloat16()
 
-    def compute(experts: nn.Module, rows: Tensor) -> Tensor:
+    def compute(some: nn.Module, rows: Tensor) -> Tensor:
         if how == "padded":
-            return experts.padded(rows.view(4, 10, 16)).flatten(0, 1)
-        return experts(rows, counts, how)
+            return some.padded(rows.view(4, 10, 16)).flatten(0, 1)
+        with by(how):
+            return some(rows, counts)
 
     with torch.autocast("cpu", torch.bfloat16):
-        cast = compute(experts, rows)
+        cast = compute(ours, rows)
     assert cast.dtype == torch.bfloat16 and torch.equal(cast, compute(low, rows.bfloat16()))
     cast.sum().backward()
-    assert experts.down_proj.grad.dtype == torch.float32 and experts.down_proj.grad.any()
+    assert ours.down_proj.grad.dtype == torch.float32 and ours.down_proj.grad.any()
 
 
 @pytest.mark.parametrize(
-    ("rows", "word"),
+    ("width", "dtype", "device", "fits"),
     [
-        (torch.zeros(3, 16, dtype=torch.float64), "float64"),
-        (torch.zeros(3, 6), "no multiple of 4"),
-        (torch.zeros(3, 16, device="meta"), "bfloat16 alone"),
+        (16, torch.float32, "cpu", True),
+        (16, torch.float64, "cpu", False),
+        (6, torch.float32, "cpu", False),  # 24 bytes
+        (16, torch.float32, "meta", False),
+        (16, torch.bfloat16, "meta", True),
     ],
 )
-def test_the_reason_against_a_grouped_product_is_given(rows, word):
-    assert word in why_not_grouped(rows)
-    experts = MoE(SIX, rows.shape[1]).to(rows.device, rows.dtype).experts
-    with pytest.raises(ValueError, match=f"no grouped product here.*{word}.*use 'loop'"):
-        experts(rows, torch.tensor([3] + [0] * 5), "grouped")
+def test_which_tensors_the_grouped_product_takes(width, dtype, device, fits):
+    assert can_group(torch.zeros(3, width, dtype=dtype, device=device)) == fits
 
 
 def test_full_experts_drop_those_who_come_last():
@@ -329,9 +335,10 @@ def test_the_gradient_of_a_sum_is_taken_by_the_grouped_product():
     rows, counts = some_hidden().detach().flatten(0, 1).requires_grad_(), torch.tensor([40, 0])
     found = {}
     for how in ("loop", "grouped"):
-        experts = some_moe(MoEConfig(2, 1, 8, normalise=False)).experts
-        experts(rows, counts, how).sum().backward()
-        found[how], rows.grad = (rows.grad, experts.down_proj.grad), None
+        ours = some_moe(MoEConfig(2, 1, 8, normalise=False)).experts
+        with by(how):
+            ours(rows, counts).sum().backward()
+        found[how], rows.grad = (rows.grad, ours.down_proj.grad), None
     torch.testing.assert_close(found["grouped"], found["loop"])
 
 

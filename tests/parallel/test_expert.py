@@ -408,7 +408,6 @@ def test_trap_37_an_uneven_evaluation_keeps_ranks_in_step(ranks, num_sequences):
 def _poisoned() -> bool:
     """With NaN in all memory that is not written yet, and uneven counts, one expert without any."""
     axis, layer = Mesh(dp=1, ep=2).ep, one_layer(dtype=torch.float32)
-    layer.how = "grouped"
     expert.apply(layer, axis, dispatch="overlapped")
     chosen = torch.tensor([[0, 1], [0, 3], [5, 0], [0, 1], [0, 5]][axis.rank :])
     x = tokens_of(axis.rank, len(chosen), torch.float32)[0].requires_grad_()

@@ -15,6 +15,14 @@ from tests.streams import GPU, Streams
 # --------------------------------------------------------------------------------------- samples
 
 
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 0}, {"microbatches": 0}, {"rank": 2, "size": 2}, {"size": 0}]
+)
+def test_batches_refuse_bad_counts(options):
+    with pytest.raises(ValueError, match="use counts of 1 or more, and a rank below size"):
+        Batches(sequences_of(5), **{"batch_size": 4} | options)
+
+
 @pytest.mark.slow
 @given(num_tokens=st.integers(2, 60), data=st.data())
 def test_each_token_is_a_target_once_and_follows_its_input(num_tokens, data):
