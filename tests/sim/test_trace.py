@@ -284,6 +284,7 @@ def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was():
     """Mutants: it looks at all, which takes longer than a small trace; at nothing; what was there
     before is never collected again."""
     frozen = []
+    gc.unfreeze()  # what conftest.py has frozen
     with mock.patch.object(gc, "collect", lambda: frozen.append(gc.get_freeze_count())):
         trace(CONFIG, Plan(), seq_len=8)
     assert frozen and min(frozen) > 10_000 and gc.get_freeze_count() == 0

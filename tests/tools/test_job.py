@@ -15,21 +15,23 @@ SECTION = README.read_text(encoding="utf-8").split("## Is your own training righ
 FILE, PAGE = (re.findall(f"```{head}(.*?)```", SECTION, re.S)[0] for head in ("python\n", "\n[$]"))
 
 
+def proved(*words) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main.main(["prove", *map(str, words)])
+    return stop.value.code
+
+
 @pytest.mark.slow
 def test_the_example_in_readme_is_found_out(tmp_path, monkeypatch, capsys):
     """Word for word, and right with one more line."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(FILE, encoding="utf-8")
-    with pytest.raises(SystemExit) as stop:
-        main.main(["prove", "mine.py", "--mesh", "dp=2"])
-    assert stop.value.code == 1
+    assert proved("mine.py", "--mesh", "dp=2") == 1
     assert capsys.readouterr().out.split() == PAGE.split("\n", 1)[1].split()
     assert Path("prove.png").stat().st_size > 5000
     right = FILE.replace("mesh.dp.group)", "mesh.dp.group)\n            p.grad /= mesh.dp.size")
     Path("mine.py").write_text(right, encoding="utf-8")
-    with pytest.raises(SystemExit) as stop:
-        main.main(["prove", "mine.py", "--mesh", "dp=2", "--json"])
-    assert stop.value.code == 0
+    assert proved("mine.py", "--mesh", "dp=2", "--json") == 0
     assert '"equal": true' in capsys.readouterr().out
 
 
@@ -105,10 +107,9 @@ def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):
     stuck = FILE.replace(loop, wait + loop)
     assert stuck != FILE
     file.write_text(stuck, encoding="utf-8")
-    with pytest.raises(SystemExit) as stop:
-        main.main(["prove", str(file), "--mesh", "dp=2", "--timeout", "1"])
+    assert proved(file, "--mesh", "dp=2", "--timeout", "1") == 2
     said = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and "\n" not in said
+    assert "\n" not in said
     assert "rank 0 of 2 (dp=0)" in said and "what follows backward in step 1" in said
     assert "ranks that did not join" in said
 
@@ -116,11 +117,9 @@ def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):
 @pytest.mark.parametrize("flags", [["--mesh", "dp"], ["--steps", "0"], ["--rtol", "7"], []])
 def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path, capsys, flags):
     (tmp_path / "mine.py").touch()
-    with pytest.raises(SystemExit) as stop:
-        main.main(["prove", str(tmp_path / ("mine.py" if flags else "no.py")), *flags])
+    assert proved(tmp_path / ("mine.py" if flags else "no.py"), *flags) == 2
     said = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and "\n" not in said
-    assert (flags or ["no.py"])[0] in said
+    assert (flags or ["no.py"])[0] in said and "\n" not in said
 
 
 def test_a_mesh_is_read_with_any_names():
