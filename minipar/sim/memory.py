@@ -165,8 +165,10 @@ def llama_activations(
     `experts` ("expert tensor parallelism"), F is cut and all tokens are there.
 
     Left out: numbers per token and head (log-sum-exp) or per token and norm. Source: Korthikanti et
-    al. 2022, section 4. Raises `ValueError` for `overlap` without `sequence`.
+    al. 2022, section 4. Raises `ValueError` for `tp` below 1, or `overlap` without `sequence`.
     """
+    if tp < 1:
+        raise ValueError(f"tp={tp}; use 1 or more")
     if overlap and not sequence:
         raise ValueError("overlap=True gathers what sequence=True has cut; set both")
     inputs = 2 * config.hidden_size * (1 if fused_norm else 1 + 4 / bytes_per_number)
