@@ -235,9 +235,9 @@ def summary(report: Report) -> str:
     else:
         rows["loss"] = f"{report.first_loss:.3f} -> {report.last_loss:.3f} nats per token"
         rows["speed"] = (
-            f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step, "
-            f"{report.flops_per_second / 1e9:,.1f} GFLOP/s of the model on each rank"
+            f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step"
         )
+        rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
     if report.hidden_fraction is not None:
         rows["communication"] = (

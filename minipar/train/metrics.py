@@ -1,9 +1,9 @@
 """The metrics of a run: a line of JSON per step in metrics.jsonl.
 
 Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted), seconds (of the
-step, without validation and checkpoints), tokens_per_second, peak_memory (bytes, of rank 0 so far).
-Some lines have recorded (true where a recorder made the step slower), validation_loss, and what
-loss scaling reports.
+step, without validation and checkpoints), tokens_per_second, mfu (see peak.py), peak_memory (bytes,
+of rank 0 so far). Some lines have recorded (true where a recorder made the step slower),
+validation_loss, and what loss scaling reports.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import Tensor
 from minipar.comm import clock
 from minipar.comm.mesh import Mesh
 
-MEASURED = ["recorded", "seconds", "tokens_per_second", "peak_memory"]
+MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu", "peak_memory"]
 """Keys whose values differ between two runs that do the same."""
 
 

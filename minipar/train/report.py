@@ -37,7 +37,8 @@ class Report:
     last_loss: float | None
     validation_loss: float
     tokens_per_second: float | None
-    flops_per_second: float | None  # that the model needs, of a rank: over its peak, this is MFU
+    mfu: float | None  # model FLOPs utilisation: the share of the peak below
+    peak: str  # what the ranks could do at most, and where that number is from
     step_seconds: float | None  # median
     sent_bytes: float
     communication_seconds: float

@@ -19,14 +19,14 @@ from minipar.model.llama import Llama
 from minipar.observe import watchdog
 from minipar.observe.timeline import Timeline
 from minipar.ranks.backends import compute_device
-from minipar.train import checkpoint, out_of_memory, setup, shards
+from minipar.train import checkpoint, out_of_memory, peak, setup, shards
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
 from minipar.train.folder import held
 from minipar.train.metrics import Log, say
 from minipar.train.optim import warmup_cosine
-from minipar.train.precision import Precision
+from minipar.train.precision import COMPUTE_DTYPES, Precision
 from minipar.train.report import (
     PROFILED_STEPS,
     Report,
@@ -71,6 +71,9 @@ class Trainer:
         self.strategy = setup.apply(config, self.model, self.mesh)
         self.optimizer = self.strategy.optimizer
         self.precision = Precision(self.plan.autocast, self.device)
+        dtype = COMPUTE_DTYPES[self.plan.precision] or getattr(torch, config.dtype)
+        self.peak = peak.of_ranks(self.device, dtype, self.mesh.world)
+        self.flops_per_token = self.model.config.flops_per_token(config.seq_len)
         self.saver = Saver(
             folder / "checkpoints",
             self.mesh.world,
@@ -177,6 +180,7 @@ class Trainer:
                 f"Try a lower --lr than {self.config.lr:g}"
             )
         line["tokens_per_second"] = num_tokens / line["seconds"]
+        line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
         line["peak_memory"] = peak_memory(self.device)
 
     def _agree(self, is_asked: bool) -> bool:
@@ -251,8 +255,8 @@ class Trainer:
             if not math.isclose(before, now):
                 say(
                     self.mesh,
-                    f"the schedule is not that of the checkpoint: the learning rate of step "
-                    f"{self.step} was {before:.3g}, and is {now:.3g} by the flags of this run",
+                    f"this run's flags change the schedule: the learning rate of step {self.step} was "
+                    f"{before:.3g}, and is {now:.3g} now",
                 )
 
     # ------------------------------------------------------------------ the end
@@ -263,7 +267,7 @@ class Trainer:
         carrier = link.current().label if self.config.backend == "link" else "this machine"
         self.timeline.label = f"measured, one step, {self.mesh.size} ranks, {carrier}"
         figures = training_figures(lines)
-        speed, flops = figures["tokens_per_second"], self.model.config.flops_per_token
+        speed = figures["tokens_per_second"]
         sent_bytes, communication_seconds, hidden_fraction = recorder.communication()
         return Report(
             folder=str(self.folder),
@@ -273,7 +277,8 @@ class Trainer:
             steps=self.step,
             **figures,
             validation_loss=validation_loss,
-            flops_per_second=speed and flops(self.config.seq_len) * speed / self.mesh.size,
+            mfu=speed and self.peak.utilisation(self.flops_per_token, speed, seconds=1),
+            peak=self.peak.source,
             sent_bytes=sent_bytes,
             communication_seconds=communication_seconds,
             hidden_fraction=hidden_fraction,

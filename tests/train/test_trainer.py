@@ -211,8 +211,10 @@ def test_files_are_written_and_agree(run):
         assert 0 < line["tokens"] <= 5 * 32
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
         assert 50e6 < line["peak_memory"] <= max(report["peak_memory"])
-    speed = flops * report["tokens_per_second"] / 2
-    assert report["flops_per_second"] == pytest.approx(speed)
+        peak = flops * line["tokens_per_second"] / line["mfu"]
+        assert peak == pytest.approx(flops * steps[0]["tokens_per_second"] / steps[0]["mfu"])
+    assert report["mfu"] == pytest.approx(flops * report["tokens_per_second"] / peak)
+    assert report["peak"] == "a float32 matmul, measured on 2 ranks at once"
 
     params = list(Llama(PRESETS["tiny"]).parameters())
     assert report["num_parameters"] == sum(p.numel() for p in params)
