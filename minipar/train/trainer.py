@@ -255,8 +255,8 @@ class Trainer:
             if not math.isclose(before, now):
                 say(
                     self.mesh,
-                    f"this run's flags change the schedule: the learning rate of step {self.step} was "
-                    f"{before:.3g}, and is {now:.3g} now",
+                    f"this run's flags change the schedule: the learning rate of step {self.step} "
+                    f"was {before:.3g}, and is {now:.3g} now",
                 )
 
     # ------------------------------------------------------------------ the end
