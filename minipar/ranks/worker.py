@@ -390,7 +390,7 @@ HINTS = {
         "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
     ),
 }
-"""What some errors mean on the ranks of a pool."""
+"""Advice for errors that mean something else on the ranks of a pool."""
 
 
 def add_hint(error: BaseException) -> None:

@@ -191,11 +191,6 @@ def problem(job: Job) -> str | None:
     return _problem(job.plan, job.config)
 
 
-def is_legal(ranked: Ranked) -> bool:
-    """True if the plan breaks no rule."""
-    return problem(ranked.job) is None
-
-
 @dataclass(frozen=True)
 class Search:
     """All candidates, sorted: those that fit by time, those that do not by memory."""
@@ -205,11 +200,11 @@ class Search:
 
     def best(self, wanted: Wanted = lambda _: True) -> Ranked | None:
         """Return the fastest legal plan among those that fit and are wanted."""
-        return next(filter(is_legal, filter(wanted, self.fit)), None)
+        return next((r for r in self.fit if wanted(r) and problem(r.job) is None), None)
 
     def smallest(self, wanted: Wanted = lambda _: True) -> Ranked | None:
         """Return the smallest legal plan among those that do not fit and are wanted."""
-        return next(filter(is_legal, filter(wanted, self.too_large)), None)
+        return next((r for r in self.too_large if wanted(r) and problem(r.job) is None), None)
 
     def top(self, count: int) -> list[Ranked]:
         """Return the fastest legal plans, one per mesh and ZeRO stage."""
@@ -217,7 +212,7 @@ class Search:
         for ranked in self.fit:
             plan = ranked.job.plan
             key = (*(getattr(plan, axis) for axis in MESH), plan.zero)
-            if len(found) < count and key not in found and is_legal(ranked):
+            if len(found) < count and key not in found and problem(ranked.job) is None:
                 found[key] = ranked
         return list(found.values())
 

@@ -1,6 +1,6 @@
-"""What a step does with a tensor: boxes, and arrows between them.
+"""Draw the way of a tensor through a step: boxes, and arrows between them.
 
-A coloured box is something that a rank holds, in the palette of memory. A white box is computed. A
+A box in the palette of memory is a tensor that a rank holds. A white box is computed. A
 box in the colour of an axis is a collective. Taught in: notebooks 03, 04a, 04b, 05.
 """
 
