@@ -82,7 +82,7 @@ def hierarchical_all_reduce(
     """Combine over both axes: reduce-scatter inside a node, all-reduce across, all-gather inside.
 
     With m ranks inside and k nodes, each rank sends 2 S (m-1)/m inside, where links are fast, and
-    only 2 S/m (k-1)/k across. `algorithm` is that of the step across; inside it is the ring.
+    only 2 S/m (k-1)/k across. `algorithm` names the step across; the step inside is the ring.
     """
     plans.pick(algorithm)
     check_op("all_reduce", op, tensor)

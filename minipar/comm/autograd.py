@@ -7,7 +7,7 @@ type says what the value is, and with it what its gradient is:
     R  Replicate    the same; each uses it its own way  P: every rank has a part of the sum
     P  Partial      summands: the value is their sum    R: the same on every rank
     I  Invariant    the same; all use it the same way   I: the same on every rank
-    V  Varying      pieces, or values of their own      V: that of the own piece
+    V  Varying      pieces, or values of their own      V: of the own piece
 
 R and I hold the same numbers. The difference is in what follows: a replicated activation goes into
 a different slice of a matrix on every rank, so that each computes a part of the gradient; an
@@ -38,7 +38,7 @@ every rank, which is what I means, it yields gradients n times too large (T14). 
 
 Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, for f and g; Korthikanti
 et al. 2022 (arXiv 2205.05198), section 4.2.2, for the pair gather and reduce-scatter; the four
-types are those of meta-pytorch's `spmd_types`.
+type names come from meta-pytorch's `spmd_types`.
 """
 
 from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Add up over the axis and keep the own piece of `dim`: [D, ...] P -> [D/n, ...] V.
 
     Forward   [1 2] [3 4]  ->  [4] [6]
-    Backward  V -> R: all ranks' summands have the same gradient, that of the sum
+    Backward  V -> R: all summands have the gradient of the sum
               [a] [b]      ->  [a b] [a b]
 
     Raises `ValueError` when n does not divide that dim.
@@ -216,4 +216,4 @@ def start_all_to_all(
 
 def _check_target(verb: str, to: str) -> None:
     if to not in ("R", "I"):
-        raise ValueError(f"{verb}: to={to!r} is no type of its result; use 'R' or 'I'")
+        raise ValueError(f"{verb}: to={to!r} is not a type of its result; use 'R' or 'I'")

@@ -20,7 +20,7 @@ class Background:
     """Do `work` in a thread, after all works `before` it: ranks make calls in the same order.
 
     `on` is the device of the tensors that `work` uses. On a GPU, works of one `purpose` share a
-    stream. Those of different purposes do not, as ranks may come to them in different orders.
+    stream. Tasks of different purposes do not, as ranks may come to them in different orders.
     """
 
     def __init__(

@@ -309,7 +309,7 @@ def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
     if op not in _OPS:
         raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{verb}: op='avg' of {tensor.dtype} is no whole number; use 'sum'")
+        raise ValueError(f"{verb}: op='avg' does not fit {tensor.dtype}; use 'sum'")
     return getattr(dist.ReduceOp, op.upper())
 
 
@@ -317,7 +317,7 @@ def _check_peer(verb: str, peer: int, axis: Axis) -> None:
     """Raise `ValueError` unless `peer` is a rank of `axis`: torch would end the process."""
     if not 0 <= peer < axis.size:
         raise ValueError(
-            f"{verb}: peer={peer} is no rank of {axis.name}={axis.size}; use 0 to {axis.size - 1}"
+            f"{verb}: peer={peer} is not on {axis.name}={axis.size}; use 0 to {axis.size - 1}"
         )
 
 

@@ -1,6 +1,6 @@
 """Copies between a device and its host: asynchronous, recorded, and emulated where there is no GPU.
 
-Idea.   The memory of the host is larger and cheaper than that of a GPU, and PCIe lies between. A
+Idea.   A host has more memory than a GPU, and cheaper memory; PCIe lies between the two. A
         copy engine carries one tensor at a time in each direction while the GPU computes.
 Cost.   latency + num_bytes / bandwidth seconds a copy (alpha-beta); both directions work at once.
 CUDA.   A stream per direction, and pinned memory, without which a copy is not asynchronous. The
@@ -100,7 +100,7 @@ class HostCopy:
         return self._down([(tensor, self.empty_like(tensor)) for tensor in tensors])
 
     def to_device(self, pairs: Iterable[Pair]) -> Copy:
-        """Start to copy host tensors into those of the device: ``[(source, destination), ...]``.
+        """Start to copy host tensors into device tensors: ``[(source, destination), ...]``.
 
         Raises `ValueError` for a pair of different shapes or dtypes: PCIe carries plain bytes.
         """

@@ -176,7 +176,7 @@ class Mesh:
             return self._joint[name,]
         if name in AXES:
             return Axis(name, 0, 1, (self.rank,))
-        raise AttributeError(f"{name!r} is no axis of this mesh; it has {list(sizes)}")
+        raise AttributeError(f"{name!r} is not an axis of this mesh; it has {list(sizes)}")
 
     def __getitem__(self, name: str) -> Axis:
         return getattr(self, name)
@@ -228,7 +228,7 @@ def make_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessG
     """Make a process group of `ranks`; torch's recorders and errors call it by its `name`.
 
     The group has the timeout of the default group, which `dist.new_group` does not inherit. All
-    ranks make the group, also those that are not in it. `options` are those of `dist.new_group`.
+    ranks make the group, also those that are not in it. `options` go to `dist.new_group`.
     """
     world = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])

@@ -155,7 +155,7 @@ def _adjacent(indices: Sequence[int], parts: Sequence[Span]) -> list[Span]:
 def doubling_gather(parts: Sequence[Span], members: Sequence[int], place: int) -> Plan:
     """Swap all parts with the member 1, 2, 4 ... places away: log2 n rounds, n a power of two.
 
-    `place` is that of this rank among `members`, which are ranks.
+    `place` is this rank's place among `members`, which are ranks.
     """
     assert len(members) & (len(members) - 1) == 0, f"doubling among {len(members)} ranks"
     plan, have = [], 1

@@ -36,7 +36,7 @@ class Calls:
         handle, mine = tempfile.mkstemp(prefix="minipar-link-")
         with open(handle, "wb") as file:
             file.write(bytes(8 * 2 * size * size * self.SLOTS * self.FIELDS))
-        path = store.compare_set("calls", "", mine).decode()  # that of the first rank to come
+        path = store.compare_set("calls", "", mine).decode()  # the file of the first rank to come
         if path != mine:
             os.unlink(mine)
         try:

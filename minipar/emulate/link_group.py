@@ -42,7 +42,7 @@ class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
     The wire works for it from `t_start`. Times are in seconds of `time.monotonic`. `verb` and
-    `num_bytes`, what this rank sends, are those of `collectives.wire_bytes`; of an uneven
+    `num_bytes` counts what this rank sends, as `collectives.wire_bytes` does; of an uneven
     all-to-all, the bytes of its own slices for others.
     """
 
@@ -100,7 +100,7 @@ class LinkWork(dist.Work):
     def is_completed(self) -> bool:
         done = self._done.is_set()
         if done and self._error is None:
-            self.result()  # who has seen that it is done may read it
+            self.result()  # a caller who has seen that it is done may read it
         return done
 
     def exception(self) -> Exception | None:

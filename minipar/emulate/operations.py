@@ -179,7 +179,7 @@ def _define() -> Library:
     library.impl("rms_norm_backward", _norm_backward, "CompositeExplicitAutograd")
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)  # there is none of `scale`
+        ctx.set_materialize_grads(False)  # `scale` has no gradient
         ctx.save_for_backward(*inputs[:2], output[1])
 
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:

@@ -134,7 +134,7 @@ class Handle:
             self.travelling = tree_map_only(
                 Tensor, lambda tensor: copies.setdefault(id(tensor), _clone(tensor)), args
             )
-            # What is gathered in place is read from the output: it will change, and rightly so.
+            # A gather in place reads from its own output, which will change, and rightly so.
             apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
             self._read = [(tensor, _clone(tensor)) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
@@ -142,7 +142,7 @@ class Handle:
             _write(tensor, _poison(tensor))
         self.what = f"{what}{_call_site()}"
         self._kinds = dict.fromkeys(map(_kind, [*read, *written]))
-        self.ended = threading.Event()  # of an operation, replaced by that of its work
+        self.ended = threading.Event()  # of an operation, replaced by the event of its work
         self._watch = _flying  # None: it was waited for
         _flying.add(self)
 
@@ -208,7 +208,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _poison(tensor: Tensor) -> Tensor:
-    """Return NaN, or where there is none the largest value, in the shape of `tensor`."""
+    """Return NaN, or the largest value of a type without NaN, in the shape of `tensor`."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return torch.full_like(tensor, float("nan"))
     return torch.full_like(tensor, tensor.dtype == torch.bool or torch.iinfo(tensor.dtype).max)

@@ -50,7 +50,7 @@ class Experts(nn.Module):
         ends = ends.to(rows.device, non_blocking=True)
         hidden = _swiglu(torch._grouped_mm(rows, ups.mT, offs=ends))
         out = torch._grouped_mm(hidden, downs.mT, offs=ends)
-        if out.requires_grad:  # its backward refuses an expanded gradient, such as that of a sum
+        if out.requires_grad:  # its backward refuses an expanded gradient, such as a sum's
             out.register_hook(Tensor.contiguous)
         return out
 

@@ -30,7 +30,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # ----------------------------------------------------------------------------- 1. the configuration
 
-_NAMES = {  # our names, and those of config.json
+_NAMES = {  # our names, and the names in config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -165,7 +165,7 @@ def load(
 ) -> Llama:
     """Return the model in the folder `path`, on the CPU and in the dtype of its files by default.
 
-    Raises `ValueError` where names, shapes or types are not those of `config.json`.
+    Raises `ValueError` where names, shapes or types do not fit `config.json`.
     """
     folder = Folder(path)
     weights = {name: folder.read(name, dtype, device) for name in folder.shapes}
@@ -194,7 +194,7 @@ def fill(
 class Folder:
     """A checkpoint folder: its table of contents is read once, its tensors one at a time.
 
-    A tied head is no parameter of its own: read `model.embed_tokens.weight`.
+    A tied head is not a parameter of its own: read `model.embed_tokens.weight`.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -32,7 +32,7 @@ tags: WeakKeyDictionary[torch.UntypedStorage, Tag] = WeakKeyDictionary()
 """The storages with a tag, for as long as they live."""
 
 watchers: list[Callable[[torch.UntypedStorage, Tag], None]] = []
-"""Functions that are called with every tag: those of open ledgers."""
+"""Functions that are called with every tag, one of each open ledger."""
 
 
 def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:

@@ -115,7 +115,7 @@ class Recorder(Tap):
         return self.stack[-1]
 
     def close(self, frame: Frame | None) -> None:
-        """End `frame` and all that is still open inside of it; the span around it goes on."""
+        """End `frame` and all spans that are open inside of it; the span around it goes on."""
         if frame not in self.stack:
             return
         now = clock.now()
@@ -147,7 +147,7 @@ class RecordedWork:
     """The work of a call. Its span ends when the work ends, not when somebody waits for it."""
 
     def __init__(self, call: Call, recorder: Recorder) -> None:
-        # Not the call itself, whose result would live as long as torch's work.
+        # Not the call itself: its result would live as long as torch's work.
         self.words, self.start = (call.verb, call.axis.name, call.num_bytes), call.start
         self._work, self._recorder = call.work, recorder
         recorder.unwaited.add(self)

@@ -109,16 +109,16 @@ def measure(disjoint: list[Interval]) -> float:
 def read_json(path: str | Path) -> dict[str, Any]:
     """Return a chrome trace, plain or gzipped, as a dict with `traceEvents`.
 
-    Raises `ValueError` with the name of the file where it is none.
+    Raises `ValueError` with the name of the file if it is not a trace.
     """
     try:
         document = json.loads(_content(path))
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no readable trace: {error}") from error
+        raise ValueError(f"{path} is not a readable trace: {error}") from error
     if isinstance(document, list):  # the format allows the bare list of events
         document = {"traceEvents": document}
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise ValueError(f"{path} is JSON, but no chrome trace: it has no list `traceEvents`")
+        raise ValueError(f"{path} is JSON, but not a chrome trace: it has no list `traceEvents`")
     return document
 
 

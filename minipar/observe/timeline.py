@@ -300,6 +300,6 @@ def _events(spans: list[Span]) -> list[dict[str, Any]]:
 
 
 def machine() -> str:
-    """Return a name of this machine, whose processes share a clock: on Linux, that of its boot."""
+    """Return a name of this machine, on which processes share a clock; on Linux, its boot's id."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="utf-8") if boot.exists() else platform.node()

@@ -20,7 +20,7 @@ How:    A tap on calls notes this rank's last call on each axis, and the calls t
         The threads of all ranks answer through the store with their notes and stacks. `explain`
         makes the report of the answers.
 Limits: On NCCL the GPU waits in a collective, not the process. There the watchdog sees a hang only
-        in what the process itself waits for.
+        in waits of the process itself.
 In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier`.
 """
 
@@ -85,7 +85,7 @@ class State:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "State":
-        """Undo ``json.dumps(asdict(state))``. Raises `ValueError` or `TypeError` if it is none."""
+        """Undo ``json.dumps(asdict(state))``. Raises `ValueError` or `TypeError` for other text."""
         values = json.loads(text)
         for name in ("begun", "awaited"):
             calls = [{**call, "ranks": tuple(call["ranks"])} for call in values[name]]

@@ -1,7 +1,7 @@
 """The best cut of gradients into buckets, from when each is ready and what a call costs.
 
 A bucket leaves once its last gradient is there and the bucket before it is done, and each call
-delays what is computed after it:
+delays the computing after it:
 
     end_k = max(ready_k + calls before k, end_(k-1)) + latency + bytes_k seconds_per_byte
 

@@ -2,7 +2,7 @@
 
 Idea.   Every strategy works along an axis of its own and keeps the names of parameters. So
         strategies stack: each works on the parameters that the one before it left. Every gradient
-        is summed over every axis whose ranks compute a part of it.
+        is summed over every axis on which ranks compute a part of it.
 Order.  Experts, tensor, context, pipeline, data: `apply` says why. After backward the data strategy
         (ddp, zero or fsdp) finishes first, because tensor parallelism sums finished gradients.
 Sums.   An axis decides over which ranks a gradient is summed:

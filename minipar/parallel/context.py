@@ -176,7 +176,7 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
 
 # ---------------------------------------------------------------------- all blocks, in a ring
 def pass_on(tensor: Tensor, axis: Axis) -> Pending:
-    """Start to send `tensor` to the next rank; ``wait()`` returns what the one before has sent."""
+    """Start to send `tensor` to the next rank; ``wait()`` returns the tensor of the rank before."""
     to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     buffer = torch.empty_like(tensor)
     return exchange([(tensor, to)], [(buffer, source)], axis, async_op=True)

@@ -10,7 +10,7 @@ Shapes. batch [B, T] V@dp -> [B/n, T] on each rank; parameters R@dp; local gradi
 Comms.  P bytes of gradients, and one byte for each of N parameters, which says whether a rank used
         it: 2 (n-1)/n (P + N) per rank and step, in the backward. Fewer with `reduce=`, see
         compression/.
-Memory. Everything n times over. Gradients live inside the buckets: no second copy of them.
+Memory. Everything n times over. Gradients live inside the buckets, without a second copy.
 Costs you. A model that fits on one device; batches so large that computing outlasts sending.
 Source. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
         (arXiv 2006.15704), section 3.
@@ -216,7 +216,7 @@ class Tuned(Overlapped):
             self._tune()
 
     def explain(self) -> str:
-        """Return what the chosen buckets and those of the rule are predicted to do."""
+        """Return the predictions for the chosen buckets and for the rule's."""
         return self.said
 
     def _tune(self) -> None:

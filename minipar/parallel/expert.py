@@ -90,7 +90,7 @@ def apply(
     batch: Axis | None = None,
     pieces: Axis | None = None,
 ) -> "ExpertParallel":
-    """Cut the experts of `model` along `axis`, in place; the values are those of its rank 0.
+    """Cut the experts of `model` along `axis`, in place; the values come from its rank 0.
 
     Parameters keep their names, and hold this rank's experts (`full_shape`, `shard_axes`). Then
     apply ddp, zero or fsdp over an axis that contains `axis` and `copies`.
@@ -351,7 +351,7 @@ CORES: dict[str, Callable[..., Tensor]] = {
 
 # ---------------------------------------------------------------------- 6. the model
 class ExpertParallel(Strategy):
-    """A model whose experts are spread over an axis; made by `apply`."""
+    """A model with its experts spread over an axis; made by `apply`."""
 
     def __init__(
         self, model: nn.Module, axis: Axis, copies: Axis, dispatch: Dispatch, nodes: int

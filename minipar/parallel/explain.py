@@ -37,7 +37,7 @@ class Row:
     full_shape: tuple[int, ...]
     shape: tuple[int, ...]  # on the first rank of tp, before dp and cp cut it
     stage_ranks: tuple[int, ...]  # the ranks of pp that have it
-    cut_over: tuple[str, ...]  # axes whose ranks have different pieces of it, or none
+    cut_over: tuple[str, ...]  # axes on which ranks have different pieces of it, or none
     summed: dict[str, str]  # axis -> the collective that sums its gradient there
     sent: dict[str, int]  # axis -> bytes of its gradient that a rank sends per step
     num_bytes: dict[str, int]  # "weights", "gradients", "optimizer": on a rank between two steps

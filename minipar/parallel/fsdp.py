@@ -93,7 +93,7 @@ class FullySharded(Strategy):
             is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
             args, kwargs = tree_map(lambda x: x.to(dtype) if is_float(x) else x, (args, kwargs))
         if not any(p.requires_grad for unit in self.units[block] for p in unit.pieces):
-            # No gradient of a weight tells when its backward ends: those of the inputs do.
+            # No gradient of a weight tells when its backward ends: gradients of the inputs do.
             inputs = list(filter(wants_gradient, tree_leaves((args, kwargs))))
             register_multi_grad_hook(inputs, lambda _: [u.reshard() for u in self.units[block]])
         return args, kwargs
@@ -160,7 +160,7 @@ class FullySharded(Strategy):
             unit.unshard()
 
     def release(self) -> None:
-        """Free all weights that are gathered, also those of a forward that an error ended."""
+        """Free all weights that are gathered, also after a forward that an error ended."""
         for unit in self.rows:
             unit.reshard()
         self.follows["forward"][self.latest.get("forward")] = None  # the last block
@@ -196,7 +196,7 @@ class Border(torch.autograd.Function):
 class Unit(Row):
     """Weights of one block in a flat buffer of n S numbers; this rank keeps S of them, its shard.
 
-    The buffer and its views stay the same tensors, so that what autograd has saved of them stays
+    The buffer and its views stay the same tensors, so that what autograd has saved stays
     right. Only their memory comes and goes.
     """
 
@@ -303,7 +303,7 @@ class Unit(Row):
         return self.shard.to(self.full)
 
     def store(self, gradient: Tensor) -> None:
-        """Add a reduced gradient [S] to that of the microbatches before."""
+        """Add a reduced gradient [S] to the sum of the microbatches before."""
         gradient = gradient.to(self.shard)
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
@@ -355,7 +355,7 @@ class Options:
 def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     """Shard `model` along `axis`, in place; make the optimizer afterwards.
 
-    Parameters keep names, ties and ``ndim``, and become shards. Values are those of rank 0. Weights
+    Parameters keep names, ties and ``ndim``, and become shards. Rank 0's values count. Weights
     outside of blocks, and tied ones, stay gathered. `options` are fields of `Options`.
 
     Raises `ValueError` for options that do not fit, for a model with sparse gradients or hooks on

@@ -4,7 +4,7 @@ Idea.   Data parallelism sends all gradients in every step. But ranks that start
         read similar data drift apart slowly. So they may train alone for H steps and then agree,
         which sends H times less (1 and 2). Or they agree in every step, one step late: the link has
         a whole step to bring the gradient (3).
-Math.   Rank r of n; u_r is its optimizer, whose state is its own and never sent:
+Math.   Rank r of n; u_r is its optimizer, with a state of its own that is never sent:
         1. local SGD      w_r <- u_r(w_r, g_r) H times; then w_r <- (1/n) sum_s w_s.
            post-local SGD   the same after a number of synchronous steps.
         2. DiLoCo         w_r as before, from a model w that all have agreed on. Then w itself takes
@@ -21,7 +21,7 @@ Comms.  Bytes that a rank sends per token, if it has K tokens in a step, n ranks
           local SGD            2 (n-1)/n P / (H K)       post-local: at first as synchronous
           DiLoCo               2 (n-1)/n P / (H K)
             delayed            the same, behind d forwards and backwards
-            streaming          the same, of which P/F at once: an even flow and no flood
+            streaming          the same, P/F at once: an even flow and no flood
           delayed gradients    2 (n-1)/n (P + N) / K     behind a whole forward and backward
 
 Memory. DiLoCo: w and m, 2 P. While an outer gradient travels P more, or P/F.
@@ -39,7 +39,7 @@ In torch: `torch.distributed.algorithms.model_averaging`, `PostLocalSGDOptimizer
 Proved by tests/law/test_local_sgd.py and tests/parallel/test_local_sgd.py.
 
 Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts after each
-``optimizer.step()``, so the training step is that of all other strategies. At the end, `finish`.
+``optimizer.step()``, so the training step is as under all other strategies. At the end, `finish`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -150,7 +150,7 @@ class LocalSGD(Strategy):
         optimizer.register_step_post_hook(self._after_step)
 
     def finish_backward(self) -> None:
-        """Average all gradients in synchronous steps; later, scale those of this rank's tokens."""
+        """Average all gradients in synchronous steps; later, scale this rank's."""
         super().finish_backward()
         for p in () if self.average else self.parameters:
             check_not_summed(p, self.axis)
@@ -285,7 +285,7 @@ class DiLoCo(LocalSGD):
     def finish(self) -> None:
         """Take the outer steps that are under way; then bring all ranks to their average.
 
-        A collective. The average has no momentum, which is made for whole rounds.
+        A collective. The average has no momentum: momentum is for whole rounds.
         """
         for fragment in self.fragments:
             if fragment.pending:
@@ -296,7 +296,7 @@ class DiLoCo(LocalSGD):
             fragment.adopt()
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Start anew from this model: as the outer one, and as that of every rank."""
+        """Start anew: this model is the outer model, and every rank's."""
         super().load_full_state_dict(state)
         for fragment in self.fragments:
             if fragment.pending:

@@ -5,7 +5,7 @@ Idea.   Adam keeps 8 bytes per parameter, and touches them once a step. The host
         leave for the host, the optimizer steps there, and new weights come back.
 Math.   That of the optimizer, which does not know where its parameters live.
 Shapes. Those of the shards.
-Comms.  Nothing between ranks. Over PCIe, per step and rank whose shards have P bytes: P of
+Comms.  Nothing between ranks. Over PCIe, per step and rank, for shards of P bytes: P of
         gradients down, and P of weights up for each time that fsdp gathers them.
 Memory. Device: only blocks in use. Host: with fp32 Adam 4 P of weights, gradients and moments.
 Costs you. The bytes over PCIe, and a step of the optimizer at the speed of the host: under torchrun
@@ -87,7 +87,7 @@ class HostShards:
     def bring(self, unit: Any) -> Copy:
         """Start to copy the shard of `unit` to the device."""
         shard = unit.shard
-        with torch.inference_mode(False):  # a thread writes into it, which is in no such mode
+        with torch.inference_mode(False):  # the thread that writes into it is in no such mode
             arriving = unit.full.new_empty(unit.shard.shape)
         memory.tag("gathered", arriving, on_host=False)
         if shard.dtype != arriving.dtype:  # cast in memory that a GPU reads while it computes

@@ -129,17 +129,17 @@ class Plan:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold different tokens: gradients are summed over them."""
+        """Axes on which ranks hold different tokens: gradients are summed over them."""
         return ("dp", *(axis for axis in ("cp", "ep") if getattr(self, axis) > 1))
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks share the experts."""
+        """Axes on which ranks share the experts."""
         return ("ep", "tp") if self.experts_over_tp else ("ep",)
 
     @property
     def autocast(self) -> str:
-        """The precision that autocast provides: "float32" under bf16, whose weights are bf16."""
+        """The precision that autocast provides: "float32" under bf16, where weights are bf16."""
         return "float32" if self.precision == "bf16" else self.precision
 
     def make_schedule(self) -> Schedule:

@@ -20,13 +20,13 @@ Comms.  A = (n-1)/n of the bytes of one activation [B, T, D]. Per microbatch, fo
         the bytes of [B, T] numbers in fp32. ``overlap`` adds 2 L A: backward gathers the inputs of
         q, k, v and of gate, up again. A mixture of experts that each rank computes whole saves 2
         all-reduces. With ``experts`` it has them, and one of [B, T, k] in backward.
-        Per step, 2 (n-1)/n of: the norm weights' gradients with ``sequence``, else those of the
+        Per step, 2 (n-1)/n of: the norm weights' gradients with ``sequence``, else gradients of the
         norms of heads, if any; and with n > G the gradients of k and v. Only ``overlap`` hides.
 Memory. Bytes of matrices, gradients and optimizer state / n. Activations that a layer keeps for its
         backward, in numbers per token: inside of the borders (2 H K + 2 G K + 4 F) / n (q, k, v and
         attention's result; gate, silu, up, their product). Outside, two norms keep input and
         result: 4 D plain; 2 D + 2 D/n with ``sequence``, which keeps results as gathered; 4 D/n
-        with ``overlap``. On CPUs, where RMSNorm is no kernel, it keeps another copy of its input.
+        with ``overlap``. On CPUs, RMSNorm is many kernels and keeps another copy of its input.
 Costs you. 4 all-reduces per layer that nothing hides, so a fast link: tp stays inside a node.
         n divides heads and hidden units, and divides G key/value heads or is a multiple of G.
 Source. Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. 2022
@@ -86,7 +86,7 @@ def apply(
     overlap: bool = False,
     experts: bool = False,
 ) -> "TensorParallel":
-    """Cut the matrices of `model` along `axis`, in place; the values are those of rank 0.
+    """Cut the matrices of `model` along `axis`, in place; the values come from rank 0.
 
     Each parameter keeps its name and its ties, and holds this rank's piece (`full_shape`,
     `shard_axes`). With gradients enabled the model returns the logits of this rank's words
@@ -112,7 +112,7 @@ def apply(
 
 
 class TensorParallel(Strategy):
-    """A Llama whose matrices are cut; made by `apply`."""
+    """A Llama with its matrices cut; made by `apply`."""
 
     def __init__(
         self, model: Llama, border: Border, overlap: bool = False, experts: bool = False
@@ -192,7 +192,7 @@ class TensorParallel(Strategy):
             self.model.token_loss = self.token_loss
 
     def token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss of what the model returned: [B, T, V/n] V or [B, T, V] I."""
+        """Return the summed loss of the model's result: [B, T, V/n] V or [B, T, V] I."""
         if logits.shape[-1] == self.model.config.vocab_size:
             return token_loss(logits, targets)
         return vocab_loss(logits, targets, self.axis, self.first_word)

@@ -57,7 +57,7 @@ def check_mask(mask: Tensor | None, seq_len: int) -> None:
     """Raise `ValueError` unless `mask` covers a whole sequence of `seq_len` tokens."""
     if mask is not None and mask.shape[2:] != (seq_len, seq_len):
         raise ValueError(
-            f"a mask of shape {tuple(mask.shape)} is not that of {seq_len} tokens: ulysses needs "
+            f"a mask of shape {tuple(mask.shape)} does not fit {seq_len} tokens: ulysses needs "
             f"all of it, [B, 1, {seq_len}, {seq_len}], as ulysses.shard_batch leaves it"
         )
 
@@ -114,7 +114,7 @@ class Ulysses(CutSequences):
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Call `core` on all tokens of H/n heads; `mask` is that of the whole sequence."""
+        """Call `core` on all tokens of H/n heads; `mask` covers the whole sequence."""
         check_heads(q.shape[1], self.axis)
         check_mask(mask, q.shape[2] * self.axis.size)
         k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)

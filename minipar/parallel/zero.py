@@ -1,10 +1,10 @@
 """ZeRO, stages 1 and 2: every rank keeps and updates one n-th of the optimizer's state.
 
 Idea.   Under data parallelism all ranks hold the same optimizer state and compute the same update.
-        Under ZeRO each rank owns one n-th of the numbers. It gets the gradient of these alone,
+        Under ZeRO each rank owns one n-th of the numbers. It gets the gradients of these alone,
         updates these alone, and hands them out. Adam's state is twice the model, and now n times
         less. Stage 2 frees gradients too, as soon as their owners have them.
-Math.   On rank r, whose slice of all parameters is w_r: g_r = slice r of sum_s g^(s) (divided by n
+Math.   On rank r, which owns the slice w_r: g_r = slice r of sum_s g^(s) (divided by n
         with ``average=True``); w_r <- w_r - update(g_r, state_r); w = [w_0 ... w_(n-1)].
 Shapes. A bucket is a flat buffer of N numbers: weights R@dp; gradients P@dp, reduce-scattered to
         [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. The n slices cut through parameters
@@ -112,7 +112,7 @@ class Bucket(Row):
         return own
 
     def wait_for_reduce(self) -> None:
-        """Wait for the sum of this microbatch; add it to that of the microbatches before."""
+        """Wait for the sum of this microbatch; add it to the sum of the microbatches before."""
         if self.reducing is not None:
             own, self.reducing = self.reducing.wait(), None
             self.reduced = own if self.reduced is None else self.reduced.add_(own)
@@ -316,7 +316,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's slices, and start to hand them out, those of the first layer first.
+        """Update this rank's slices, and start to hand them out, the first layer's first.
 
         Raises `RuntimeError` before `zero.apply`: no gradient would come, and no weight would move.
         """
@@ -406,7 +406,7 @@ def apply(
 
 
 def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """Make each module wait, before it runs, for those of its weights that are on their way.
+    """Make each module wait, before it runs, for its weights that are on their way.
 
     A weight may be used without a call of its module, as `nn.MultiheadAttention` uses `out_proj`.
     So `model` itself waits for the weights of modules that were never called.

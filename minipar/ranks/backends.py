@@ -116,7 +116,7 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.
 
     The ranks meet at MASTER_ADDR and MASTER_PORT. Between hosts, gloo talks over the interface of
-    GLOO_SOCKET_IFNAME, else over that of the host's name. At the end every rank waits for all
+    GLOO_SOCKET_IFNAME, else over the host name's. At the end every rank waits for all
     others, so that none closes its connections while another still reads from them. After an error
     it does not wait. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this host
     has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the ranks
@@ -186,7 +186,7 @@ def _of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
         for other in range(1, size):
             store.set(f"{mine} heard {other}", store.get(f"{mine} here {other}"))
         return dist.PrefixStore(mine, store)
-    while True:  # who waits for this thread knows for how long
+    while True:  # the caller waits for a bounded time
         call = store.get("call").decode()
         store.set(f"{call} here {rank}", mine)
         heard = f"{call} heard {rank}"
@@ -198,5 +198,5 @@ def _of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is no number; torchrun sets {', '.join(VARIABLES)}")
+        raise ValueError(f"{name}={text!r} is not a number; torchrun sets {', '.join(VARIABLES)}")
     return int(text)

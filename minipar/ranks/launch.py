@@ -11,7 +11,7 @@ anew. `RankError` shows the traceback of the rank that failed first.
 
 *End.* No rank outlives your process, however it ends.
 
-In torch: `torch.multiprocessing.spawn`; `torchrun`, whose ranks `minipar.ranks.backends` joins.
+In torch: `torch.multiprocessing.spawn`; `torchrun`; `minipar.ranks.backends` joins its ranks.
 """
 
 import atexit
@@ -188,7 +188,7 @@ class Ranks:
             self._start()
 
     def close(self) -> None:
-        """End all ranks, at once, and what was started in them.
+        """End all ranks, at once, and all processes that they started.
 
         A call that is running in another thread fails.
         """
@@ -288,7 +288,7 @@ class Ranks:
         return [None if answer is None else unpack(answer) for answer in answers]
 
     def _listen(self, call: "Call") -> None:
-        """Take in what the ranks have said by now; wait for a tenth of a second at most."""
+        """Take in the ranks' messages; wait for a tenth of a second at most."""
         asked = {rank: self._processes[rank] for rank in sorted(call.waiting)}
         ready = wait([sign for process in asked.values() for sign in process.signs], 0.1)
         for rank, process in asked.items():

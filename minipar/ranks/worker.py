@@ -1,6 +1,6 @@
 """One rank, seen from inside: it receives calls, runs them and answers, and can be stopped.
 
-Two threads. The main thread runs what it is told. The control thread waits for the word to stop. It
+Two threads. The main thread runs calls. The control thread waits for the word to stop. It
 also runs while the main thread is stuck in a collective, and then aborts the process groups from
 under it.
 """
@@ -135,7 +135,7 @@ class Output:
         self._room, self._left_out = self._max_lines, 0  # in lines
 
     def write(self, stream: str, text: str) -> None:
-        """Take in what was printed; send the lines that are whole now."""
+        """Take in printed text; send the lines that are whole now."""
         with self._lock:
             *lines, self._rest[stream] = (self._rest[stream] + text).split("\n")
             if lines := [self._cut(line) + "\n" for line in lines if self.make_room()]:
@@ -154,7 +154,7 @@ class Output:
         return f"{line[:WIDTH]} ... {len(line) - WIDTH:,} more characters"
 
     def make_room(self) -> bool:
-        """Take the room of one line, or of a picture; False, and count it, if there is none."""
+        """Take the room of a line or a picture; without room, count it and return False."""
         with self._lock:
             has_room = self._room > 0
             self._room -= has_room
@@ -295,7 +295,7 @@ class _Worker:
 
 
 def end_with(parent: int) -> None:
-    """Have Linux kill this rank, and what it has started, when `parent`, a pipe, is closed.
+    """Have Linux kill this rank, and its own processes, when `parent`, a pipe, is closed.
 
     The control thread sees the end of the parent, too, but not while C code keeps the interpreter
     for itself. Elsewhere than on Linux such a rank outlives its parent until it comes back.
@@ -373,7 +373,7 @@ def say(kind: str, content: Any) -> None:
 
 
 def notify(kind: str, content: Any) -> None:
-    """Send a message that is no output, and is not counted."""
+    """Send a message that is not output, and is not counted."""
     _worker.say(kind, content)
 
 

@@ -155,7 +155,7 @@ def explained(base: Job, config: PlanConfig) -> Job:
     """Return the plan of `--explain`. Raises `ValueError` if it contradicts the question."""
     if config.fix:
         raise ValueError(
-            f"--fix {config.fix} is of a search, and --explain has one plan; leave out one of them"
+            f"--fix {config.fix} bounds a search, and --explain has one plan; leave out one of them"
         )
     plan, microbatch, names = read_plan(config.explain, "--explain")
     own = base.plan.precision

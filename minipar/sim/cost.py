@@ -13,10 +13,10 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
 
             step = M max(t) + b (sum(t) - max(t)) + exposed + optimizer + fixed
 
-        Gradients travel in buckets, each of which pays the latency of a collective. ZeRO 0 and 1
-        reduce once, beside the last backward, ZeRO 2 beside that of each microbatch; the share
+        Gradients travel in buckets, and each bucket pays the latency of a collective. ZeRO 0 and 1
+        reduce once, beside the last backward, ZeRO 2 in the backward of each microbatch; the share
         `exposed` of it hides behind nothing. ZeRO 3 gathers twice and reduces once per microbatch
-        beside the computing of each layer, and copies what it sends of layers through memory,
+        beside the computing of each layer, and copies all that it sends through memory,
         `copies` bytes per parameter. The others add each microbatch's gradients to a sum.
 Fitted. Some numbers of `hardware.Software`, to published runs.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines.
@@ -52,7 +52,7 @@ def seconds(job: Job) -> dict[str, float]:
     """
     plan, software, m = job.plan, job.software, job.plan.microbatches
     forward, backward = layer(job, False), layer(job, True)
-    # Half of what a backward waits for its launches belongs to the gradients of weights.
+    # Half of a backward's waits for launches belong to the gradients of weights.
     weights = backward["host"] / 2 + sum(share * sum(_products(k)[:4]) for share, k in job.kinds)
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
@@ -261,14 +261,14 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
         parts["cp"] = _context(job, attention, times, queries, keys)
     if job.experts_over > 1 and c.moe is not None:
         parts["ep"] = 2 * _trip(job, products.own)
-        if plan.dispatch == "paired":  # a forward and a backward, which is twice as long
+        if plan.dispatch == "paired":  # a forward, and a backward twice as long
             beside = 1.5 / times * parts["compute"]
             parts["ep"] -= min(PAIRED_HIDDEN * parts["ep"], beside)
     return parts | {"host": max(0.0, host(job) - sum(parts.values()))}
 
 
 def _between(job: Job, products: _Products) -> float:
-    """Return the seconds of what a layer computes between its products, in a forward."""
+    """Return the seconds that a forward of a layer computes between its products."""
     plan, width = job.plan, job.config.hidden_size
     (queries, keys), hidden, touched = _heads(job), products.hidden, products.touched
     # Two norms and two residual sums of the stream, and what becomes of the hidden layer. A Llama
@@ -314,7 +314,7 @@ def _trip(job: Job, tokens: float) -> float:
 
 
 def _context(job: Job, attention: float, times: int, queries: float, keys: float) -> float:
-    """Return what a layer waits for on cp: a ring travels beside attention, others do not."""
+    """Return the waits of a layer on cp: a ring travels beside attention, others do not."""
     cp, tokens, inner = job.plan.cp, job.tokens, job.plan.tp * job.plan.ep
     if job.plan.context == "ring":
         nodes = 1 + (job.spread(inner, cp) > 1)
@@ -328,7 +328,7 @@ def _context(job: Job, attention: float, times: int, queries: float, keys: float
 def _sum_up(job: Job, numbers: float) -> float:
     """Return the seconds in which a microbatch adds its gradients to the sum of those before.
 
-    A buffer takes the first ones as they are. ZeRO 3 has a shard of it alone.
+    A buffer takes the first ones as they are. ZeRO 3 has one shard of the buffer.
     """
     m = job.plan.microbatches
     return _touch(job, (m - 1) / m * job.software.added * (job.plan.zero < 3) * numbers)

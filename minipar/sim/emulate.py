@@ -28,7 +28,7 @@ def device(text: str, magnify: float = 1.0) -> devices.Device:
     name, slowdown = str(text), 1.0
     if "/" in name:
         head, _, last = name.rpartition("/")
-        with suppress(ValueError):  # the last part of a path is no number
+        with suppress(ValueError):  # the last part of a path is not a number
             name, slowdown = head, float(last)
     name, _, chosen = name.partition(":")
     sheet = hardware.load(name).device

@@ -1,7 +1,7 @@
 """Does a plan fit? What the fullest of its ranks holds, in closed form, by part.
 
 Idea.   Weights, gradients and optimizer state follow from parameters, in the bytes of mixed
-        precision. Activations are those of a layer (`memory.llama_activations`), times the layers,
+        precision. Activations are a layer's (`memory.llama_activations`), times the layers,
         times the microbatches that a schedule has in flight at its fullest.
 Math.   A rank of the pipeline with n layers keeps of each what recomputation leaves, k bytes, and
         what weight gradients that are put off wait for, w:
@@ -127,7 +127,7 @@ def _put_off(job: Job) -> float:
 def in_flight(job: Job) -> list[set[tuple[float, float]]]:
     """Return what each rank of the pipeline keeps at its fullest, in microbatches, in any order.
 
-    These are pairs: microbatches whose backward is to come, and those of which only the weight
+    These are pairs: microbatches that wait for backward, and microbatches of which only the weight
     gradients are.
     """
     p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
@@ -141,7 +141,7 @@ def in_flight(job: Job) -> list[set[tuple[float, float]]]:
 def _count(name: str, p: int, m: int, v: int | None) -> list[set[tuple[float, float]]]:
     try:
         schedule, found = make(name, p, m, v), []
-    except ValueError:  # there is none: `Plan.problem` says why
+    except ValueError:  # no schedule: `Plan.problem` says why
         return [{(p, 0)}] * p
     v = len(schedule.stages_on(0)) // schedule.copies
     for row in schedule.actions:

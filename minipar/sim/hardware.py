@@ -12,7 +12,7 @@ Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the be
 
             launch + steps * latency + bytes / (bandwidth * share)
 
-        with the steps and bytes of a ring, whose messages cross between nodes once per node.
+        with the steps and bytes of a ring. Its messages cross between nodes once per node.
 Units.  Seconds, bytes, FLOP/s, bytes/s in one direction; a tensor's bytes are the whole tensor's.
 Source. Williams et al. 2009 (the roofline); NVIDIA, "Matrix Multiplication Background" (tiles and
         waves); nccl-tests, PERFORMANCE.md (bus bandwidth).
@@ -49,7 +49,7 @@ class Device:
     name: str
     processors: float
     tile: float  # a product is cut into tiles of `tile` x `tile` outputs, one per processor
-    memory: float  # bytes that a process sees; the next three are lost of it:
+    memory: float  # bytes that a process sees; the next three take some of them:
     context: float  # bytes of CUDA itself
     nccl: float  # bytes per process group
     fragmentation: float  # share of the rest
@@ -105,7 +105,7 @@ class Device:
     ) -> float:  # fmt: skip
         """Return the seconds of softmax(Q Kᵀ) V for Q [batch, heads, queries, head_dim].
 
-        A causal mask halves the FLOPs, and a backward needs 2.5 times those of a forward (both as
+        A causal mask halves the FLOPs, and a backward needs 2.5 times a forward's (both as
         in the FlashAttention papers). Attention that is not `fused`, and any on a device without
         such a kernel, writes the scores to memory.
         """
@@ -140,7 +140,7 @@ class Network:
 
     name: str
     bandwidth: float  # of one port, as sold
-    share: float  # of it, what long messages reach
+    share: float  # of it, reached by long messages
     launch: float  # seconds to start a collective
     latency: float  # seconds of one step of it
     shared: float = 0.0  # 1: all devices of a node use one port (Ethernet); 0: each has its own
@@ -208,7 +208,7 @@ class Machine:
         ring = law(rounds * (ranks - nodes), rounds * (nodes - 1), on_wire)
         if verb != "all_reduce":
             return ring
-        # Short messages among many ranks go up and down a tree, whose ranks send twice.
+        # Short messages among many ranks go up and down a tree: its ranks send twice.
         return min(ring, law(2 * depth, 2 * across, 4 * num_bytes / busiest))
 
 
@@ -271,7 +271,7 @@ def load(name: str | Path) -> Machine:
             (node,) = [key[1] for key in own if key[0] == "node"]
             machine = _make("node", node, known | own)
         except (AttributeError, OSError, TypeError, ValueError) as error:
-            raise ValueError(f"{name} is no machine: {one_line(error)}") from None
+            raise ValueError(f"{name} is not a machine: {one_line(error)}") from None
     elif node in names():
         node, network = names()[node]
         machine = _make("node", node, known)

@@ -16,15 +16,15 @@ from minipar.parallel.plan import Plan
 from minipar.sim.hardware import Machine, Software
 
 V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
-"""Schedules whose first rank also has the last stage."""
+"""Schedules in which the first rank also has the last stage."""
 
 
 class Parameters(NamedTuple):
     """Parameters that a rank has before ZeRO shards them; a layer is the mean of all layers."""
 
     layer: float
-    experts: float  # of the layer's, those of routed experts,
-    shared: float  # and those of shared experts
+    experts: float  # of the layer's, numbers of routed experts,
+    shared: float  # and numbers of shared experts
     table: float  # the embedding, or the head
 
 
@@ -179,7 +179,7 @@ class Job:
 
     # ------------------------------------------------------------------ nodes
     def spread(self, inner: int, size: int) -> int:
-        """Return on how many nodes `size` ranks lie of which neighbours are `inner` ranks apart."""
+        """Return on how many nodes `size` ranks lie, with neighbours `inner` ranks apart."""
         return math.ceil(size / max(1, self.machine.gpus // inner))
 
     def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
@@ -220,7 +220,7 @@ def _cut(config: LlamaConfig, parts: int, greedy: bool = False) -> tuple[int, ..
     """Return the layers of each stage, for the least time of the slowest: the last has the head.
 
     `greedy`: a stage takes layers until its share of the cost is passed, as nanotron does.
-    Otherwise the cut is that of `stages.balance` for layers that are alike.
+    Otherwise `stages.balance` cuts, for layers that are alike.
     """
     if parts == 1:
         return (config.num_layers,)

@@ -50,7 +50,7 @@ Wanted = Callable[["Ranked"], bool]
 
 # ---------------------------------------------------------------------- how good is a prediction?
 def unchecked(*jobs: Job) -> str:
-    """Return a sentence on what no published run shares with these plans; "" if `ERROR` holds."""
+    """Return a sentence on features that no published run has; "" if `ERROR` holds."""
     kinds: dict[str, None] = {}
     for job in jobs:
         plan, device = job.plan, job.machine.device.name
@@ -222,7 +222,7 @@ def search(
 ) -> Search:
     """Rank all candidates by the closed form; `watch` may show how far it is."""
     limit, fix = footprint.room(base.machine.device), fix or {}
-    # Candidates take from `base` what they do not vary; the precision is the machine's.
+    # Candidates vary some words of `base` and keep the others; the machine sets the precision.
     given = {k: v for k, v in fix.items() if k not in ("microbatch", "precision")}
     base = replace(base, plan=replace(base.plan, **given))
     base = replace(base, microbatch=fix.get("microbatch", base.microbatch))
@@ -281,7 +281,7 @@ def replayed(ranked: Ranked) -> Ranked:
 
 # ---------------------------------------------------------------------- words
 def flags(job: Job) -> dict[str, str]:
-    """Return flags of the plan to paste; for torchtitan 0.3.0, whose others change, its degrees."""
+    """Return flags of the plan to paste; for torchtitan 0.3.0, degrees only."""
     plan, batch = job.plan, job.dp * job.plan.microbatches * job.microbatch
     degrees = {
         "data_parallel_shard": job.dp if plan.zero else 1,  # it has no ZeRO 1, but ZeRO 2
@@ -297,7 +297,7 @@ def flags(job: Job) -> dict[str, str]:
 
 
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
-    """Return for each choice of the best plan what the best plan without it would pay.
+    """Return for each choice of the best plan the price of the best plan without it.
 
     Another value of a choice (tp=4 in the place of tp=2, not tp=1) may cost less: see the ranking.
     """

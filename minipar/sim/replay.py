@@ -12,7 +12,7 @@ Host.   It launches kernels ahead of the device, and no layer is over before its
         it, in so many seconds for a forward, a recomputation and a backward each.
 Ranks.  One of each place on the pipeline is played; the others of its dp, cp and tp do the same at
         the same time.
-Steps.  Two are played, and the second is returned: it waits for what the first has left in flight.
+Steps.  Two are played, and the second is returned: it waits for calls of the first.
 
 Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
 """
@@ -37,7 +37,7 @@ from minipar.sim.tracer import Compute, Launch, Memory, Segment
 
 @dataclass(frozen=True)
 class Simulated:
-    """A training step that did not happen. Seconds are those of an average rank that was played."""
+    """A training step that did not happen. Seconds are a mean over the ranks played."""
 
     traces: Traces
     seconds: float  # of the step
@@ -76,7 +76,7 @@ def replay(
 
     Args:
         host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
-        attention: its seconds in training, as a multiple of those of the kernel by itself.
+        attention: its seconds in training, as a multiple of the kernel's alone.
     """
     stage = _Stage(_Prices(traces, machine, host, attention))
     stage.play(2)
@@ -212,7 +212,7 @@ class _Player:
 
 
 class _Stage:
-    """All players, and what is between them."""
+    """All players, and the calls between them."""
 
     def __init__(self, prices: _Prices) -> None:
         self.prices, traces = prices, prices.traces

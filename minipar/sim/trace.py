@@ -2,7 +2,7 @@
 
 Idea.   On the meta device tensors have shapes and no values, and torch's "fake" process group says
         of every collective that it is done. So one process runs the training step of any rank of
-        any mesh: `compose.apply`, `train_step`, clipping and optimizer are those of a real run, and
+        any mesh: `compose.apply`, `train_step`, clipping and optimizer are the real ones, and
         what passes by is written down. No strategy is modelled a second time.
 Trace.  A list of segments, each a list of events in their order: see `tracer.py`.
 Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
@@ -101,7 +101,7 @@ class Traces:
 # ---------------------------------------------------------------------- the rank that is played
 @contextmanager
 def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
-    """Play one rank of a group with all ranks of `plan`, of which no other exists.
+    """Play one rank of a group of all ranks of `plan`; no other rank exists.
 
     Raises `ValueError` in a process that is a rank, as torch does.
     """
@@ -192,7 +192,7 @@ def trace(
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
-    """Return a key that is equal for places on pp whose ranks hold and do the same."""
+    """Return a key that is equal for places on pp where ranks hold and do the same."""
     if plan.pp == 1:
         return None
     schedule = plan.make_schedule()
@@ -208,12 +208,12 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
 
 
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
-    """Return the steps of ranks that are alike, of which `actor` is the first."""
+    """Return the steps of ranks that are alike; `actor` is the first of them."""
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
     # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     taps.append(tracer)
-    gc.freeze()  # the collection below looks at what follows alone, which is fast
+    gc.freeze()  # the collection below then looks only at later objects, which is fast
     try:
         with tracer:
             play(actor, tracer, places[:1], learned)

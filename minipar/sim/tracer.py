@@ -88,7 +88,7 @@ class Segment:
 # ---------------------------------------------------------------------- the recorder
 @dataclass(eq=False, slots=True)
 class _Holding:
-    """One storage, for as long as it lives: it counts as what it turns out to be."""
+    """One storage, for as long as it lives: it counts by its use, which is known later."""
 
     num_bytes: int
     category: str = "activations"
@@ -176,7 +176,7 @@ class Tracer(TorchDispatchMode, Tap):
     def _resized(self, holding: _Holding, num_bytes: int) -> None:
         more, holding.num_bytes = num_bytes - holding.num_bytes, num_bytes
         if more and self.is_counting:
-            self.segment.events.append((holding, more))  # what it is for is known at the end
+            self.segment.events.append((holding, more))  # its use is known at the end
 
     def label(self, category: str, *tensors: Tensor | None) -> None:
         """Note what tensors are for; "" leaves them out."""
@@ -245,7 +245,7 @@ def _on_meta(tree: Any) -> list[Tensor]:
 
 
 class _Known:
-    """An operation on tensors of such shapes: its result, and what it costs.
+    """An operation on tensors of such shapes: its result, and its cost.
 
     `again` makes as empty a result without asking torch, which takes ten times as long.
     """
@@ -262,7 +262,7 @@ class _Known:
         self.work = operations.work_of(op, given, made, args)
 
     def again(self, args: Any, kwargs: Any) -> Any:
-        """Return a result like that of the first call."""
+        """Return a result like the first call's."""
         if self.is_first:
             return args[0]
         if not self.is_new:

@@ -34,7 +34,7 @@ from minipar.sim import cost, footprint, hardware
 
 FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "fms-fsdp": "compiled"}
 FAMILIES |= dict.fromkeys(("megatron", "nemo", "mcore"), "megatron")
-"""By what is in a table's `framework`, the first that is; "any" for others."""
+"""By a word in a table's `framework`, the first that occurs; "any" for others."""
 DEVICES = {"a100-80-sxm": "a100", "a100-40-sxm": "a100-40", "h100-sxm": "h100"}
 DEVICES |= {"h100-96-500w": "h100-96"}
 """Names of devices in tables, where they are not ours."""
@@ -45,7 +45,7 @@ NEEDED = ("layers", "hidden", "heads", "seq", "device", "gpus")
 
 @dataclass(frozen=True)
 class Run:
-    """A row: what was run, and what was measured of it; 0 where nothing was."""
+    """A row: a run, and its measured numbers; 0 where a number was not measured."""
 
     name: str
     source: str
@@ -99,13 +99,13 @@ def read(path: str | Path) -> list[Run]:
 def read_all(path: str | Path) -> tuple[list[Run], Counter[str]]:
     """Return the runs of a table that are understood, and why how many rows are left out.
 
-    Raises `ValueError` for a file that is no table, or lacks a column.
+    Raises `ValueError` for a file that is not a table, or lacks a column.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
         rows = [*csv.DictReader(line for line in text if line.strip() and line[:1] != "#")]
     except (csv.Error, ValueError) as error:
-        raise ValueError(f"{path}: is no table: {error}") from error
+        raise ValueError(f"{path} is not a table: {error}") from error
     if missing := [name for name in NEEDED if name not in (rows[0] if rows else ())]:
         raise ValueError(f"{path}: has no column {', '.join(missing)}, or no rows")
     runs, left_out = [], Counter()
@@ -127,7 +127,7 @@ class Row(dict[str, str]):
     """A row of a table: a missing or empty cell is unknown."""
 
     def number(self, name: str, default: float = 1, lowest: float = 0) -> float:
-        """Return a number; raise `ValueError` for a cell that is none or out of bounds."""
+        """Return a number; raise `ValueError` for a cell without one, or out of bounds."""
         text = self.get(name, "")
         try:
             number = float(text) if text else default
@@ -159,7 +159,7 @@ def _run(row: Row, table: str) -> Run:
     machine = _machine(row.get("device", ""), family, row.number("inter_gbps_per_gpu", 0),
                        row.whole("gpus_per_node", 0, 0), row.get("intra", ""))  # fmt: skip
     if "fp8" in machine.device.peak and family == "megatron" and "deepspeed" not in framework:
-        family = "megatron-core"  # what became of it on devices that have 8 bits
+        family = "megatron-core"  # its successor, on devices that have 8 bits
     if dtype in ("fp8", "fp4") and family == "any":
         family = "compiled"  # as torchao's products of few bits have to be
     if "torchtitan" in framework and plan.pp > 1 and plan.zero == 3:

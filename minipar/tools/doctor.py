@@ -98,7 +98,7 @@ def network() -> Line:
         address = next((e.address for e in entries if e.family == socket.AF_INET), "")
         if not address:
             there = ", ".join(psutil.net_if_addrs())
-            return Line("FAIL", "network", f"GLOO_SOCKET_IFNAME={name} is none of {there}")
+            return Line("FAIL", "network", f"GLOO_SOCKET_IFNAME={name} is not one of {there}")
     else:
         with suppress(OSError), socket.socket() as own:
             own.bind((socket.gethostname(), 0))  # is it one of this host's?

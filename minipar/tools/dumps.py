@@ -1,7 +1,7 @@
 """Read what ranks wrote down when their job hung: dumps of a flight recorder, or of our watchdog.
 
 A pickle could call any function. Here it calls none: only containers, text and numbers are read.
-The layout is that of torch/csrc/distributed/c10d/FlightRecorder.hpp.
+The layout stands in torch/csrc/distributed/c10d/FlightRecorder.hpp.
 """
 
 import io
@@ -21,7 +21,7 @@ from minipar.text import printable
 MOST_RANKS = 10**5
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
-"""Verbs whose sizes may differ between ranks."""
+"""Verbs with sizes that may differ between ranks."""
 _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 """Names that end a group of coalesced calls. allreduce_coalesced, in small letters, is a call."""
 
@@ -66,7 +66,7 @@ class _Plain(pickle.Unpickler):
 def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
     """Return recordings by rank, and notes, from files and folders.
 
-    Raises `ValueError`, which names the file, for what is no dump, for two of one rank, and where
+    Raises `ValueError`, which names the file, for other files, for two of one rank, and where
     no call was recorded. In a folder, what cannot be read is skipped if there is another dump.
     """
     found: dict[int, tuple[Recording, Path]] = {}
@@ -118,14 +118,14 @@ def _recordings(file: Path, host: str) -> list[Recording]:
             found = [_of_recorder(dump, file, host)]
     except Exception as error:  # a broken pickle raises anything
         why = printable(f"{error!r:.150}")
-        raise ValueError(f"{file} is no dump of a flight recorder: {why}") from None
+        raise ValueError(f"{file} is not a dump of a flight recorder: {why}") from None
     if not all(0 <= recording.rank < MOST_RANKS for recording in found):
-        raise ValueError(f"{file}: of which rank is it? Its name is to end with the number")
+        raise ValueError(f"{file}: which rank wrote it? Let its name end with the number")
     return found
 
 
 def _rank_of(name: str) -> int:
-    """Return the number behind "rank" in the name of a file, else the last that is no date."""
+    """Return the number behind "rank" in the name of a file, else the last one that is no date."""
     name = re.sub(r"(19|20)\d\d-\d\d-\d\d[T_ \d:.-]*", "", name)
     if told := re.search(r"rank_?(\d+)(?!\d|[\w.-]*_\d)", name):
         return int(told[1])
@@ -151,7 +151,7 @@ def _of_recorder(dump: dict[str, Any], file: Path, host: str) -> Recording:
         entry = _entry(values, name)
         at_once = name, *map(values.get, ("seq_id", "collective_seq_id", "p2p_seq_id"))
         if _END_OF_GROUP.fullmatch(entry.verb) and at_once in inside:
-            # Torch updates the state of this entry alone: it is that of the calls in the group.
+            # Torch updates the state of this entry alone: it holds for all calls in the group.
             for call in inside[at_once]:
                 call.done, call.begun = call.done or entry.done, call.begun or entry.begun
         else:
@@ -210,13 +210,13 @@ def _of_watchdog(values: Any) -> Recording:
     waits = {(call.key, call.verb): call for call in state.awaited}
     calls = {(call.key, call.verb): call for call in state.begun} | waits
     entries, groups = [], {}
-    # The latest call stands last, behind it what the rank waits in.
+    # The latest call stands last, behind it the call in which the rank waits.
     for key, call in sorted(calls.items(), key=lambda c: (c[0] in waits, -c[1].seconds)):
         name = f"{printable(call.axis)} {call.ranks}"
         groups[name] = printable(call.axis), tuple(map(int, call.ranks))
         waiting, verb = key in waits, printable(call.verb)
         ends = [call.ranks.index(peer) for peer in call.peers] or [None]
-        ends = ends if waiting else ends[:1]  # what has ended is one call
+        ends = ends if waiting else ends[:1]  # calls that have ended are one call
         entries += [Entry(verb, name, int(call.number), not waiting, peer=end) for end in ends]
     stack = tuple(printable(line).strip() for line in reversed(state.stack.splitlines()))
     host = printable(state.label).partition(" on host ")[2]

@@ -196,7 +196,7 @@ def _grouped(recordings: dict[int, Recording]) -> dict[tuple[int, str], Group]:
     """Return the group that each rank means by each name.
 
     A call that splits a group gives all parts one name, so name *and* members make a group.
-    Members that are not recorded are those of another rank's group, else the ranks that called.
+    Members that are not recorded come from another rank's group, else from the ranks that called.
     """
     recorded = {
         (name, ranks): None for r in recordings.values() for name, (_, ranks) in r.groups.items()
@@ -239,7 +239,7 @@ def _explain_group(group: Group, report: Report) -> list[_Finding]:
     call = f"{usual} #{number} on {group.name}"
     said = _unlike(group, here, number, call)
     begun = [r for r in inside if any(e.begun for e in here.get(r, ()))]
-    # A call that is no longer in the ring has begun, for all that is known.
+    # A call that is no longer in the ring counts as begun: nothing says otherwise.
     blamed = absent or [r for r in inside if begun and r in here and r not in begun]
     if absent:
         said.append(_Finding(f"{names(absent)} did not come to {call}.", absent))
@@ -315,7 +315,7 @@ def _unlike(group: Group, here: dict[int, list[Entry]], number: int, call: str) 
 
 
 # ---------------------------------------------------------------------- messages
-_ENDS = {  # a preposition, and what a message may meet at its other end
+_ENDS = {  # a preposition, and the verbs that a message may meet at its other end
     "send": ("to", "recv", "exchange"),
     "exchange": ("with", "exchange", "send", "recv"),
     "recv": ("from", "send", "exchange"),
@@ -357,7 +357,7 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
                 kind = "accused" if is_known else "unknown"
                 said.append(_Finding(f"rank {rank} waits in {call}; {has}.", [peer], kind))
             elif other is None:
-                text = f"rank {rank} waits in {call}; that of rank {peer} has ended."
+                text = f"rank {rank} waits in {call}; the call of rank {peer} has ended."
                 said.append(_Finding(text, [rank], "stuck"))
             elif rank < peer:
                 differs = f": {e.data} meets {other.data}" if e.data != other.data else ""
@@ -368,7 +368,7 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:
-    """Return ranks of which each waits for the next, the first again at the end; empty if none."""
+    """Return a circle of ranks that wait, the first again at the end; empty if there is none."""
     after = {
         rank: min(others, key=lambda other: (other not in waits, other))
         for rank, others in waits.items()

@@ -1,6 +1,6 @@
 """One trace that `torch.profiler` (Kineto) wrote, read as spans of each device.
 
-`tools.traces.from_profiler` says what is read how.
+`tools.traces.from_profiler` says how each event is read.
 """
 
 import re
@@ -93,7 +93,7 @@ def gpu_spans(events: list[Event]) -> dict[Any, list[Span]]:
         kind, around = inside.get(at, ("compute", ()))
         meta = {"launched": 1e-6 * at[1]} if at else {}
         meta["stream"] = args.get("stream", event["tid"])
-        # What torch launches for a collective is part of it, but for copies and its own kernels.
+        # Torch's launches for a collective are part of it, but for copies and its own kernels.
         said = next((e for e in reversed(around) if e["name"] == "record_param_comms"), None)
         within = said if cat == "kernel" and "at::native" not in name else None
         ends = args.get("fromDevice"), args.get("toDevice")
@@ -238,7 +238,7 @@ def cpu_spans(events: list[Event], document: Event, file: Path) -> list[Span]:
             threads[event["tid"]].append(event)
     for ours in threads.values():
         ours.sort(key=lambda e: (e["ts"], -e["dur"]))
-        # A call that blocks inside of an operator is no computing: it is cut out.
+        # A call that blocks inside of an operator is not computing: it is cut out.
         waits = union(seconds(e) for e in ours if _WAITS.match(e["name"]))
         done = float("-inf")
         for event in ours:

@@ -137,7 +137,7 @@ def _steps(timeline: Timeline, comm: dict, busy: dict) -> list[Part]:
 def _waited(comm: dict[int, list[Span]]) -> list[Waited]:
     """Return ranks by the time that others wait for them, the longest first.
 
-    Only collectives of a known group count. Time in which a rank waits in two of them counts once.
+    Only collectives of a known group count. Time in which a rank waits in two counts once.
     """
     shared: dict[Any, dict[int, Span]] = defaultdict(dict)
     for rank, spans in comm.items():

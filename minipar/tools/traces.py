@@ -1,6 +1,6 @@
 """The traces of `torch.profiler` (Kineto), of any number of ranks, read as one timeline.
 
-`kineto` turns one trace into spans; `from_profiler` says what is read how.
+`kineto` turns one trace into spans; `from_profiler` says how each event is read.
 """
 
 import glob
@@ -29,7 +29,7 @@ Step = tuple[str, float, float]  # "ProfilerStep#7", and from when until when, i
 
 @dataclass
 class _Trace:
-    """One device of one file: its spans, steps, and sentences on what is odd."""
+    """One device of one file: its spans, steps, and sentences on oddities."""
 
     file: Path
     document: Event
@@ -43,7 +43,7 @@ class _Trace:
         return printable(self.document.get("host_name", self.file))
 
     def move(self, by: float) -> None:
-        """Move all of it by so many seconds."""
+        """Move all spans and steps by so many seconds."""
         self.spans = moved(self.spans, by)
         self.steps = [(name, start + by, end + by) for name, start, end in self.steps]
 
@@ -71,8 +71,8 @@ def from_profiler(
     the nth all-reduce of a group ends on all of its ranks together (median over n).
 
     The result starts at 0 s; its `notes` say what was skipped, cut, moved or guessed. `progress`,
-    `tqdm` for one, is told of the files. Raises `ValueError` for a file that is no trace, holds no
-    work, or lacks the GPU of its job; for two of one rank, and for none.
+    `tqdm` for one, is told of the files. Raises `ValueError` for a file that is not a trace, holds
+    no work, or lacks the GPU of its job; for two of one rank, and for none.
     """
     files = _trace_files(paths)
     found = [_read(file) for file in (progress(files) if progress else files)]
@@ -145,7 +145,7 @@ def _trace_ranks(files: Sequence[Path], documents: Sequence[Event]) -> list[int]
 
 
 def _read(file: Path) -> list[_Trace]:
-    """Return a trace for each device of the file, that of the busiest first."""
+    """Return a trace for each device of the file, the busiest first."""
     document = read_json(file)
     notes: list[str] = []
     try:

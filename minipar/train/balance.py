@@ -9,7 +9,7 @@ rank computes them (a mean of the ranks' means would not be; tests/law/test_toke
 **Documents of different length.** A row per document is mostly padding, and a rank with the long
 ones has more to do. `pack` lays several documents into each row of T tokens; a mask keeps them
 apart, and positions start again with each. The longest goes first, each into the emptiest row:
-Graham's rule, whose fullest row has at most 4/3 as many tokens as that of the best packing.
+Graham's rule: its fullest row has at most 4/3 of the tokens of the best packing's.
 
 Source. Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 5 (longest first). Krell
 et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027).
@@ -109,7 +109,7 @@ def pack(lengths: Sequence[int], seq_len: int, multiple_of: int = 1) -> list[lis
     num_rows = multiple_of * max(1, math.ceil(sum(lengths) / (seq_len * multiple_of)))
     while (rows := _lay_out(longest_first, lengths, seq_len, num_rows)) is None:
         num_rows += multiple_of
-    # Who has the fullest row of one round of cards gets the emptiest of the next.
+    # The rank with the fullest row of one round gets the emptiest row of the next.
     rows.sort(key=lambda row: -sum(lengths[i] for i in row))
     rounds = [rows[i : i + multiple_of] for i in range(0, num_rows, multiple_of)]
     return [row for i, cards in enumerate(rounds) for row in (cards[::-1] if i % 2 else cards)]
@@ -138,7 +138,7 @@ def packed_batch(
     `documents[i]` holds the tokens [n + 1] of a document of n targets; `rows` come from
     ``pack([len(d) - 1 for d in documents], seq_len)``. Targets are shifted before packing, so that
     no document predicts the first token of its neighbour. Inputs, targets, positions [B, T] int64,
-    mask [B, 1, T, T] bool; what is left of a row is padding, a document of its own without targets.
+    mask [B, 1, T, T] bool; the rest of a row is padding, a document of its own without targets.
     """
     inputs = torch.zeros(len(rows), seq_len, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORE)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is in them, and how they are read. Writing them: saver.py.
+"""Checkpoints: their content, and how they are read. Writing them: saver.py.
 
 Layout. One folder per checkpoint, `checkpoints/step_000120/`:
 

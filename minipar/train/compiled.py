@@ -6,7 +6,7 @@ none of its business: so a function inside of the block is compiled, and not the
 
 A block is one graph under the strategies that stay outside of it: ddp, local SGD, ZeRO, fsdp and
 pipelines. Where ranks talk inside of it (tensor, context, expert parallelism), a graph ends at each
-collective and another begins; a mixture of experts, whose sizes hang on values, stays eager.
+collective and another begins; a mixture of experts stays eager, as its sizes hang on values.
 
 Blocks that are alike share their graphs, however many there are. Before a graph begins, its block
 waits for all weights that are on their way to it (ZeRO 1 and 2).

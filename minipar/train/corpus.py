@@ -39,7 +39,7 @@ class Corpus:
 
 
 # The name of a document, by which validation is drawn, is relative, so alike on all machines.
-# A document without text (None) is a file that is no text.
+# A document without text (None) is a file that is not text.
 Documents = Iterator[tuple[str, str | None]]
 
 
@@ -94,7 +94,7 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
 
 # ---------------------------------------------------------------------- documents
 def _read(source: str) -> Documents:
-    """Yield the documents of files. Of several files, one that is no text is left out."""
+    """Yield the documents of files. Of several files, one that is not text is left out."""
     path = Path(source).expanduser()
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -114,7 +114,7 @@ def _read(source: str) -> Documents:
                 raise ValueError("it holds NUL bytes")
         except ValueError as error:
             if len(paths) == 1:
-                raise ValueError(f"{path} is no text in UTF-8: {one_line(error)}") from None
+                raise ValueError(f"{path} is not text in UTF-8: {one_line(error)}") from None
             text = None
         rows = _rows(path, text) if text and path.suffix in (".json", ".jsonl") else None
         if rows is None:

@@ -77,7 +77,7 @@ def check_same(source: str, texts: Mapping[str, Sequences], axis: Axis) -> None:
     for part in texts:
         hosts = dict.fromkeys(host for host, prints in others if prints[part] != theirs[part])
         if hosts:
-            where = f"on {', '.join([*hosts][:8])} is not that of rank 0 on {first}"
+            where = f"on {', '.join([*hosts][:8])} differs from the text of rank 0 on {first}"
             raise ValueError(f"the {part} text of {source} {where}; copy the files from there")
 
 

@@ -20,7 +20,7 @@ from minipar.comm import clock
 from minipar.comm.mesh import Mesh
 
 MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu", "peak_memory"]
-"""Keys whose values differ between two runs that do the same."""
+"""Keys with values that differ between two runs that do the same."""
 
 
 class Log:
@@ -90,7 +90,7 @@ class Log:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`; after a kill there is what was before, or all of it."""
+    """Write `text` to `path`; after a kill there is the old text, or all of the new one."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text, encoding="utf-8")
     os.replace(fresh, path)

@@ -17,7 +17,7 @@ class OutOfMemory(MemoryError):
 
 
 def is_one(error: BaseException) -> bool:
-    """True if an allocation has failed: Python's, torch's on the CPU, or that of a GPU."""
+    """True if an allocation has failed: Python's, torch's on the CPU, or a GPU's."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _SAYS)
     )

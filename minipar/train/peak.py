@@ -1,10 +1,10 @@
-"""How fast could this be? The FLOP/s of a device, and the share of them that training makes use of.
+"""How fast could this be? The FLOP/s of a device, and the share of them that training uses.
 
 Model FLOPs utilisation (MFU) = FLOPs that the model needs per token * tokens/s / peak FLOP/s of all
 devices; recomputation counts as idleness. Source: Chowdhery et al., "PaLM" (arXiv 2204.02311),
 appendix B. The numerator is `LlamaConfig.flops_per_token`.
 
-The peak of a GPU in the table is that of its data sheet, for dense matrices: no program reaches it.
+The peak of a GPU comes from its data sheet, for dense matrices: no program reaches it.
 The peak of any other device depends on its cores, clock and neighbours. It is *measured* as the
 speed of a matmul on all ranks at once, so larger matmuls than that one may come out above 100 %.
 `Peak.source` says which of the two a figure is.
@@ -21,7 +21,7 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
 
 # Part of the name of a GPU: FLOP/s in 16 bits, and in float32 without TF32. The first that fits
-# counts: "H100" is that of the SXM board.
+# counts: "H100" is the SXM board.
 DATA_SHEETS = {
     " MIG ": (None, None),  # a slice of a GPU
     "H200 NVL": (835e12, 60e12),

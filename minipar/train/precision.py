@@ -186,7 +186,7 @@ class LossScaler:
         `axes`: every axis over which gradients are sharded, in the same order on all ranks; one
         all-reduce of 4 bytes over each. Raises `ValueError` for a gradient sharded over another,
         and for gradients in fp16, where dividing would lose what scaling has saved; `RuntimeError`
-        for a second call in one step, and for parameters whose gradients are elsewhere.
+        for a second call in one step, and for parameters with gradients elsewhere.
         """
         if self.found_inf is not None:
             raise RuntimeError("unscale() was called twice in one step; call update() in between")
@@ -335,7 +335,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in fp8; its weight is the master weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N], in the dtype of autocast where it is on, else in that of `x`."""
+        """[..., K] -> [..., N], in autocast's dtype where it is on, else in the dtype of `x`."""
         dtype = casts.product_dtype(x.device.type) or x.dtype
         y = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), self.weight, dtype)
         y = y.reshape(*x.shape[:-1], -1)
@@ -346,7 +346,7 @@ def use_fp8(model: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> list[str]
     """Turn the linear layers of `model` into `Fp8Linear`, in place; return their names.
 
     Parameters, names and hooks stay. A layer with a word of `skip` in its path is left alone: the
-    head is the most sensitive one, and the embedding is no product. Scales are those of the rank:
+    head is the most sensitive one, and the embedding is not a product. Scales are the rank's:
     a layer cut over ranks has one per piece. Raises `ValueError` if nothing is left to turn.
     """
     found = {

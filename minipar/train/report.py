@@ -24,7 +24,7 @@ from minipar.observe.timeline import Timeline
 class Report:
     """The report at the end of a run; None where there is nothing to report.
 
-    Communication is that of the rank that reports, in the steps since the run was last resumed; it
+    Communication is the reporting rank's, in the steps since the run was last resumed; it
     is scaled up from the recorded steps.
     """
 
@@ -38,7 +38,7 @@ class Report:
     validation_loss: float
     tokens_per_second: float | None
     mfu: float | None  # model FLOPs utilisation: the share of the peak below
-    peak: str  # what the ranks could do at most, and where that number is from
+    peak: str  # the most that the ranks could do, and the source of this number
     step_seconds: float | None  # median
     sent_bytes: float
     communication_seconds: float

@@ -392,7 +392,7 @@ def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
     return [
         (lambda: comm.all_reduce(x, axis, "mean"), "all_reduce: op='mean'.*use one of sum, avg"),
         (lambda: comm.reduce(x, axis, 0, "prod"), "op='prod' is not a reduction"),
-        (lambda: comm.all_reduce(x.long(), axis, "avg"), "avg.*int64 is no whole number; use"),
+        (lambda: comm.all_reduce(x.long(), axis, "avg"), "avg.*does not fit torch.int64; use"),
         (lambda: comm.reduce_scatter(x, axis), r"dp=3 does not divide dim 0 of shape \(5, 4\)"),
         (lambda: comm.reduce_scatter(x, axis, -1), "divide dim -1.*pad it to 6 or cut it to 3"),
         (lambda: comm.all_to_all(x, axis, 1), "pad it to 6 or cut it to 3"),
@@ -401,9 +401,9 @@ def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
         (lambda: comm.all_gather(x, axis, out=x), r"shape \(15, 4\).*not \(5, 4\)"),
         (lambda: comm.all_reduce(x[0], axis, out=x), r"shape \(4,\) and torch.float32"),
         (lambda: comm.all_reduce(x, axis, out=x.double()), "not .* torch.float64"),
-        (lambda: comm.send(x, axis, 3), "peer=3 is no rank of dp=3; use 0 to 2"),
-        (lambda: comm.recv(x, axis, -1), "peer=-1 is no rank"),
-        (lambda: comm.exchange([(x, 0), (x, 3)], [], axis), "exchange: peer=3 is no rank"),
+        (lambda: comm.send(x, axis, 3), "peer=3 is not on dp=3; use 0 to 2"),
+        (lambda: comm.recv(x, axis, -1), "peer=-1 is not on"),
+        (lambda: comm.exchange([(x, 0), (x, 3)], [], axis), "exchange: peer=3 is not on"),
     ]
 
 

@@ -101,7 +101,7 @@ def test_mesh_of_one_device_needs_no_torch_distributed():
 def test_unknown_axes_are_refused():
     mesh = Mesh(dp=1, mine=1)
     assert mesh.mine == Axis("mine", 0, 1, (0,))
-    with pytest.raises(AttributeError, match=r"'dq' is no axis.*\['dp', 'mine'\]"):
+    with pytest.raises(AttributeError, match=r"'dq' is not an axis.*\['dp', 'mine'\]"):
         _ = mesh.dq
     with pytest.raises(ValueError, match=r"axis 'dq' is not of this mesh; it has \['dp', 'mine'\]"):
         mesh.joint("dp", "dq")

@@ -120,8 +120,8 @@ def test_load_names_the_file_that_is_no_timeline(tmp_path):
     for content, message in [
         (b'{"traceEvents": []}', "from_profiler"),
         (b'{"a": 1}', "no list `traceEvents`"),
-        (b"hello", "no readable trace"),
-        (gzip.compress(b'{"traceEvents": []}')[:-9], "no readable trace"),
+        (b"hello", "not a readable trace"),
+        (gzip.compress(b'{"traceEvents": []}')[:-9], "not a readable trace"),
     ]:
         (tmp_path / "x.json").write_bytes(content)
         with pytest.raises(ValueError, match=message):

@@ -97,5 +97,5 @@ def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
     with pytest.raises(ValueError, match="8 tokens is longer than max_seq_len=6"):
         model(tokens)
     model.config = model.model.config = models.llama(0).config
-    with pytest.raises(ValueError, match=r"\(1, 1, 4, 8\) is not that of 8 tokens.*all of it"):
+    with pytest.raises(ValueError, match=r"\(1, 1, 4, 8\) does not fit 8 tokens.*all of it"):
         model(tokens, mask=torch.ones(1, 1, 4, 8, dtype=torch.bool))

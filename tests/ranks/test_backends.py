@@ -73,10 +73,10 @@ def held_port():
     ("changed", "error", "says"),
     [
         ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
-        ({"RANK": "-1"}, ValueError, "RANK='-1' is no number"),
-        ({"WORLD_SIZE": "two"}, ValueError, "WORLD_SIZE='two' is no number"),
+        ({"RANK": "-1"}, ValueError, "RANK='-1' is not a number"),
+        ({"WORLD_SIZE": "two"}, ValueError, "WORLD_SIZE='two' is not a number"),
         ({"MASTER_PORT": "99999999"}, ValueError, "MASTER_PORT=99999999: ports are 1 to 65535"),
-        ({"MASTER_PORT": "abc"}, ValueError, "MASTER_PORT='abc' is no number"),
+        ({"MASTER_PORT": "abc"}, ValueError, "MASTER_PORT='abc' is not a number"),
         ({}, ConnectionError, "the 2 ranks do not meet at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
         ({"RANK": "1"}, ConnectionError, "within 1 s: no answer"),
         ({"RANK": "1", "MASTER_PORT": "9"}, ConnectionError, "MASTER_PORT=9 within 1 s: "),

@@ -278,13 +278,13 @@ def test_a_bad_file_is_one_line_with_its_name_and_key(tmp_path, old, new, messag
     assert old in GOOD
     with pytest.raises(ValueError, match=message) as caught:
         loaded(tmp_path, GOOD.replace(old, new, 1))
-    assert "mine.toml is no machine" in str(caught.value) and "\n" not in str(caught.value)
+    assert "mine.toml is not a machine" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_unknown_names_get_the_nearest():
     with pytest.raises(ValueError, match="h100-ndr"):
         load("h100_ndr")
-    with pytest.raises(ValueError, match="no-such.toml is no machine: .* No such file"):
+    with pytest.raises(ValueError, match="no-such.toml is not a machine: .* No such file"):
         load("no-such.toml")
     with pytest.raises(ValueError, match="no software 'megatorn'; there are .*megatron"):
         hardware.software("megatorn")

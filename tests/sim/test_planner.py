@@ -329,7 +329,7 @@ def call(capfd, *words):
     [
         ("--model llama-3-9b", "nearest names are llama-3-8b"),
         ("--hardware h101", "nearest names are h100"),
-        ("--hardware nowhere.toml", "nowhere.toml is no machine"),
+        ("--hardware nowhere.toml", "nowhere.toml is not a machine"),
         ("--gpus 0", "--gpus 0"),
         ("--global-batch 0", "--global-batch 0"),
         ("--seq 9000", "sees 1 to 8,192 tokens"),
@@ -346,7 +346,7 @@ def call(capfd, *words):
         ("--gpus 1000000000000", "--gpus 1,000,000,000,000: use at most 1,048,576"),
         ("--explain dp=8,microbatch=1 --global-batch 64", "a batch of 8; use --global-batch 8"),
         ("--explain dp=8,microbatch=0", "--explain microbatch=0: microbatch must be 1 or more"),
-        ("--explain dp=8 --fix tp=2", "--fix tp=2 is of a search, and --explain has one plan"),
+        ("--explain dp=8 --fix tp=2", "--fix tp=2 bounds a search, and --explain has one plan"),
     ],
 )
 def test_bad_input_is_one_line(capfd, words, message):

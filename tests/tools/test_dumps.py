@@ -64,7 +64,7 @@ def test_a_pickle_calls_nothing_and_what_is_no_dump_is_named(tmp_path, monkeypat
         (b'{"minipar_stall": [{}]}', "Error"),
     ]:
         (tmp_path / "rank_0").write_bytes(content)
-        with pytest.raises(ValueError, match="rank_0 is no dump of a flight recorder") as error:
+        with pytest.raises(ValueError, match="rank_0 is not a dump of a flight recorder") as error:
             dumps.read([tmp_path / "rank_0"])
         assert why in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "made").exists()
@@ -74,7 +74,7 @@ def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):
     """Mutant: no call recorded is told as no hang, with exit code 0."""
     with pytest.raises(ValueError, match=r"trace_0 and .*trace_1 are both of rank 0"):
         told(tmp_path, {0: dump(rank=0), 1: dump(rank=0)})
-    for name, said in (("nameless", "of which rank"), ("rank_99999999999", "of which rank")):
+    for name, said in (("nameless", "which rank wrote"), ("rank_99999999999", "which rank wrote")):
         (tmp_path / name).write_bytes(pickle.dumps(dump(call("all_reduce", 1)), 2))
         with pytest.raises(ValueError, match=f"{name}.*{said}"):
             dumps.read([tmp_path / name])

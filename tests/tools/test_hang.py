@@ -432,5 +432,5 @@ def test_ends_of_an_exchange_that_are_open_are_told_once(tmp_path):
         assert stalled(tmp_path, *states).findings == [open_ends]
     states[1] = State(1, "rank 1 of 2", (calls[1],), (), "here")
     assert stalled(tmp_path, *states).findings == [
-        "rank 0 waits in exchange #1 with rank 1 on cp; that of rank 1 has ended."
+        "rank 0 waits in exchange #1 with rank 1 on cp; the call of rank 1 has ended."
     ]

@@ -40,7 +40,7 @@ WRONG = {
     "syntax": ("def build():", "def build(:", r"mine\.py, line \d+, in reading it: SyntaxError"),
     "nothing to build": ("def build", "def construct", "has no build; it needs build, batch"),
     "no function": ("def build():", "build = 3\ndef other():", "'int' object is not call"),
-    "no model": ("nn.Sequential(", "(", r"build\(\) returned tuple, which is no nn.Module"),
+    "no model": ("nn.Sequential(", "(", r"build\(\) returned tuple, which is not an nn.Module"),
     "chance": ("nn.ReLU()", "nn.Dropout()", "what is random cannot be compared"),
     "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
     "vector": ("F.mse_loss(model(batch[0]), batch[1])", "model(batch[0])",

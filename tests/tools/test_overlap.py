@@ -161,10 +161,10 @@ def overlap(path, picture=None) -> str | None:
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
     deep = b"[" * 200_000
     for content, why in [
-        (b"", "no readable trace"),
-        (b"\xff\xfe\x00", "no readable trace"),
-        (b'{"traceEvents": [1', "no readable trace"),
-        (deep, "no readable trace"),
+        (b"", "not a readable trace"),
+        (b"\xff\xfe\x00", "not a readable trace"),
+        (b'{"traceEvents": [1', "not a readable trace"),
+        (deep, "not a readable trace"),
         (b"null", "no list `traceEvents`"),
         (b'{"traceEvents": {}}', "no list `traceEvents`"),
         (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
@@ -174,7 +174,7 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
             b'{"minipar": 2, "spans": [], "traceEvents": [], "label": ""}',
             "a timeline without spans",
         ),
-        (gzip.compress(b"{}")[:-6], "no readable trace"),
+        (gzip.compress(b"{}")[:-6], "not a readable trace"),
     ]:
         (tmp_path / "x.json").write_bytes(content)
         assert why in overlap(tmp_path / "x.json"), content[:50]

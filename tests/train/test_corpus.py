@@ -211,10 +211,10 @@ LINE = b'{"text": "fine"}\n'
         ("a.jsonl", LINE + b'"text"', r"a\.jsonl:2: no string in field 'text': text"),
         ("a.jsonl", LINE + b'{"body": "x"}', r"a\.jsonl:2: no string in .*: {'body': 'x'}"),
         ("a.jsonl", LINE + b'{"text": 3}', r"a\.jsonl:2: no string in field 'text'"),
-        ("a.jsonl", LINE + b"\xff\xfe", r"a\.jsonl is no text in UTF-8"),
+        ("a.jsonl", LINE + b"\xff\xfe", r"a\.jsonl is not text in UTF-8"),
         ("empty.txt", b"", "is too short: 0 tokens"),
         ("short.txt", b"abc", "too short: 3 tokens"),
-        ("image.png", b"\x89PNG\0\0", "image.png is no text in UTF-8"),
+        ("image.png", b"\x89PNG\0\0", "image.png is not text in UTF-8"),
         ("nowhere.txt", None, "no file or folder"),
         ("*.nothing", None, "no file or folder"),
         ("", None, "is too short: 0 tokens"),  # the folder itself, empty

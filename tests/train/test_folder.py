@@ -140,7 +140,7 @@ def test_another_text_on_another_host_is_refused(ranks, run_config, tmp_path, pa
         ranks(2).run(on_a_host_of_its_own, trainer.train, str(tmp_path), config, str(folder))
     assert [failure.kind for failure in caught.value.failures.values()] == ["ValueError"] * 2
     node = platform.node()
-    says = f"the {part} text of a.txt on {node} is not that of rank 0 on {node}"
+    says = f"the {part} text of a.txt on {node} differs from the text of rank 0 on {node}"
     assert all(says in failure.message for failure in caught.value.failures.values())
     assert not folder.exists()
 

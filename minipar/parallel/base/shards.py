@@ -195,7 +195,7 @@ class Row:
         if whole.shape != self.shapes[piece]:
             raise ValueError(
                 f"a tensor of shape {tuple(whole.shape)} is not for a parameter of shape "
-                f"{tuple(self.shapes[piece])}: is the state that of another model?"
+                f"{tuple(self.shapes[piece])}: does the state belong to another model?"
             )
         return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
 

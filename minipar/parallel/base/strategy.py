@@ -326,7 +326,7 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, ELEMENTWISE) and not getattr(optimizer, "elementwise", False):
         raise ValueError(
-            f"{kind.__name__} may look at whole matrices of which a rank has shards; use "
+            f"{kind.__name__} may look at whole matrices, and a rank has shards of them; use "
             f"AdamW or SGD, or set elementwise = True on it if it steps each number alone"
         )
 

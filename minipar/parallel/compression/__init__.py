@@ -4,7 +4,7 @@ Idea.   A gradient is noisy: 8 bits, one bit, one entry in a hundred or a matrix
         if the part that a step leaves out (the *residue*) is added to the gradient of the next
         step. Then nothing is lost; it only comes later: *error feedback*.
 Math.   On rank r, with gradient g_r and residue e_r: v_r = w g_r + e_r (w = 1/n to average, else
-        1), of which s_r is sent; e_r <- v_r - s_r; every rank gets g = sum_r s_r. Invariant:
+        1), and s_r of it is sent; e_r <- v_r - s_r; every rank gets g = sum_r s_r. Invariant:
         g + sum_r e_r after the step = sum_r (w g_r + e_r before it), whatever the compressor.
 Shapes. Buckets of N numbers, P@dp -> R@dp; bit for bit the same result on all ranks.
 Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fraction of 4 N bytes):
@@ -33,7 +33,7 @@ Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.0
 In torch: `torch.distributed.algorithms.ddp_comm_hooks`.
 Proved by tests/parallel/test_compression.py and tests/law/test_law.py.
 
-Files: codecs.py, the ways to send a vector; feedback.py, what is kept back, plugged into ddp.
+Files: codecs.py, the ways to send a vector; feedback.py, the residue, plugged into ddp.
 
 Use: ``ddp.apply(model, mesh.dp, reduce=Compressed(TopK(0.01), warmup_steps=100))``.
 """

@@ -39,7 +39,7 @@ class Compressor:
 class Codec(Compressor):
     """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone."""
 
-    sparse = False  # bytes of a sum of n vectors are n times those of one
+    sparse = False  # a sum of n vectors has n times the bytes of one
 
     def compress(self, rows: Tensor) -> Tensor:
         """Return bytes for each of C vectors, each to be read alone: [C, N] -> [C, W] uint8."""
@@ -231,7 +231,7 @@ class RandomK(Compressor):
 class PowerSGD(Compressor):
     """Gradients of matrices as products of two thin ones: M [R, C] -> P [R, r] Q^T [r, C].
 
-    One step of the power iteration finds the r directions that matter, from those of the last step
+    One step of the power iteration finds the r directions that matter, from the last step's
     (a warm start): P = sum_r M_r Q; make P orthonormal; Q = sum_r M_r^T P. Both sums are linear, so
     all-reduces take them, and the result is a projection of the *sum* of the gradients. Vectors and
     matrices that would not shrink to half go uncompressed.
@@ -263,7 +263,7 @@ class PowerSGD(Compressor):
 
         ps = _add_all([m @ self._start(p, m) for p, m in matrices.items()], axis)
         # Householder's method. The paper's Gram-Schmidt fails if columns depend on each other, as
-        # those of a gradient of lower rank do.
+        # columns from a gradient of lower rank do.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = _add_all([m.mT @ p for m, p in zip(matrices.values(), ps, strict=True)], axis)
         for (parameter, matrix), p, q in zip(matrices.items(), ps, qs, strict=True):

@@ -36,7 +36,7 @@ class Action:
         match = re.fullmatch(r"(\d+)([SR]?[FB]|[IW])(\d+)", text)
         if match is None:
             kinds = ", ".join((*COMPUTE, *MESSAGES))
-            raise ValueError(f"{text!r} is no action; write stage, one of {kinds}, microbatch: 2F0")
+            raise ValueError(f"{text!r} is unknown; write stage, one of {kinds}, microbatch: 2F0")
         return Action(int(match[1]), match[2], int(match[3]))
 
     @property
@@ -47,7 +47,7 @@ class Action:
     @property
     def twin(self) -> "Action":
         """The other end of a message: `2SF0` is received as `3RF0`, `2SB0` as `1RB0`."""
-        assert not self.computes, f"{self} is no message"
+        assert not self.computes, f"{self} is not a message"
         step = 1 if self.kind in ("SF", "RB") else -1
         other = "R" if self.kind[0] == "S" else "S"
         return Action(self.stage + step, other + self.kind[1], self.microbatch)
@@ -170,7 +170,7 @@ class Schedule:
         )
         if match is None:
             raise ValueError(
-                f"{head!r} does not say what the schedule is; write, for example, "
+                f"{head!r} does not name the schedule; write, for example, "
                 "'mine: microbatches 4; stages on ranks 0 1'"
             )
         name, m, rank_of, copies, max_live = match.groups(default="")

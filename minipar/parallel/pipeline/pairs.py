@@ -56,7 +56,7 @@ class _Ended(BaseException):
 
 
 class _Pair(calls.Tap):
-    """Two threads, of which one runs: a tap, which hears of every wait."""
+    """Two threads; one of them runs at a time. A tap, which hears of every wait."""
 
     def __init__(self) -> None:
         self.caller = threading.get_ident()

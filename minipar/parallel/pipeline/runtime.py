@@ -21,7 +21,7 @@ Use::
 
     schedule = schedules.make("1f1b", p=4, m=8)
     pipeline = apply(model, mesh.pp, schedule)          # now `model` has the layers of this rank
-    data = ddp.apply(model, mesh.dp, average=False)     # after the split: it sees what is left
+    data = ddp.apply(model, mesh.dp, average=False)     # after the split: for its layers
     train_step(model, [data, pipeline], ...)
 """
 
@@ -72,7 +72,7 @@ def apply(
 ) -> "Pipeline":
     """Leave on each rank of `axis` the layers of its stages, in place; names stay.
 
-    The weights are those of rank 0 of the axis.
+    The weights come from rank 0 of the axis.
 
     Args:
         schedule: for as many ranks as the axis has, and the microbatches of a step.

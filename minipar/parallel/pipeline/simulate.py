@@ -7,7 +7,7 @@ Bubble: papers use one of two definitions. `bubble` counts idle time of a step t
         for all ranks together: (p-1)/M of the work for GPipe and 1F1B, the ratio to the ideal time
         of Narayanan et al. 2021 (2104.04473). `bubble_between` counts only from a rank's own first
         action to its own last one, as in Qi et al. 2023 (2401.10241, 2): there a rank that ends
-        early goes on with the optimizer. B is always I + W: costs are those of F, I and W.
+        early goes on with the optimizer. B is always I + W: costs are given for F, I and W.
 """
 
 from collections import defaultdict, deque

@@ -77,7 +77,7 @@ def split_embedding(tokens: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
 class _Split(torch.autograd.Function):
     """x Wᵀ, or rows of W; dW goes to `put_off`.
 
-    The weight is no saved tensor, because activation checkpointing would return a copy.
+    The weight is not a saved tensor, because activation checkpointing would return a copy.
     """
 
     @staticmethod

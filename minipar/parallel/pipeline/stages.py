@@ -61,10 +61,10 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int, ...]:
-    """Return a user's cut; raise `ValueError` if it is none. Part 0 and the last may be empty."""
+    """Return a user's cut; raise `ValueError` unless it fits. Part 0 and the last may be empty."""
     if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
         raise ValueError(
-            f"cut={tuple(cut)} is no cut of {num_layers} layers into {num_parts} stages: counts "
+            f"cut={tuple(cut)} does not cut {num_layers} layers into {num_parts} stages: counts "
             f"add up to {num_layers}, all above 0 between the first and the last"
         )
     return tuple(cut)

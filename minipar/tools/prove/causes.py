@@ -103,14 +103,14 @@ def _pending(s: Suspect) -> Cause | None:
         if all(is_close(each, s.expected, s.rtol) for each in together):
             why = f"each rank of {axis} has a part, and their {how} is right: an all-reduce over "
             why += f"{axis} is missing, of this gradient itself"
-            why += ", or of that of the input, where a later module is cut" * (s.wrong > 1)
+            why += ", or of the input's gradient, where a later module is cut" * (s.wrong > 1)
             return "missing all-reduce", why
     return None
 
 
 # ---------------------------------------------------------------------- initial weights
 def _made_anew(s: Suspect) -> Cause | None:
-    why = "not what build() made on any rank, nor a piece of it: drawn again after build(), loaded "
+    why = "no rank has the value of build(), nor a piece of it: drawn again after build(), loaded "
     return "made anew", why + "from elsewhere, or changed by parallelize()"
 
 
@@ -214,7 +214,7 @@ def _shares(s: Suspect) -> Cause | None:
     if there is None and n > 1:
         first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
         where = f"{first} ({s.device.kinds[first]})" if first else "loss() or a module"
-        why = f"one device's gradient is no sum of the shares': {where} looks at several samples, "
+        why = f"no sum of the shares' gradients is one device's: {where} looks at several samples, "
         why += (
             "as BatchNorm, a contrastive or a balance loss does, and each rank sees its own alone"
         )
@@ -222,7 +222,7 @@ def _shares(s: Suspect) -> Cause | None:
     told = f"rank {own} has {_times(here)}; one device has {_times(there)}"
     for share in range(n if n > 1 and len({s.share_of(r) for r in s.ranks}) > 1 else 0):
         if all(s.are(s.found[own]) and is_nothing(row[torch.arange(n) != share]) for row in here):
-            why = f"all ranks have that of share {share} alone: sent by one rank, and not summed. "
+            why = f"all ranks have share {share}'s gradient: sent by one rank, and not summed. "
             return "broadcast, not reduced", why + told
     over = " x ".join(s.device.data)
     if n > 1 and is_nothing(here[:, ~mine]):
@@ -230,11 +230,11 @@ def _shares(s: Suspect) -> Cause | None:
         name = "divided, but never summed" if divided else "not reduced"
         return name, f"its own share alone: there was no all-reduce over {over}. {told}"
     if m > 1 and is_nothing(here[:-1]):
-        return "last microbatch only", f"what was accumulated before is lost. {told}"
+        return "last microbatch only", f"the gradients accumulated before are lost. {told}"
     if m > 1 and n > 1 and is_nothing(here[:-1, ~mine]):
         return "accumulated gradients are not reduced", f"those before the last stay here. {told}"
     if m > 1 and is_nothing(here[:-1] - n * here[1:]) and is_nothing(here[-1] - 1 / (m * n)):
-        why = "what was summed over the ranks already is summed with the next microbatch again. "
+        why = "a sum over the ranks is summed again with the next microbatch. "
         return "accumulated gradients reduced again", why + told
     if is_nothing(here - 1 / (m * n)):
         why = "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
@@ -260,7 +260,7 @@ def _norms(s: Suspect) -> Cause | None:
     pieces = [seen.gradients[s.step] for seen in s.seen]
     own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
     if s.are(own):
-        return "norm of own pieces", "each rank has the norm of what it has itself"
+        return "norm of own pieces", "each rank has the norm of its own pieces"
     whole = {n for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)}
     for axis, n in s.axes():
         for kind, names in (("replicated", whole), ("cut", alone.keys() - whole)):
@@ -355,7 +355,7 @@ def _kept_apart(s: Suspect) -> Cause | None:
     if _ROW_BY_ROW.search(kind):
         why += f"a {kind} needs no more, so what is added in between is wrong. Do positions, or a "
         return "positions, or another piece", why + f"mask, begin at 0 on every rank of {axis}?"
-    return "pieces kept apart", why + "this module needs what the other ranks have"
+    return "pieces kept apart", why + "this module needs the other ranks' pieces"
 
 
 _ROW_BY_ROW = re.compile(
@@ -379,7 +379,7 @@ def _inside(s: Suspect) -> Cause | None:
     if s.name == next(iter(s.device.outputs)) and is_untouched:
         why = "the first module that runs, and its weights are right: ranks have other samples "
         return "another input", why + "than their shares of the batch, or use them otherwise"
-    why = "what ran before returned what is right, and weights are right: it is what this module "
+    why = "modules before it returned the right values, and weights are right: this module "
     return "in this module", why + "does, or what else it is given"
 
 

@@ -129,7 +129,7 @@ def forms(
 ) -> Iterator[tuple[Form, list[Tensor]]]:
     """Yield each form in which the pieces of all ranks make a tensor of `shape`, simple ones first.
 
-    `words` are those of "sum" and "mean" that count as forms as well.
+    `words`: "sum" and "mean", where they count as forms as well.
     """
     axes = [axis for axis, size in sizes.items() if size > 1]
     choices = itertools.product([None, *words, *range(len(shape))], repeat=len(axes))

@@ -1,7 +1,7 @@
 """A training to be proved: the file that describes it, read with care.
 
     def build() -> nn.Module                        # as on one device
-    def batch(seed) -> tensors                      # a global batch: tuples, lists, dicts of them
+    def batch(seed) -> tensors                      # a global batch: tuples, lists, dicts
     def loss(model, batch) -> Tensor                # a scalar, the mean over the samples
     def parallelize(model, mesh)                    # the model, or the model and what to call
                                                     # after backward: a function or our strategies
@@ -10,9 +10,9 @@
 All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
     shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
-                             # all get all; a list of the axes whose ranks get rows of their own;
+                             # all get all; a list of the axes on which ranks get rows of their own;
                              # or a function (batch, mesh) -> this rank's part
-    def uneven(seed)         # a batch whose samples weigh differently, as with padding
+    def uneven(seed)         # a batch of samples that weigh differently, as with padding
     def optimizer(model)     # called after `parallelize`; AdamW by default
     def clip(model)          # clips gradients, returns their norm from before
     reduced_in_step = True   # optimizer.step() reduces gradients: weights alone are compared
@@ -43,9 +43,9 @@ from minipar.comm.mesh import RESERVED, Mesh, whole_number
 from minipar.parallel.base.strategy import Strategy
 
 DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
-"""How the names of axes begin whose ranks have samples of their own."""
+"""Beginnings of names of axes on which ranks have samples of their own."""
 MODEL = ("tp", "cp", "pp", "sp", "mp", "tensor", "context", "seq", "pipe", "model", "stage")
-"""... and of axes whose ranks share their samples."""
+"""... and of axes on which ranks share their samples."""
 
 
 class WrongFile(ValueError):
@@ -73,7 +73,7 @@ class Job:
 
     @staticmethod
     def load(path: str) -> "Job":
-        """Run the file and take out of it what has one of the names.
+        """Run the file and return its objects with one of the names.
 
         Raises `WrongFile` where one is missing, and whatever the file raises.
         """
@@ -96,7 +96,7 @@ class Job:
         return Job(**given, file=path)
 
     def data_axes(self, sizes: Iterable[str]) -> list[str]:
-        """Return the axes whose ranks get rows of their own.
+        """Return the axes on which ranks get rows of their own.
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
@@ -125,7 +125,7 @@ class Job:
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return `batch` with every tensor changed, in tuples, lists and dicts of them."""
+    """Return `batch` with every tensor changed, in tuples, lists and dicts."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
@@ -201,7 +201,7 @@ def blamed(file: str, doing: list[str]) -> Iterator[None]:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Return {"dp": 2, "tp": 2} for "dp=2,tp=2". Raises `ValueError` for what is no mesh."""
+    """Return {"dp": 2, "tp": 2} for "dp=2,tp=2". Raises `ValueError` for other text."""
     sizes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
         axis, _, digits = part.partition("=")
@@ -215,6 +215,6 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def check_file(path: str) -> None:
-    """Raise `WrongFile` for a path that is no Python file."""
+    """Raise `WrongFile` for a path that is not a Python file."""
     if not Path(path).is_file() or Path(path).suffix != ".py":
         raise WrongFile(f"{path} is no Python file; it must have build, batch, loss, parallelize")

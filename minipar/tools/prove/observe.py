@@ -1,6 +1,6 @@
 """The numbers of one device, and of each rank, under the names of one device.
 
-Runs inside of ranks: one device is a group of one, so that what the file's loss sends is sent there
+Runs inside of ranks: one device is a group of one, so that calls of the file's loss go there
 as well. Everything is in float64, and every rank has a seed of its own, so that nothing is equal by
 luck: what ranks are to have alike must have been made alike.
 """
@@ -67,13 +67,13 @@ class Trial:
 
 @dataclass
 class Seen(Record):
-    """The notes of one rank. A tensor may be a piece, where nothing says a piece of which."""
+    """The notes of one rank. A tensor may be a piece, and nothing says which piece."""
 
     built: State = field(default_factory=dict)  # by build(), here, before parallelize
     outputs: State = field(default_factory=dict)  # by module, in order of execution
     kinds: dict[str, str] = field(default_factory=dict)  # names of modules -> of their classes
     ties: list[tuple[str, ...]] = field(default_factory=list)  # names that are one parameter
-    data: list[str] = field(default_factory=list)  # axes whose ranks have rows of their own
+    data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
     has_uneven: bool = False
     has_whole_batch: bool = True  # False if the file's function shares it out
     has_gradients: bool = True  # False if the optimizer's step reduces them
@@ -116,7 +116,7 @@ def _build(job: Job, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = job.build()
     if not isinstance(model, nn.Module):
-        raise WrongFile(f"build() returned {type(model).__name__}, which is no nn.Module")
+        raise WrongFile(f"build() returned {type(model).__name__}, which is not an nn.Module")
     return model.double()
 
 
@@ -147,7 +147,7 @@ class _Run:
         modules = model.named_modules()
         self.seen.kinds = {self.clean(name): type(module).__name__ for name, module in modules}
         self.seen.ties = _ties(model, self.clean)
-        torch.manual_seed(SEED + mesh.rank)  # for what the model draws from here on
+        torch.manual_seed(SEED + mesh.rank)  # for numbers that the model draws from here on
         self.outputs = _record_outputs(model, self.clean)
 
     def train(self) -> Seen:
@@ -219,7 +219,7 @@ class _Run:
         return total
 
     def whole(self, named: State, by_strategy: str) -> State:
-        """Return copies of tensors, those of DTensors and of our strategies whole.
+        """Return copies of tensors; DTensors and shards of our strategies become whole.
 
         The file's own `gather` is asked for every name that any rank has, on all ranks.
         """
@@ -363,7 +363,7 @@ _WRAPPERS = r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_m
 
 
 def _clean(name: str) -> str:
-    """Return the name of a parameter or module without those of torch's wrappers."""
+    """Return the name of a parameter or module without the names of torch's wrappers."""
     return re.sub(_WRAPPERS, "", name).removeprefix(".")
 
 

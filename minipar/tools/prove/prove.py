@@ -61,7 +61,7 @@ class Verdict:
     notes: list[str]
 
     def json(self) -> str:
-        """Return all of it, to be read by programs."""
+        """Return the verdict as JSON, for programs."""
         return json.dumps({"equal": self.parting is None, **asdict(self)}, indent=1)
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ def prove(
 
 
 def _notes(both: Both) -> list[str]:
-    """Say what was compared, and what was not."""
+    """Return sentences on what was compared, and what was not."""
     device, own = both.device, both.device.data
     counts = f"{len(device.outputs)} modules, {len(device.gradients[0])} parameters"
     counts += f", buffers: {len(device.buffers[0])}" if device.buffers[0] else ""
@@ -223,7 +223,7 @@ def _is_elsewhere(both: Both, stage: Stage, name: str, rank: int) -> bool:
 
 
 def _losses(both: Both, own: list[Tensor], expected: State, step: int) -> list[State]:
-    """Return what ranks have as the loss: of the batch, summands of it, or each of its share.
+    """Return what the ranks' losses are: of the batch, summands of it, or of each rank's share.
 
     Whether shares are weighed rightly is seen in the gradients.
     """

@@ -89,7 +89,7 @@ class Suspect(Both):
     def chunks(self) -> Iterator[tuple[str, int, list[Tensor]]]:
         """Yield axis, dim, and the first wrong rank's tensor, in a piece for each rank."""
         found = self.found[self.ranks[0]]
-        # Those first whose ranks share their samples: it is for these that tensors are cut.
+        # First the axes on which ranks share their samples: tensors are cut for these.
         for axis, size in sorted(self.sizes.items(), key=lambda item: self.over_data(item[0])):
             for dim in range(found.ndim if size > 1 else 0):
                 if found.shape[dim] and found.shape[dim] % size == 0:
