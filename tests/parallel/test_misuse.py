@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import textwrap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -478,13 +479,21 @@ def test_a_plan_clips_and_names_its_state(zero_stage):
 # ---------------------------------------------------------------------- README, word for word
 @pytest.mark.slow
 def test_readme_runs_under_torchrun_and_in_a_notebook(tmp_path):
-    """Its two blocks as files of these names."""
+    """Its two blocks as files of these names; in the notebook also with ZeRO's optimizer."""
     section = README.read_text(encoding="utf-8").split("## Use it as a library")[1]
     script, notebook = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.S)
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     (tmp_path / "notebook.py").write_text(notebook, encoding="utf-8")
+    library = (README.parent / "book" / "library.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", library, re.S)
+    begin, end = script.index("    strategy = "), script.index("    for step")
+    script = script[:begin] + textwrap.indent(block, "    ") + script[end:]
+    script = script.replace("parallel import fsdp", "parallel import zero")
+    (tmp_path / "with_zero.py").write_text(script, encoding="utf-8")
+    notebook = notebook.replace("from script", "from with_zero")
+    (tmp_path / "zero_notebook.py").write_text(notebook, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"]
-    for command in (launcher, ["notebook.py"]):
+    for command in (launcher, ["notebook.py"], ["zero_notebook.py"]):
         done = subprocess.run(
             [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
             encoding="utf-8", timeout=100,
