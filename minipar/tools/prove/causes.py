@@ -177,6 +177,8 @@ def _kept(s: Suspect) -> Cause | None:
     if before is not None and s.are(before):
         why = f"exactly the gradient of step {s.step}: a bucket that is not filled anew, or sent "
         return "of the step before", why + "late"
+    if s.stage == "gradient" and (missing := _pending(s)) is not None:
+        return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
     why = f"equal weights before step {s.step + 1}, and step 1 was equal: something stays from step"
     return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
 
