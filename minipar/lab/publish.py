@@ -168,8 +168,9 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
         for file in sorted(given.glob(f"ex_{number}_*.py")):
             texts[solutions / file.name] = without_answers(file.read_text(encoding="utf-8"))
             known |= {n: told[n] for n in [exercises.id_of(file)] if n in told}
-        for file in given.glob(f"problems_{number}.py"):
-            texts[solutions / file.name] = without_ways(file)
+        if any("check_number(" in cell.source for cell in notebook.cells):
+            for file in given.glob("problems_*.py"):
+                texts[solutions / file.name] = without_ways(file)
     for file, text in texts.items():
         file.write_text(text, encoding="utf-8")
     return [*texts, slips.write(solutions, known)]

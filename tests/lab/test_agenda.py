@@ -6,7 +6,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from minipar.lab.minutes import minutes, show_minutes
+from minipar.lab.minutes import minutes, minutes_alone, show_minutes
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = {p.stem: nbformat.read(p, as_version=4) for p in sorted(FOLDER.glob("*.ipynb"))}
@@ -14,6 +14,11 @@ PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 WHOLE = {
     name: int(re.search(rf"\]\({name}\.ipynb\) \|.*\| (\d+) \|", PAGE)[1]) for name in NOTEBOOKS
 }
+ALONE = {
+    name: int(re.search(rf"\]\({name}\.ipynb\) \|.*\| (\d+) \| \d+ \|", PAGE)[1])
+    for name in NOTEBOOKS
+}
+ASIDE = {"02b_algorithms", "06b_host_and_budget", "10b_zero_bubble", "16_problems"}
 LINK = re.compile(r"(from |up to )?\[[^\]]*\]\((\d\d\w+)\.ipynb(?:#([^)]*))?\)")
 ROW = re.compile(r"^\| (\d+):(\d\d) \| (\d+) \| (.*) \|$", re.M)
 TABLES = re.findall(
@@ -43,7 +48,7 @@ def parts(text: str) -> list[tuple[str, str, str]]:
 def test_all_agendas_are_read():
     assert len(AGENDAS) == PAGE.count("| from | minutes | |") > 0
     days = [row for title, rows in AGENDAS.items() if title.startswith("Two") for row in rows]
-    assert {name for row in days for name, *_ in parts(row[-1])} == set(NOTEBOOKS)
+    assert {name for row in days for name, *_ in parts(row[-1])} == NOTEBOOKS.keys() - ASIDE
 
 
 @each_agenda
@@ -74,6 +79,14 @@ def minutes_of(name: str, start: str, end: str) -> int:
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
+def test_minutes_alone_are_honest(name):
+    """The page and the first cell say what reading, code, figures and guesses take."""
+    assert abs(ALONE[name] - minutes_alone(NOTEBOOKS[name])) <= 5
+    said = re.findall(r"about (\d+) minutes", NOTEBOOKS[name].cells[0].source, re.I)
+    assert not said or int(said[0]) == ALONE[name]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS.keys() - {"16_problems"})
 def test_marks_of_minutes_rise(name):
     marks = [*minutes(NOTEBOOKS[name]).values()]
     assert len(marks) >= 3

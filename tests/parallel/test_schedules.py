@@ -284,7 +284,7 @@ def with_action(wrong):
 
 ERRORS = [
     *((lambda t=t: Action.parse(t), "is unknown; write stage, one") for t in ("F0", "2X0", "2F")),
-    (lambda: Schedule.parse("rank 0: 0F0"), "does not name the schedule"),
+    (lambda: Schedule.parse("rank 0: 0F0"), "does not say what the schedule is"),
     (lambda: Schedule.parse(HEAD + "rank 0: 0F0\nrank 2: 1F0"), "write 'rank 1: ...'"),
     (lambda: simulate(Schedule.parse(HEAD + "rank 0: 0F0 0B0\nrank 1: 1B0 1F0")), "deadlock: rank"),
     (lambda: make("dualpipe", 3, 6), "p=3: .* use an even p: 2 or 4"),

@@ -170,7 +170,7 @@ class Schedule:
         )
         if match is None:
             raise ValueError(
-                f"{head!r} does not name the schedule; write, for example, "
+                f"{head!r} does not say what the schedule is; write, for example, "
                 "'mine: microbatches 4; stages on ranks 0 1'"
             )
         name, m, rank_of, copies, max_live = match.groups(default="")
