@@ -39,7 +39,6 @@ from minipar.ranks.launch import RankError, Ranks
 from minipar.sim import calibrate, hardware
 from minipar.sim.replay import replay
 from minipar.sim.trace import trace
-from minipar.train.compiled import compile_blocks
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
@@ -69,7 +68,6 @@ class Setting(NamedTuple):
     preset: str
     batch_size: int
     seq_len: int = 2048
-    compile: bool = False  # each block, by inductor
     recompute: str = "none"  # none, selective or full
 
     def plan(self, text: str = "dp=1") -> Plan:
@@ -80,9 +78,8 @@ class Setting(NamedTuple):
 
 
 def settings(preset: str) -> list[Setting]:
-    """Return the settings to try: the plain one first, then a faster and a smaller one."""
-    faster, smaller = Setting(preset, 4, compile=True), Setting(preset, 2, recompute="full")
-    return [Setting(preset, 4), faster, smaller]
+    """Return the settings to try: the plain one first, then a smaller one."""
+    return [Setting(preset, 4), Setting(preset, 2, recompute="full")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,13 +91,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     folder = Path(check.out)
     folder.mkdir(parents=True, exist_ok=True)
-    machine, preset = folder / "gpu_machine.toml", check.preset
-    tried, plans = settings(preset), TALKING
+    machine, tried, plans = folder / "gpu_machine.toml", settings(check.preset), TALKING
     if check.rehearse:
-        preset, plans = "tiny", TALKING[::6]
-        tried = [Setting(preset, 2, 64), Setting(preset, 2, 64, recompute="full")]
-    name = name_of(backends.compute_device())
-    rows = [dict(check="machine", torch=torch.__version__, gpus=gpus, preset=preset, device=name)]
+        tried, plans = (
+            [Setting("tiny", 2, 64, "none"), Setting("tiny", 2, 64, "full")],
+            TALKING[::6],
+        )
+    row = dict(check="machine", torch=torch.__version__, gpus=gpus, preset=tried[0].preset)
+    rows = [row | {"device": name_of(backends.compute_device())}]
 
     def add(known: dict[str, Any], measure: Callable[..., dict[str, Any]], *given: Any) -> None:
         rows.append(known | outcome(measure, *given))
@@ -137,8 +135,6 @@ def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
     model = Llama(shape, seed=0).to(device)
     optimizer = partial(make_optimizer, lr=1e-3, weight_decay=0.1)
     strategy = compose.apply(model, mesh, plan, optimizer)
-    if setting.compile:
-        compile_blocks(model)
     stream = torch.Generator().manual_seed(0)
     size = (setting.batch_size, setting.seq_len + 1)
     tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
@@ -199,12 +195,12 @@ def calibrated(path: Path) -> dict[str, Any]:
 
 
 def utilisation(setting: Setting, machine: Path) -> dict[str, Any]:
-    """Time a setting in a fresh process; add the simulator's answer for what is not compiled."""
+    """Time a setting in a fresh process; add the simulator's answer."""
     with Ranks(1, timeout=300, sink=None) as fresh:
         row, _ = fresh.run(train, setting, setting.plan())[0]
     flops = PRESETS[setting.preset].flops_per_token(setting.seq_len)  # the model's own count
     row["tflops"] = flops * row["tokens_per_second"] / 1e12
-    return row if setting.compile else row | simulated(setting, machine)
+    return row | simulated(setting, machine)
 
 
 def simulated(setting: Setting, machine: Path) -> dict[str, Any]:

@@ -195,7 +195,7 @@ class MemoryLedger(LiveBytes):
         self._changes: list[tuple[float, Holding, int, str]] = []  # when, of what, bytes, phase
         self._phase, self._start = "forward", 0.0
         self._parameters: dict[nn.Parameter, None] = {}
-        self._on_gpu = self._is_closed = False
+        self._is_closed = False
         self._limit = math.inf  # until it is open: what there is at the start is judged as a whole
 
     def __enter__(self) -> "MemoryLedger":
@@ -245,7 +245,6 @@ class MemoryLedger(LiveBytes):
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._parameters:
             self._parameters[parameter] = None
-            self._on_gpu |= parameter.is_cuda
             if parameter.requires_grad:
                 # Twice: as it arrives from backward, and where it has then been added up.
                 arrives = parameter.register_hook(lambda grad: self._label("gradients", grad))
@@ -288,8 +287,7 @@ class MemoryLedger(LiveBytes):
     # ------------------------------------------------------------------ how much
     def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
         word = memory.tags.get(storage)
-        on_host = memory.is_on_host() if word is None else word.on_host
-        return on_host or (self._on_gpu and storage.device.type == "cpu")
+        return memory.is_on_host() if word is None else word.on_host
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         if self._is_closed:
