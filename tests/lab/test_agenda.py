@@ -32,6 +32,15 @@ def test_clocks_add_up_and_all_notebooks_have_their_time():
     assert all(path.name in days for path in FOLDER.glob("*.ipynb"))
 
 
+def test_sections_exist():
+    for name, wanted in re.findall(r"\]\((\w+\.ipynb)#([^)]+)\)", PAGE):
+        cells = nbformat.read(FOLDER / name, as_version=4).cells
+        heads = (h for c in cells for h in re.findall(r"^#+ (.*)$", c.source, re.M))
+        # The name of a heading in links, as GitHub makes it.
+        names = {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in heads}
+        assert wanted in names, (name, wanted)
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_marks_of_minutes_rise(path):
     marks = [*minutes(nbformat.read(path, as_version=4)).values()]
