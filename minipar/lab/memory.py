@@ -201,19 +201,21 @@ class MemoryLedger(LiveBytes):
     def __enter__(self) -> "MemoryLedger":
         gc.collect()  # hooks make cycles: a model out of use may still be there
         self._start = time.monotonic()
-        try:
+        with self._undo as undo:  # all of it, if this raises
             if self.model is not None:
-                self._watch(self.model)
+                for parameter in self.model.parameters():
+                    self._watch_parameter(parameter)
+                self._label("buffers", *self.model.buffers())
+                hook = self.model.register_forward_pre_hook(self._before_forward)
+                undo.callback(hook.remove)
             self._limit = self.budget
             self._check_budget()
             memory.watchers.append(self._tag)
-            self._undo.callback(memory.watchers.remove, self._tag)
-            self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            self._undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
-            return super().__enter__()
-        except BaseException:
-            self._undo.close()
-            raise
+            undo.callback(memory.watchers.remove, self._tag)
+            undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
+            self._undo = undo.pop_all()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._is_closed = True
@@ -236,12 +238,6 @@ class MemoryLedger(LiveBytes):
         return MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
 
     # ------------------------------------------------------------------ what is what
-    def _watch(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            self._watch_parameter(parameter)
-        self._label("buffers", *model.buffers())
-        self._undo.callback(model.register_forward_pre_hook(self._before_forward).remove)
-
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._parameters:
             self._parameters[parameter] = None
