@@ -262,7 +262,6 @@ WRONG = [
         lambda: draw.before_after({"Naive": step(False), "Over": Timeline()}),
         "Over has no spans",
     ),
-    (lambda: mechanism(BOXES, [("g", "stepp")]), "stepp; boxes are g, sum, step"),
     (lambda: holdings({"a": [Phase("b", "all", "own", "own")]}), "'all' is none of whole, own"),
     (lambda: draw.save(draw.mesh({"dp": 2}), "x.gif"), r"'\.gif'; use \.png"),
 ]

@@ -28,7 +28,6 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import Costs, bubble, simulate
 from minipar.parallel.pipeline.split_backward import PutOff
-from minipar.ranks.launch import Ranks
 
 SECONDS = 0.06  # of F, of I and of W, of a rank's whole share of the model
 LINK = link.parse("1gbe*100")
@@ -54,7 +53,13 @@ def run(config: IdleConfig) -> list[dict[str, Any]]:
     with race.pool(config.ranks, "none") as ranks:
         for name in SCHEDULES:
             schedule = make(name, config.ranks, config.microbatches)
-            shares = [[*map(idle_share, play(ranks, schedule))] for _ in range(3)]
+            shares = []
+            for _ in range(3):
+                spans = ranks.run(_sleep, schedule, SECONDS)[0]
+                measured = Timeline(spans).shifted()
+                # The simulation is told how long sleeping took: waiting is what is compared.
+                simulated = simulate(schedule, costs_of(schedule, measured))
+                shares.append((idle_share(measured), idle_share(simulated)))
             measured, simulated = sorted(shares)[1]
             rows.append(
                 {
@@ -71,16 +76,6 @@ def run(config: IdleConfig) -> list[dict[str, Any]]:
     print(race.table(rows, columns | {"measured": "{measured:.1%}"}))
     race.save(rows, config.json)
     return rows
-
-
-def play(ranks: Ranks, schedule: Schedule) -> tuple[Timeline, Timeline]:
-    """Play one step of a schedule on ranks of the backend "link"; return (measured, simulated).
-
-    The simulation is told how long sleeping took on average: waiting is what is compared.
-    """
-    spans = ranks.run(_sleep, schedule, SECONDS)[0]
-    measured = Timeline(spans, f"measured, {LINK.label}").shifted()
-    return measured, simulate(schedule, costs_of(schedule, measured))
 
 
 def idle_share(timeline: Timeline) -> float:

@@ -148,19 +148,15 @@ def row(
         "rounds": config.rounds,
         "ours": ours,
         "torch": torchs,
-        **ratios(measured["ours"].seconds, measured["torch"].seconds),
     }
+    ratios = np.divide(measured["ours"].seconds, measured["torch"].seconds)  # of each round
+    quantiles = np.quantile(ratios, (0.5, 0.25, 0.75)).tolist()
+    found |= zip(("ratio", "ratio_low", "ratio_high"), quantiles, strict=True)
     for who, one in measured.items():
         megabytes = statistics.median(one.num_bytes) / 1e6
         found[f"{who}_ms"] = 1e3 * statistics.median(one.seconds)
         found[f"{who}_megabytes"] = None if link_name == "gloo" else megabytes
     return found
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return ours over theirs, round by round: the median and its quartiles."""
-    ratio, low, high = np.quantile(np.divide(ours, theirs), (0.5, 0.25, 0.75)).tolist()
-    return {"ratio": ratio, "ratio_low": low, "ratio_high": high}
 
 
 # ---------------------------------------------------------------------- tables and files
