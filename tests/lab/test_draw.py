@@ -391,7 +391,8 @@ def test_objects_draw_themselves_in_ipython():
         class Schedule:
             pass
 
-        draw.register(Schedule, lambda schedule: draw.bars({"a": 1}))
+        draw.DRAWN[Schedule] = lambda schedule: draw.bars({"a": 1})
+        draw.register()
         assert "image/png" in show(Schedule())[0]
         del draw.DRAWN[Schedule]
     finally:

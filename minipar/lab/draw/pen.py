@@ -324,11 +324,6 @@ def readable(ink: str) -> str:
     return ink
 
 
-def milliseconds(value: float) -> str:
-    """Return 12.345 as "12.3 ms"."""
-    return f"{value:.0f} ms" if value >= 20 else f"{value:.3g} ms"
-
-
 def number(value: float) -> str:
     """Return 1234.5 as "1,234"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -70,7 +70,9 @@ def finding(timeline: Timeline, unit: str = "a step") -> str:
         if len(waiting) > 4:
             who = f"{len(waiting)} of {len(timeline.ranks)} ranks wait"
         said = f"{who} {100 * sum(waiting.values()) / len(waiting):.0f} % of it"
-    return f"{pen.milliseconds(1e3 * timeline.duration)} {unit}".strip() + f", {said}"
+    ms = 1e3 * timeline.duration
+    length = f"{ms:.0f}" if ms >= 20 else f"{ms:.3g}"
+    return f"{length} ms {unit}".strip() + f", {said}"
 
 
 def _waiting(t: Timeline) -> dict[int, float]:
