@@ -1,11 +1,11 @@
 """`make gpu-check`: what only a machine with GPUs can show.
 
 First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file calibrates the
-machine (`minipar calibrate`), trains a real Llama, and writes rows to
-``notebooks/assets/measured/gpu.json``: on one GPU, then by a plan of every kind on all GPUs (or on
-two ranks that share one). A row says tokens/s, FLOP/s, peak memory, and how much of the
-communication that NCCL reports is hidden; on one GPU also the simulator's answer. A step of each
-plan is drawn.
+machine, as `minipar calibrate` does, and trains a real Llama: on one GPU, then by a plan of every
+kind on all GPUs (or on two ranks that share one). It writes rows to
+``notebooks/assets/measured/gpu.json``. A row says tokens/s, FLOP/s, peak memory, and how much of
+the communication that NCCL reports is hidden; on one GPU also the simulator's answer. A step of
+each plan is drawn.
 
 The file is written after every row. ``--rehearse`` does all of it on the CPU with a tiny model: to
 test this file, not a GPU.

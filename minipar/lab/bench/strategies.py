@@ -118,14 +118,10 @@ def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, race.Mea
     return race.race({"ours": mine(field), "torch": rival(field)}, axis, link_name, config.rounds)
 
 
-def ours(apply: Callable[..., Strategy], **options: Any) -> Contender:
-    """Return a contender that trains by a strategy of ours."""
-
-    def make(on: Field) -> Step:
-        model = on.model()
-        return on.training(model, apply(model, on.axis, **options).finish_backward)
-
-    return make
+def our(on: Field, apply: Callable[..., Strategy], **options: Any) -> Step:
+    """Return a step that trains by a strategy of ours."""
+    model = on.model()
+    return on.training(model, apply(model, on.axis, **options).finish_backward)
 
 
 # ---------------------------------------------------------------------- data parallel
@@ -357,23 +353,25 @@ SEQUENCE = "with SequenceParallel", partial(torch_tensor, sequence=True)
 EXCHANGES = "ring", "gather", "ulysses"
 RING = "PyTorch's ring", partial(our_context, kind="ring", ring=torch_ring)
 CONTESTS = {
-    "ddp": Contest("dp", 128, {v: (ours(ddp.apply, version=v), *DDP) for v in VERSIONS}),
+    "ddp": Contest(
+        "dp", 128, {v: (partial(our, apply=ddp.apply, version=v), *DDP) for v in VERSIONS}
+    ),
     "fsdp": Contest(
         "dp",
         128,
         {
             "ZeRO-1": (partial(our_zero, stage=1), *ZERO),
             "ZeRO-2": (partial(our_zero, stage=2), *ZERO),  # PyTorch has no ZeRO-2
-            "FSDP": (ours(fsdp.apply), "fully_shard", torch_fsdp),
+            "FSDP": (partial(our, apply=fsdp.apply), "fully_shard", torch_fsdp),
         },
     ),
     "tensor": Contest(
         "tp",
         256,
         {
-            "plain": (ours(tensor.apply), "parallelize_module", torch_tensor),
-            "sequence": (ours(tensor.apply, sequence=True), *SEQUENCE),
-            "overlap": (ours(tensor.apply, sequence=True, overlap=True), *SEQUENCE),
+            "plain": (partial(our, apply=tensor.apply), "parallelize_module", torch_tensor),
+            "sequence": (partial(our, apply=tensor.apply, sequence=True), *SEQUENCE),
+            "overlap": (partial(our, apply=tensor.apply, sequence=True, overlap=True), *SEQUENCE),
         },
     ),
     "context": Contest("cp", 2048, {k: (partial(our_context, kind=k), *RING) for k in EXCHANGES}),

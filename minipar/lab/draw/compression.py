@@ -27,18 +27,19 @@ TYPICAL = ("fp32", "int8", "top-k 10 %", "PowerSGD rank 4", "DiLoCo streaming") 
 
 def finding(rows: Sequence[Row]) -> str:
     """Return the sentence that the rows say: who sends least at (nearly) no cost in every run."""
-    free = [r for r in rows if r["share"] < 1 and abs_gap(r) < FREE and "no f" not in r["method"]]
+    free = [
+        row
+        for row in rows
+        if row["share"] < 1
+        and max(abs(row["gap_low"]), abs(row["gap_high"])) < FREE
+        and "no feedback" not in row["method"]
+    ]
     if not free:
         return f"every method that sends less than fp32 loses more than {FREE:g} nats per token"
     best = min(free, key=lambda r: (r["num_bytes"], abs(r["gap"])))
     return (
         f"{best['method']}: {100 * best['share']:.2g} % of the bytes, within {FREE:g} nats of fp32"
     )
-
-
-def abs_gap(row: Row) -> float:
-    """Return the largest gap to fp32 in any run, in nats per token, in either direction."""
-    return max(abs(row["gap_low"]), abs(row["gap_high"]))
 
 
 def accuracy(rows: Sequence[Row]) -> Figure:
