@@ -106,6 +106,7 @@ LINE, AB = ([1, 2], [3, 4]), {"rows": "ab", "columns": "cd"}
 STACKED = {"ddp": {"weights": 2, "optimizer": 12}, "zero": {"weights": 0.5}}
 SHARES = {"a": {"x": 30, "y": 70}, "b": {"x": 99.9, "y": 0.1}}
 SHORT = [Span("compute", "step", rank, 0.5, 0.5 + 1e-5) for rank in range(4)]
+HOST = Span("comm", "to_host", 0, 0.0, 0.03, "host", 8)
 EXPERTS = [[[0, 3], [3, 2]], [[1, 3], [2, 3]]]  # two ranks, two tokens each; 4 experts
 PHASE = Phase("step", "whole", "own", "own", "reduce-scatter dp")
 EQUAL = Verdict("mine.py", {"dp": 2}, ["3 steps"], None, [("", "Net", "equal")], [])
@@ -122,6 +123,11 @@ PICTURES = {
     "two axes": (
         lambda: draw.timeline(beside(Span("comm", "send", 0, 0.01, 0.03, "pp"))),
         "dp all-reduce; pp send; pale: hidden; red outline: exposed",
+    ),
+    # Mutant: axes that have no colour of their own, in the order of a set.
+    "host": (
+        lambda: draw.timeline(Timeline([HOST, replace(HOST, axis="other", name="all_gather")])),
+        "copies from and to the host | other all-gather",
     ),
     # A bar of a tenth of a pixel is drawn as one; four of them are seen.
     "one short": (lambda: draw.timeline(beside(*SHORT[:1])), "-| step; -other work; -compute"),

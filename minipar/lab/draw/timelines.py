@@ -223,7 +223,7 @@ def legend(shown: Sequence[Timeline], end: float) -> list[pen.Entry]:
         entries.append((pen.WAITS, "waits"))
     talks = {(lane, axis) for lane, axis in seen if lane in ("hidden", "exposed")}
     looks = sorted({lane for lane, _ in talks}, reverse=True)  # "hidden" before "exposed"
-    axes = sorted({axis for _, axis in talks}, key=lambda a: [*AXIS, a].index(a))
+    axes = sorted({axis for _, axis in talks}, key=lambda a: ([*AXIS, a].index(a), a))
     draw = {"hidden": pen.hidden, "exposed": pen.exposed}
     if len(axes) == 1:
         what, ink = _talk(axes[0], shown), pen.colour(axes[0])
