@@ -29,16 +29,11 @@ def calculate(
     recompute: str = "none",
     link: str = "h100-ndr",
 ) -> Ranked:
-    """Return the time and memory of a plan by part.
+    """Return the time and memory of a plan by part; the plan says how many GPUs there are.
 
-    Args:
-        model: as `minipar plan --model` takes it.
-        plan: as `minipar train --plan` takes it; it says how many GPUs there are.
-        tokens: of a sequence.
-        recompute: none, selective or full.
-        link: a machine with its network, as `minipar plan --hardware` takes it.
-
-    Raises `ValueError`, in one line, for what is unknown or cannot be.
+    Words are those of `minipar plan`: a model, a plan, tokens of a sequence, what is recomputed
+    (none, selective or full), and a machine with its network. Raises `ValueError`, in one line, for
+    what is unknown or cannot be.
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens}: use 1 or more")

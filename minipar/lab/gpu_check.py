@@ -1,13 +1,11 @@
 """`make gpu-check`: what only a machine with GPUs can show.
 
-First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file trains a real Llama
-and writes rows to ``notebooks/assets/measured/gpu.json``:
-
-- calibrate: the result of `minipar calibrate`, in ``gpu_machine.toml``;
-- utilisation: one GPU in bf16: tokens/s, FLOP/s, peak memory, and the simulator's answer for the
-  same step;
-- overlap: plans of every kind on all GPUs (or two ranks that share one): tokens/s, and how much of
-  the communication that NCCL reports is hidden. A step of each plan is drawn.
+First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file calibrates the
+machine, as `minipar calibrate` does, and trains a real Llama: on one GPU, then by a plan of every
+kind on all GPUs (or on two ranks that share one). It writes rows to
+``notebooks/assets/measured/gpu.json``. A row says tokens/s, FLOP/s, peak memory, and how much of
+the communication that NCCL reports is hidden; on one GPU also the simulator's answer. A step of
+each plan is drawn.
 
 The file is written after every row. ``--rehearse`` does all of it on the CPU with a tiny model: to
 test this file, not a GPU.
@@ -39,7 +37,6 @@ from minipar.ranks.launch import RankError, Ranks
 from minipar.sim import calibrate, hardware
 from minipar.sim.replay import replay
 from minipar.sim.trace import trace
-from minipar.train.compiled import compile_blocks
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
@@ -49,6 +46,7 @@ TALKING = (
     *("tp={0},sequence_parallel,tp_overlap", "pp={0},microbatches=8", "ep={0}"),
 )
 """One plan of each kind, on all GPUs."""
+MACHINE = "gpu_machine.toml"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,6 @@ class Setting(NamedTuple):
     preset: str
     batch_size: int
     seq_len: int = 2048
-    compile: bool = False  # each block, by inductor
     recompute: str = "none"  # none, selective or full
 
     def plan(self, text: str = "dp=1") -> Plan:
@@ -80,9 +77,8 @@ class Setting(NamedTuple):
 
 
 def settings(preset: str) -> list[Setting]:
-    """Return the settings to try: the plain one first, then a faster and a smaller one."""
-    faster, smaller = Setting(preset, 4, compile=True), Setting(preset, 2, recompute="full")
-    return [Setting(preset, 4), faster, smaller]
+    """Return the settings to try on one GPU: the plain one first, then a smaller one."""
+    return [Setting(preset, 4), Setting(preset, 2, recompute="full")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,24 +90,25 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     folder = Path(check.out)
     folder.mkdir(parents=True, exist_ok=True)
-    machine, preset = folder / "gpu_machine.toml", check.preset
-    tried, plans = settings(preset), TALKING
+    runs = [("dp=1", setting) for setting in settings(check.preset)]
+    for text in TALKING:
+        plan = Plan.parse(text.format(max(gpus, 2)))
+        model = "tiny-moe" if plan.ep > 1 else "medium"
+        runs.append((text.format(max(gpus, 2)), Setting(model, 8 * plan.dp * plan.ep, 1024)))
     if check.rehearse:
-        preset, plans = "tiny", TALKING[::6]
-        tried = [Setting(preset, 2, 64), Setting(preset, 2, 64, recompute="full")]
+        small = {"preset": "tiny", "seq_len": 64}
+        runs = [(text, setting._replace(**small)) for text, setting in runs[:3]]
     name = name_of(backends.compute_device())
-    rows = [dict(check="machine", torch=torch.__version__, gpus=gpus, preset=preset, device=name)]
+    rows = [dict(check="machine", torch=torch.__version__, gpus=gpus, device=name)]
 
     def add(known: dict[str, Any], measure: Callable[..., dict[str, Any]], *given: Any) -> None:
         rows.append(known | outcome(measure, *given))
         (folder / "gpu.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         print(rows[-1], flush=True)
 
-    add({"check": "calibrate"}, calibrated, machine)
-    for setting in tried:
-        add({"check": "utilisation", **setting._asdict()}, utilisation, setting, machine)
-    for text in ["dp=1", *(plan.format(max(gpus, 2)) for plan in plans)]:
-        add({"check": "overlap", "plan": text}, overlap, text, gpus, check.rehearse, folder)
+    add({"check": "calibrate"}, calibrated, folder)
+    for text, setting in runs:
+        add({"check": "train", "plan": text, **setting._asdict()}, measure, text, setting, folder)
     failed = [row.get("plan", row["check"]) for row in rows if row.get("ok") is False]
     where = f"{gpus} GPUs" if gpus else "the CPU: nothing of a GPU"
     print(f"checked on {where}; failed: {'; '.join(failed) or 'nothing'}")
@@ -130,6 +127,36 @@ def outcome(measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, An
         return {"message": str(failed), "ok": False}
 
 
+def calibrated(folder: Path) -> dict[str, Any]:
+    """Measure this machine as `minipar calibrate` does, on one device."""
+    config = calibrate.CalibrateConfig(str(folder / MACHINE), ranks=1)
+    device = calibrate.run(config).device
+    return {"peak": device.peak, "memory_bandwidth": device.memory_bandwidth}
+
+
+def measure(text: str, setting: Setting, folder: Path) -> dict[str, Any]:
+    """Train by a plan in fresh processes; return how fast, and how much is hidden. Draw a step."""
+    gpus, plan = torch.cuda.device_count(), setting.plan(text)
+    n = plan.num_ranks
+    backend = "nccl" if gpus >= n else "gloo"  # each rank a GPU, if there are as many
+    with Ranks(n, backend=backend, timeout=300, sink=None) as ranks:
+        row, step = ranks.run(train, setting, plan)[0]
+    flops = PRESETS[setting.preset].flops_per_token(setting.seq_len)  # the model's own count
+    row["tflops_per_device"] = flops * row["tokens_per_second"] / 1e12 / max(1, min(gpus, n))
+    row["communication_ms"] = 1e3 * sum(o.total for o in step.overlap()) / n
+    row["hidden_fraction"] = step.hidden_fraction if n > 1 else None
+    kinds = {span.kind for span in step}
+    row["ok"] = {"forward", "backward"} <= kinds and (n == 1 or "comm" in kinds)
+    if n == 1:
+        return row | simulated(setting, folder / MACHINE)
+    step.label = f"measured, {name_of(backends.compute_device())}, {setting.preset}, {text}"
+    if 0 < gpus < n:
+        step.label += "; ranks share a GPU and talk through the host"
+    name = f"gpu_timeline_{text.replace(',', '_').replace('=', '')}.png"
+    draw.save(draw.timeline(step), folder / name)
+    return row
+
+
 def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
     """Train on random tokens; return how fast, and a step. Called on every rank."""
     mesh, device = Mesh(**plan.mesh_sizes()), backends.compute_device()
@@ -137,8 +164,6 @@ def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
     model = Llama(shape, seed=0).to(device)
     optimizer = partial(make_optimizer, lr=1e-3, weight_decay=0.1)
     strategy = compose.apply(model, mesh, plan, optimizer)
-    if setting.compile:
-        compile_blocks(model)
     stream = torch.Generator().manual_seed(0)
     size = (setting.batch_size, setting.seq_len + 1)
     tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
@@ -163,48 +188,6 @@ def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
     with timeline.record(model) as found:
         step()
     return row, found.gather(mesh.world).shifted()
-
-
-# ---------------------------------------------------------------------- several ranks
-def overlap(text: str, gpus: int, rehearse: bool, folder: Path) -> dict[str, Any]:
-    """Train by a plan; return how fast, and how much is hidden. Draw a step."""
-    wide = Plan.parse(text)
-    preset = "tiny-moe" if wide.ep > 1 else "tiny" if rehearse else "medium"
-    setting = Setting(preset, 8 * wide.dp * wide.ep, 64 if rehearse else 1024)
-    backend = "nccl" if gpus >= wide.num_ranks else "gloo"  # each rank a GPU, if there are as many
-    with Ranks(wide.num_ranks, backend=backend, timeout=120, sink=None) as ranks:
-        row, step = ranks.run(train, setting, setting.plan(text))[0]
-    step.label = f"measured, {name_of(backends.compute_device())}, {preset}, {text}"
-    if 0 < gpus < wide.num_ranks:
-        step.label += "; ranks share a GPU and talk through the host"
-    if wide.num_ranks > 1 and not rehearse:
-        name = f"gpu_timeline_{text.replace(',', '_').replace('=', '')}.png"
-        draw.save(draw.timeline(step), folder / name)
-    kinds = {span.kind for span in step}
-    return {
-        "preset": preset,
-        "tokens_per_second": row["tokens_per_second"],
-        "per_device": row["tokens_per_second"] / max(1, min(gpus, wide.num_ranks)),
-        "communication_ms": 1e3 * sum(o.total for o in step.overlap()) / wide.num_ranks,
-        "hidden_fraction": step.hidden_fraction,
-        "ok": {"forward", "backward"} <= kinds and (wide.num_ranks == 1 or "comm" in kinds),
-    }
-
-
-# ---------------------------------------------------------------------- one GPU
-def calibrated(path: Path) -> dict[str, Any]:
-    """Measure this machine as `minipar calibrate` does, on one device."""
-    device = calibrate.run(calibrate.CalibrateConfig(str(path), ranks=1)).device
-    return {"peak": device.peak, "memory_bandwidth": device.memory_bandwidth}
-
-
-def utilisation(setting: Setting, machine: Path) -> dict[str, Any]:
-    """Time a setting in a fresh process; add the simulator's answer for what is not compiled."""
-    with Ranks(1, timeout=300, sink=None) as fresh:
-        row, _ = fresh.run(train, setting, setting.plan())[0]
-    flops = PRESETS[setting.preset].flops_per_token(setting.seq_len)  # the model's own count
-    row["tflops"] = flops * row["tokens_per_second"] / 1e12
-    return row if setting.compile else row | simulated(setting, machine)
 
 
 def simulated(setting: Setting, machine: Path) -> dict[str, Any]:

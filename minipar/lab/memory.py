@@ -195,25 +195,27 @@ class MemoryLedger(LiveBytes):
         self._changes: list[tuple[float, Holding, int, str]] = []  # when, of what, bytes, phase
         self._phase, self._start = "forward", 0.0
         self._parameters: dict[nn.Parameter, None] = {}
-        self._on_gpu = self._is_closed = False
+        self._is_closed = False
         self._limit = math.inf  # until it is open: what there is at the start is judged as a whole
 
     def __enter__(self) -> "MemoryLedger":
         gc.collect()  # hooks make cycles: a model out of use may still be there
         self._start = time.monotonic()
-        try:
+        with self._undo as undo:  # all of it, if this raises
             if self.model is not None:
-                self._watch(self.model)
+                for parameter in self.model.parameters():
+                    self._watch_parameter(parameter)
+                self._label("buffers", *self.model.buffers())
+                hook = self.model.register_forward_pre_hook(self._before_forward)
+                undo.callback(hook.remove)
             self._limit = self.budget
             self._check_budget()
             memory.watchers.append(self._tag)
-            self._undo.callback(memory.watchers.remove, self._tag)
-            self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            self._undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
-            return super().__enter__()
-        except BaseException:
-            self._undo.close()
-            raise
+            undo.callback(memory.watchers.remove, self._tag)
+            undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
+            self._undo = undo.pop_all()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._is_closed = True
@@ -236,16 +238,9 @@ class MemoryLedger(LiveBytes):
         return MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
 
     # ------------------------------------------------------------------ what is what
-    def _watch(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            self._watch_parameter(parameter)
-        self._label("buffers", *model.buffers())
-        self._undo.callback(model.register_forward_pre_hook(self._before_forward).remove)
-
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._parameters:
             self._parameters[parameter] = None
-            self._on_gpu |= parameter.is_cuda
             if parameter.requires_grad:
                 # Twice: as it arrives from backward, and where it has then been added up.
                 arrives = parameter.register_hook(lambda grad: self._label("gradients", grad))
@@ -288,8 +283,7 @@ class MemoryLedger(LiveBytes):
     # ------------------------------------------------------------------ how much
     def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
         word = memory.tags.get(storage)
-        on_host = memory.is_on_host() if word is None else word.on_host
-        return on_host or (self._on_gpu and storage.device.type == "cpu")
+        return memory.is_on_host() if word is None else word.on_host
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         if self._is_closed:

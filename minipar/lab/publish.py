@@ -17,7 +17,7 @@ import hashlib
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,8 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 def _normalise_output(output: NotebookNode, root: Path) -> None:
     if "metadata" in output:
-        texts = {kind: known.get("alt") for kind, known in output.metadata.items() if "/" in kind}
-        output.metadata = NotebookNode({k: {"alt": text} for k, text in texts.items() if text})
+        alts = {kind: about.get("alt") for kind, about in output.metadata.items() if "/" in kind}
+        output.metadata = NotebookNode({k: {"alt": alt} for k, alt in alts.items() if alt})
     if "text" in output:
         output.text = without_paths(output.text, root)
     if "traceback" in output:
@@ -106,42 +106,36 @@ def without_paths(text: str, root: Path) -> str:
 # ====================================================================== checking
 def complaints(notebook: NotebookNode) -> list[str]:
     """Return what is wrong with a published notebook, a line for each finding."""
-    found = []
-    if "widgets" in notebook.metadata:
-        found.append("widget state is saved")
+    found = ["widget state is saved"] * ("widgets" in notebook.metadata)
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
             found += [f"cell {number}: {what}" for what in _complaints(cell)]
     return found
 
 
-def _complaints(cell: NotebookNode) -> list[str]:
-    found = []
+def _complaints(cell: NotebookNode) -> Iterator[str]:
     if cell.source.strip() and cell.execution_count is None:
-        found.append("was not executed")
+        yield "was not executed"
     raised = any(output.output_type == "error" for output in cell.outputs)
     tagged = RAISES in cell.metadata.get("tags", [])
     if raised and not tagged:
-        found.append(f"ends in an error, and is not tagged {RAISES}")
+        yield f"ends in an error, and is not tagged {RAISES}"
     if tagged and not raised:
-        found.append(f"is tagged {RAISES}, but raises none")
+        yield f"is tagged {RAISES}, but raises none"
     for output in cell.outputs:
+        data, about = output.get("data", {}), output.get("metadata", {})
+        if "image/png" in data:
+            size = len(base64.b64decode(data["image/png"]))
+            if size > MAX_FIGURE_BYTES:
+                yield f"a figure of {size / 1000:.0f} kB; at most 100 kB"
+            if not about.get("image/png", {}).get("alt"):
+                yield "a figure without a text that stands for it"
         texts = [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
-        for kind, content in output.get("data", {}).items():
-            if kind.startswith("image/"):
-                size = len(content) if kind == "image/svg+xml" else len(base64.b64decode(content))
-                if size > MAX_FIGURE_BYTES:
-                    found.append(f"a figure of {size / 1000:.0f} kB; at most 100 kB")
-                if not output.get("metadata", {}).get(kind, {}).get("alt"):
-                    found.append("a figure without a text that stands for it")
-            elif isinstance(content, str):
-                texts.append(content)
+        texts += [content for kind, content in data.items() if kind.startswith("text/")]
         for path in dict.fromkeys(FOREIGN.findall("\n".join(texts))):
-            found.append(f"names a path of a machine: {path}")
+            yield f"names a path of a machine: {path}"
         if output.get("name") == "stderr":
-            first = output.text.strip().splitlines()[:1]
-            found.append(f"writes to stderr: {' '.join(first)[:80]}")
-    return found
+            yield f"writes to stderr: {output.text.strip()[:80]}"
 
 
 # ====================================================================== handing out
@@ -152,9 +146,8 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
     check may say of a wrong answer go along, by how it fails. Returns the files written. Raises
     `FileExistsError` if the folder is there already.
     """
-    folder.mkdir(parents=True)
     solutions = folder / "solutions"
-    solutions.mkdir()
+    solutions.mkdir(parents=True)
     texts, known = {}, {}
     for path in notebooks:
         notebook = nbformat.read(path, as_version=4)
@@ -214,6 +207,16 @@ def without_answers(source: str) -> str:
     return ast.unparse(module) + "\n"
 
 
+def _name(part: ast.stmt) -> str:
+    return getattr(part, "name", "")
+
+
+def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
+    others = (node for other in parts if other is not part for node in ast.walk(other))
+    used = any(isinstance(node, ast.Name) and node.id == _name(part) for node in others)
+    return _name(part).startswith("_") and not used
+
+
 def without_ways(file: Path) -> str:
     """Return a file of problems with numbers in the place of what works them out."""
     module = ast.parse(file.read_text(encoding="utf-8"))
@@ -223,19 +226,9 @@ def without_ways(file: Path) -> str:
         for keyword in function.decorator_list[0].keywords:
             if keyword.arg == "slips":
                 keyword.value = ast.parse(repr(asked.slips), mode="eval").body
-    module.body = [module.body[0], *ast.parse(f"from {problems.__name__} import problem").body]
-    module.body += functions
+    head = [module.body[0], *ast.parse(f"from {problems.__name__} import problem").body]
+    module.body = [*head, *functions]
     return ast.unparse(module) + "\n"
-
-
-def _name(part: ast.stmt) -> str:
-    return getattr(part, "name", "")
-
-
-def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
-    others = (node for other in parts if other is not part for node in ast.walk(other))
-    used = any(isinstance(node, ast.Name) and node.id == _name(part) for node in others)
-    return _name(part).startswith("_") and not used
 
 
 # ====================================================================== the command
@@ -269,9 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     asked = parser.parse_args(arguments)
-    notebooks = []
-    for path in asked.paths:
-        notebooks += [path] if path.is_file() else sorted(path.glob("*.ipynb"))
+    files = [[path] if path.is_file() else sorted(path.glob("*.ipynb")) for path in asked.paths]
+    notebooks = sum(files, [])
     if asked.handout is not None:
         print(*hand_out(notebooks, asked.handout), sep="\n")
         return 0
@@ -280,12 +272,12 @@ def main(arguments: list[str] | None = None) -> int:
             known = map(exercises.Exercise, sorted(folder.glob("ex_*.py")))
             print(slips.write(folder, {asked.id: learn_slips(asked) for asked in known}))
         return 0
-    found = []
+    is_wrong = False
     for path in notebooks:
         wrong = publish(path)
+        is_wrong |= bool(wrong)
         print("\n".join([f"{path}:" if wrong else f"{path}: ok", *wrong]), flush=True)
-        found += wrong
-    return int(bool(found))
+    return int(is_wrong)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,15 @@ MEASURED = Path("notebooks/assets/measured")
 def test_rehearsal_goes_through_all_checks(tmp_path, capsys):
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    by_check: dict[str, list] = {}
-    for row in rows:
-        by_check.setdefault(row["check"], []).append(row)
-    assert by_check["calibrate"][0]["peak"]["fp32"] > 1e8
-    assert [row["recompute"] for row in by_check["utilisation"]] == ["none", "full"]
-    for row in by_check["utilisation"]:
-        assert row["tflops"] > 0 and row["simulated_ms"] > 0
+    _, calibrated, *alone, talked = rows
+    assert calibrated["peak"]["fp32"] > 1e8
+    assert [row["recompute"] for row in alone] == ["none", "full"]
+    for row in alone:
+        assert row["ok"] and row["tflops_per_device"] > 0 and row["simulated_ms"] > 0
         assert row["simulated_bytes"] > 16 * PRESETS["tiny"].num_parameters
-    alone, *talked = by_check["overlap"]
-    assert alone["plan"] == "dp=1" and alone["communication_ms"] == 0
-    for row in talked:
-        assert row["ok"] and 0 < row["hidden_fraction"] <= 1 and row["communication_ms"] > 0
+        assert row["communication_ms"] == 0
+    assert talked["ok"] and 0 < talked["hidden_fraction"] <= 1 and talked["communication_ms"] > 0
+    assert [*tmp_path.glob("gpu_timeline_dp2.png")]
     assert "on the CPU: nothing of a GPU; failed: nothing" in capsys.readouterr().out
 
 

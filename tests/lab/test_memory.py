@@ -235,13 +235,3 @@ def test_phases_are_those_of_the_step():
     phases = [name for name, _ in itertools.groupby(ledger.history().phases)]
     assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
     assert len(ledger.history().phases) == len(ledger.history().seconds)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_real_gpu():
-    model = llama().cuda()
-    with MemoryLedger(model) as ledger:
-        model(TOKENS.cuda()).sum().backward()
-    history = ledger.history()
-    assert history.peak > 0
-    assert history.peak_of("parameters") == sum(p.nbytes for p in model.parameters())

@@ -1,10 +1,9 @@
 """`minipar bench compression`: how much every way to send less saves, and costs in accuracy.
 
-Two measurements. *Accuracy*: each method trains the same Llama on the same batches, several times
-from different weights, as fast as this machine goes; its loss is compared with the loss of fp32
-from the same weights. The ledger counts what each rank sends meanwhile. *Time*: on an emulated link
-all methods take turns of a few steps, in changing order; the median of the turns counts. A turn is
-as long as its slowest rank makes it.
+Each method trains the same Llama on the same batches over an emulated link, several times from
+different weights. Its loss is compared with the loss of fp32 from the same weights. The ledger
+counts what each rank sends. A step takes as long as its slowest rank; the median of turns of eight
+steps counts.
 
 "fp32 disturbed" trains from weights that differ by one part in a million: a gap to fp32 as small as
 its own is chance. Ranks share the cores of one machine: compressing takes time from computing,
@@ -12,9 +11,10 @@ which an accelerator would have to spare. Losses are of a short run of a small m
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ from minipar.emulate import link
 from minipar.lab.bench import race
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
-from minipar.observe.timeline import Timeline
 from minipar.parallel import ddp, local_sgd
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression.codecs import (
@@ -53,69 +52,81 @@ BATCH_SIZE, SEQ_LEN = 4, 64  # sequences per rank and step, tokens per sequence
 PEAK_LR = 1e-3
 """The learning rate of AdamW. With 2e-3, runs that differ by one part in a million at the start end
 as far apart as methods."""
-TURN = 8  # steps; methods that do not talk in every step do so every 8, so once in a turn
+TURN = 8  # steps; methods that do not meet in every step meet every 8, so once in a turn
 
 # ---------------------------------------------------------------------- the methods
-CODECS: dict[str, tuple[str, Callable[[], Compressor]]] = {
-    "fp16": ("rounding", lambda: Half(torch.float16)),
-    "bf16": ("rounding", lambda: Half(torch.bfloat16)),
-    "int8": ("rounding", Int8),
-    "int8 stochastic": ("rounding", lambda: Int8(stochastic=True)),
-    "fp8 e4m3": ("rounding", lambda: Fp8(kind="e4m3")),
-    "fp8 e5m2": ("rounding", lambda: Fp8(kind="e5m2")),
-    "sign": ("rounding", Sign),
-    "top-k 10 %": ("fewer numbers", lambda: TopK(0.1)),
-    "top-k 1 %": ("fewer numbers", lambda: TopK(0.01)),
-    "random-k 10 %": ("fewer numbers", lambda: RandomK(0.1)),
-    "random-k 1 %": ("fewer numbers", lambda: RandomK(0.01)),
-    "PowerSGD rank 4": ("low rank", lambda: PowerSGD(rank=4)),
-    "PowerSGD rank 1": ("low rank", lambda: PowerSGD(rank=1)),
-}
-"""Compressors of buckets, each with what it spares."""
-WITHOUT_FEEDBACK = ("int8", "fp8 e5m2", "sign", "top-k 1 %", "random-k 1 %", "PowerSGD rank 4")
-"""Compressors that also train without error feedback, which mends their bias."""
-SELDOM = {
-    "delayed gradients": {},
-    "local SGD": dict(every=TURN),
-    "post-local SGD": dict(method="local sgd", every=TURN),  # the first half of the steps together
-    "DiLoCo": dict(every=TURN),
-    "DiLoCo delayed": dict(every=TURN),
-    "DiLoCo streaming": dict(every=TURN),
-}
-"""Options of `local_sgd.apply`; the method is the name in small letters."""
-REFERENCE, CHANCE = "fp32", "fp32 disturbed"
-METHODS: dict[str, str] = {
-    REFERENCE: "exact",
-    CHANCE: "exact",
-    **{
-        name + ending: family
-        for name, (family, _) in CODECS.items()
-        for ending in ("", ", no feedback")[: 1 + (name in WITHOUT_FEEDBACK)]
-    },
-    **dict.fromkeys(SELDOM, "less often, or late"),
-}
-"""Every method by the name that a table shows, with its family: what it spares."""
+Attach = Callable[[nn.Module, Axis, torch.optim.Optimizer, int], Strategy]
+"""Make a model train along an axis by some method, for so many steps."""
 
 
-def attach(
-    name: str, model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer, steps: int
-) -> Strategy:
-    """Make `model` train along `axis` by the method of that name, for so many steps."""
-    if name in SELDOM:
-        options = {"method": name.lower(), **SELDOM[name]}
-        if name == "post-local SGD":
-            options["synchronous_steps"] = steps // 2
-        return local_sgd.apply(model, axis, optimizer, average=False, **options)
-    if name == CHANCE:
-        stream = torch.Generator().manual_seed(1)
-        for p in model.parameters():
-            p.data *= 1 + 1e-6 * torch.randn(p.shape, generator=stream).to(p)
-    if METHODS[name] == "exact":
-        return ddp.apply(model, axis, average=False)
-    make = CODECS[name.removesuffix(", no feedback")][1]
-    feedback = False if name.endswith(", no feedback") else None  # None: where there is a bias
-    reduce = Compressed(make(), error_feedback=feedback)
-    return ddp.apply(model, axis, average=False, reduce=reduce)
+def exact(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
+    """Send all gradients in fp32."""
+    return ddp.apply(model, axis, average=False)
+
+
+def disturbed(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
+    """Send all gradients in fp32, from weights that are off by one part in a million."""
+    stream = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.data *= 1 + 1e-6 * torch.randn(p.shape, generator=stream).to(p)
+    return exact(model, axis)
+
+
+def by(codec: Callable[[], Compressor], feedback: bool | None = None) -> Attach:
+    """Compress gradients; feedback mends the bias of a codec, by default where there is one."""
+
+    def attach(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
+        reduce = Compressed(codec(), error_feedback=feedback)
+        return ddp.apply(model, axis, average=False, reduce=reduce)
+
+    return attach
+
+
+def seldom(method: str, half_in_step: bool = False, **options: Any) -> Attach:
+    """Meet less often, or late; `half_in_step` meets in each of the first half of the steps."""
+
+    def attach(
+        model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer, steps: int
+    ) -> Strategy:
+        first = {"synchronous_steps": steps // 2} if half_in_step else {}
+        more = options | first
+        return local_sgd.apply(model, axis, optimizer, average=False, method=method, **more)
+
+    return attach
+
+
+REFERENCE = "fp32"
+ROUNDING, FEWER, LOW, LESS = "rounding", "fewer numbers", "low rank", "less often, or late"
+METHODS: dict[str, tuple[str, Attach]] = {
+    REFERENCE: ("exact", exact),
+    "fp32 disturbed": ("exact", disturbed),
+    "fp16": (ROUNDING, by(lambda: Half(torch.float16))),
+    "bf16": (ROUNDING, by(lambda: Half(torch.bfloat16))),
+    "int8": (ROUNDING, by(Int8)),
+    "int8, no feedback": (ROUNDING, by(Int8, False)),
+    "int8 stochastic": (ROUNDING, by(lambda: Int8(stochastic=True))),
+    "fp8 e4m3": (ROUNDING, by(lambda: Fp8(kind="e4m3"))),
+    "fp8 e5m2": (ROUNDING, by(lambda: Fp8(kind="e5m2"))),
+    "fp8 e5m2, no feedback": (ROUNDING, by(lambda: Fp8(kind="e5m2"), False)),
+    "sign": (ROUNDING, by(Sign)),
+    "sign, no feedback": (ROUNDING, by(Sign, False)),
+    "top-k 10 %": (FEWER, by(lambda: TopK(0.1))),
+    "top-k 1 %": (FEWER, by(lambda: TopK(0.01))),
+    "top-k 1 %, no feedback": (FEWER, by(lambda: TopK(0.01), False)),
+    "random-k 10 %": (FEWER, by(lambda: RandomK(0.1))),
+    "random-k 1 %": (FEWER, by(lambda: RandomK(0.01))),
+    "random-k 1 %, no feedback": (FEWER, by(lambda: RandomK(0.01), False)),
+    "PowerSGD rank 4": (LOW, by(lambda: PowerSGD(rank=4))),
+    "PowerSGD rank 4, no feedback": (LOW, by(lambda: PowerSGD(rank=4), False)),
+    "PowerSGD rank 1": (LOW, by(lambda: PowerSGD(rank=1))),
+    "delayed gradients": (LESS, seldom("delayed gradients")),
+    "local SGD": (LESS, seldom("local sgd", every=TURN)),
+    "post-local SGD": (LESS, seldom("local sgd", half_in_step=True, every=TURN)),
+    "DiLoCo": (LESS, seldom("diloco", every=TURN)),
+    "DiLoCo delayed": (LESS, seldom("diloco delayed", every=TURN)),
+    "DiLoCo streaming": (LESS, seldom("diloco streaming", every=TURN)),
+}
+"""Every method by the name that a table shows: what it spares, and how it is attached."""
 
 
 # ---------------------------------------------------------------------- the command
@@ -127,8 +138,6 @@ class CompressionConfig:
     """Training steps before losses are compared."""
     seeds: int = 2
     """Runs of each method, from other weights and with the batches in another order."""
-    turns: int = 3
-    """Turns of 8 steps of each method for its time."""
     link: str = "1gbe*4"
     """The link to emulate; 1gbe*4 is slowed 4 times, to sit beside cores that are slow, too."""
     json: str = ""
@@ -137,49 +146,69 @@ class CompressionConfig:
 
 def run(config: CompressionConfig, names: Sequence[str] = tuple(METHODS)) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return a row per method; fp32 is the first."""
-    link.parse(config.link)  # an error now, and not after hours
+    link.parse(config.link)  # an error now, and not on the ranks
     learned: dict[str, list[Learned]] = {}
     with race.pool(RANKS, config.link) as ranks:
         for name in names:
             learned[name] = [ranks.run(learn, config, name, s)[0] for s in range(config.seeds)]
             loss = statistics.mean(one.validation for one in learned[name])
             print(f"{name}: loss {loss:.3f} after {config.steps} steps", flush=True)
-        timed = ranks.run(measure, config, names)[0]
-    rows = [row(config, name, learned, timed) for name in names]
-    print("\n" + table(rows) + "\n\n" + fine_print(rows))
+    rows = [row(config, name, learned) for name in names]
+    print("\n" + table(rows))
     race.save(rows, config.json)
     return rows
 
 
 # ---------------------------------------------------------------------- on the ranks
-class Trainer:
-    """A model that takes training steps by one method, on real text."""
+class Learned(NamedTuple):
+    """The result of one run of one method."""
 
-    def __init__(self, mesh: Mesh, name: str, seed: int, steps: int) -> None:
-        self.axis, self.steps, self.done = mesh.dp, steps, 0
-        self.model = Llama(SHAPE, seed=seed)
-        self.optimizer = make_optimizer(self.model, lr=PEAK_LR, weight_decay=0.1)
-        self.strategy = attach(name, self.model, mesh.dp, self.optimizer, steps)
-        self.batches = batches_of("train", mesh.dp, seed).forever()
+    losses: list[float]  # of every step, nats per token
+    validation: float
+    num_bytes: float  # per step, sent by a rank
+    seconds: list[float]  # per step, of the slowest rank: a mean for each turn
+    exposed: float  # seconds per step, mean over the ranks
 
-    def step(self) -> float:
-        """Take a training step; return its loss in nats per token, over all ranks."""
-        at, warmup = min(self.done, self.steps - 1), min(10, self.steps)
-        lr = warmup_cosine(at, peak=PEAK_LR, warmup_steps=warmup, total_steps=self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        parts = (self.model, [self.strategy], self.optimizer, next(self.batches), self.axis)
-        self.done += 1
-        return train_step(*parts, max_norm=1.0).loss.item()
 
-    def validate(self) -> float:
-        """End the training; return the loss of the model that ranks agree on, on other text."""
-        if isinstance(self.strategy, local_sgd.LocalSGD | local_sgd.DiLoCo):
-            self.strategy.finish()  # takes in what is still under way
-        model = Llama(SHAPE)
-        model.load_state_dict(self.strategy.full_state_dict())
-        batches = batches_of("validation", self.axis, seed=0)
-        return evaluate(model, islice(batches, 32), self.axis)
+def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
+    """Train by one method on real text; called on every rank."""
+    axis, steps = Mesh(dp=RANKS).dp, config.steps
+    model = Llama(SHAPE, seed=seed)
+    optimizer = make_optimizer(model, lr=PEAK_LR, weight_decay=0.1)
+    strategy = METHODS[name][1](model, axis, optimizer, steps)
+    batches = batches_of("train", axis, seed).forever()
+    losses, times = [], [time.monotonic()]
+    link.use(config.link)
+    link.check_calls(False)  # a check costs time
+    with timeline.record(model) as recorded:
+        for at in range(steps):
+            lr = warmup_cosine(at, peak=PEAK_LR, warmup_steps=min(10, steps), total_steps=steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            step = train_step(model, [strategy], optimizer, next(batches), axis, max_norm=1.0)
+            losses.append(step.loss.item())
+            times.append(time.monotonic())
+        if hasattr(strategy, "state_dict"):
+            strategy.state_dict()  # waits for what is under way: it counts, too
+    link.check_calls(True)
+    link.use("none")
+    seconds = [
+        statistics.mean(np.diff(times)[i : i + TURN].tolist()) for i in range(0, steps, TURN)
+    ]
+    exposed = sum(overlap.exposed for overlap in recorded.overlap()) / steps
+    turns, exposed = zip(*all_gather_object((seconds, exposed), axis), strict=True)
+    num_bytes = sum(recorded.bytes_by_axis().values()) / steps
+    slowest = [max(turn) for turn in zip(*turns, strict=True)]
+    return Learned(losses, validate(strategy, axis), num_bytes, slowest, statistics.mean(exposed))
+
+
+def validate(strategy: Strategy, axis: Axis) -> float:
+    """End the training; return the loss of the model that ranks agree on, on other text."""
+    if isinstance(strategy, local_sgd.LocalSGD | local_sgd.DiLoCo):
+        strategy.finish()  # takes in what is still under way
+    model = Llama(SHAPE)
+    model.load_state_dict(strategy.full_state_dict())
+    return evaluate(model, islice(batches_of("validation", axis, seed=0), 32), axis)
 
 
 def batches_of(part: str, axis: Axis, seed: int) -> Batches:
@@ -193,64 +222,10 @@ def _corpus() -> Any:
     return load_corpus("stdlib", ByteTokenizer())
 
 
-class Learned(NamedTuple):
-    """The result of one run of one method."""
-
-    losses: list[float]  # of every step, nats per token
-    validation: float
-    num_bytes: float  # per step, sent by a rank
-
-
-def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
-    """Train by one method, as fast as this machine goes; called on every rank."""
-    trainer = Trainer(Mesh(dp=RANKS), name, seed, config.steps)
-    with timeline.record() as recorded:
-        losses = [trainer.step() for _ in range(config.steps)]
-        if hasattr(trainer.strategy, "state_dict"):
-            trainer.strategy.state_dict()  # waits for what is under way: it counts, too
-    num_bytes = sum(recorded.bytes_by_axis().values()) / config.steps
-    return Learned(losses, trainer.validate(), num_bytes)
-
-
-class Timed(NamedTuple):
-    """Means of every turn of one method, in seconds per step."""
-
-    step: list[float]  # of the slowest rank
-    exposed: list[float]  # mean over the ranks
-
-
-def measure(config: CompressionConfig, names: Sequence[str]) -> dict[str, Timed]:
-    """Run all methods in turns on the emulated link; called on every rank.
-
-    A turn begins with a step that does not count: its messages may travel while the turn begins.
-    """
-    mesh, steps = Mesh(dp=RANKS), 3 + (1 + TURN) * config.turns
-    trainers = {name: Trainer(mesh, name, 0, steps) for name in names}
-    recorded: dict[str, list[Timeline]] = {name: [] for name in names}
-
-    def turn(name: str) -> None:
-        with timeline.record(trainers[name].model) as record:
-            for _ in range(TURN):
-                trainers[name].step()
-        recorded[name].append(record)
-
-    lead = {name: trainer.step for name, trainer in trainers.items()}
-    turns = {name: partial(turn, name) for name in names}
-    measured = race.race(turns, mesh.dp, config.link, config.turns, lead=lead)
-    timed = {}
-    for name, one in measured.items():
-        waits = [sum(o.exposed for o in record.overlap()) / TURN for record in recorded[name]]
-        exposed = np.mean(all_gather_object(waits, mesh.dp), axis=0).tolist()
-        timed[name] = Timed([seconds / TURN for seconds in one.seconds], exposed)
-    return timed
-
-
 # ---------------------------------------------------------------------- the table
-def row(
-    config: CompressionConfig, name: str, learned: dict[str, list[Learned]], timed: dict[str, Timed]
-) -> dict[str, Any]:
-    """Compare a method with fp32 from the same weights, in the same turns."""
-    runs, exact, times = learned[name], learned[REFERENCE], timed[name]
+def row(config: CompressionConfig, name: str, learned: dict[str, list[Learned]]) -> dict[str, Any]:
+    """Compare a method with fp32 from the same weights."""
+    runs, exact = learned[name], learned[REFERENCE]
     gaps = [run.validation - ref.validation for run, ref in zip(runs, exact, strict=True)]
     num_bytes = statistics.mean(run.num_bytes for run in runs)
     curve = [statistics.mean(at) for at in zip(*(run.losses for run in runs), strict=True)]
@@ -263,12 +238,11 @@ def row(
         "steps": config.steps,
         "seeds": config.seeds,
         "method": name,
-        "family": METHODS[name],
+        "family": METHODS[name][0],
         "num_bytes": num_bytes,
         "share": num_bytes / statistics.mean(run.num_bytes for run in exact),
-        "exposed_ms": statistics.median(times.exposed) * 1e3,
-        "step_ms": statistics.median(times.step) * 1e3,
-        **race.ratios(times.step, timed[REFERENCE].step),
+        "exposed_ms": statistics.mean(run.exposed for run in runs) * 1e3,
+        "step_ms": statistics.median(turn for run in runs for turn in run.seconds) * 1e3,
         "loss": statistics.mean(run.validation for run in runs),
         "gap": statistics.mean(gaps),
         "gap_low": min(gaps),
@@ -278,28 +252,14 @@ def row(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as text; ratios are a method's step time over that of fp32."""
+    """Return the rows as text."""
     columns = {
         "method": "{method}",
         "bytes/step": "{num_bytes:,.0f}",
         "of fp32": "{share:.1%}",
         "exposed": "{exposed_ms:.0f} ms",
         "step": "{step_ms:.0f} ms",
-        "ratio [quartiles]": "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]",
         f"loss after {rows[0]['steps']}": "{loss:.3f}",
         "gap to fp32 [min, max]": "{gap:+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]",
     }
-    exact = {"gap": None}  # nothing to compare with itself
-    return race.table([row | exact if row["method"] == REFERENCE else row for row in rows], columns)
-
-
-def fine_print(rows: Sequence[dict[str, Any]]) -> str:
-    """Return which numbers are measured, which are emulated, and how large chance is."""
-    said = [
-        "Measured: bytes that a rank sends; losses in nats per token on text not trained on.",
-        f"Emulated: the link, {rows[0]['link']}. Ranks share one machine.",
-    ]
-    for row in (row for row in rows if row["method"] == CHANCE):
-        chance = max(abs(row["gap_low"]), abs(row["gap_high"]))
-        said.append(f"A gap as small as that of {CHANCE}, up to {chance:.4f}, is chance.")
-    return "\n".join(said)
+    return race.table(rows, columns)

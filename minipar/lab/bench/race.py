@@ -92,18 +92,14 @@ def pool(num_ranks: int, link_name: str) -> Iterator[Ranks]:
 
 
 def race(
-    steps: Mapping[str, Callable[[], Any]],
-    axis: Axis,
-    link_name: str,
-    rounds: int,
-    lead: Mapping[str, Callable[[], Any]] | None = None,
+    steps: Mapping[str, Callable[[], Any]], axis: Axis, link_name: str, rounds: int
 ) -> dict[str, Measured]:
     """Run the contenders' `steps` in turns; called on every rank.
 
     Weights and gradients of one step may still travel when the step ends. So every turn begins
-    with a step of the same contender that does not count: one of `lead`, or of `steps`.
+    with a step of the same contender that does not count.
     """
-    lead, names, turns = lead or steps, list(steps), []
+    names, turns = list(steps), []
     sent: list[tuple[float, int]] = []  # when a call was issued, and its bytes
 
     def note(work: Any) -> None:  # numbers only: the call's tensors are to be freed
@@ -111,14 +107,14 @@ def race(
 
     link.use("none" if link_name == "gloo" else link_name)
     link.check_calls(False)  # a check costs time
-    for step in lead.values():
+    for step in steps.values():
         for _ in range(3):  # the first steps allocate, and measure what calls cost
             step()
     link.observers.append(note)
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             barrier(axis)
-            lead[name]()
+            steps[name]()
             start = time.monotonic()
             steps[name]()
             turns.append((name, start, time.monotonic()))
@@ -144,7 +140,7 @@ def bytes_of(sent: Sequence[tuple[float, int]], start: float, end: float) -> int
 def row(
     config: RaceConfig, link_name: str, ours: str, torchs: str, measured: Mapping[str, Measured]
 ) -> dict[str, Any]:
-    """Compare one contender of ours with one of PyTorch's."""
+    """Compare a contender "ours" with "torch", by their names in the table."""
     found = {
         "bench": config.strategy,
         "link": label(link_name),
@@ -152,20 +148,15 @@ def row(
         "rounds": config.rounds,
         "ours": ours,
         "torch": torchs,
-        **ratios(measured[ours].seconds, measured[torchs].seconds),
     }
-    for who in ("ours", "torch"):
-        one = measured[found[who]]
+    ratios = np.divide(measured["ours"].seconds, measured["torch"].seconds)  # of each round
+    quantiles = np.quantile(ratios, (0.5, 0.25, 0.75)).tolist()
+    found |= zip(("ratio", "ratio_low", "ratio_high"), quantiles, strict=True)
+    for who, one in measured.items():
         megabytes = statistics.median(one.num_bytes) / 1e6
         found[f"{who}_ms"] = 1e3 * statistics.median(one.seconds)
         found[f"{who}_megabytes"] = None if link_name == "gloo" else megabytes
     return found
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return ours over theirs, round by round: the median and its quartiles."""
-    ratio, low, high = np.quantile(np.divide(ours, theirs), (0.5, 0.25, 0.75)).tolist()
-    return {"ratio": ratio, "ratio_low": low, "ratio_high": high}
 
 
 # ---------------------------------------------------------------------- tables and files

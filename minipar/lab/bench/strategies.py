@@ -1,12 +1,11 @@
 """`minipar bench STRATEGY`: strategies of ours, and whom of PyTorch's each races against.
 
-A contender is a function ``field -> step``, called on each rank. How a race is run:
-race.py. PyTorch takes part in its fastest form, and beside it as it comes:
+A contender is a function ``field -> step``, called on each rank. How a race is run: race.py.
 
-- ddp: `DistributedDataParallel` with buckets of 25 and of 5 MB.
+- ddp: `DistributedDataParallel`.
 - fsdp: `ZeroRedundancyOptimizer`, and `fully_shard` on every block. CUDA streams hide the
-  collectives of `fully_shard`; on a CPU each of them blocks. So `fully_shard` also races with
-  asynchronous all-gathers, the next block named to every block, and asynchronous reduce-scatters.
+  collectives of `fully_shard`; on a CPU each of them blocks. So its collectives are asynchronous
+  here, and every block names the next one.
 - tensor: `parallelize_module` with `loss_parallel`; the input of q, k and v is prepared once.
 - context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel, so the
   ring races with the CPU's FlashAttention, which is the kernel of ours.
@@ -41,14 +40,6 @@ ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
 """The optimizer of all contenders."""
 
 
-class Contest(NamedTuple):
-    """One strategy: contenders of ours, each with those of PyTorch's to compare with."""
-
-    axis: str
-    seq_len: int
-    pairs: Mapping[str, tuple[Contender, Mapping[str, Contender]]]
-
-
 class Field(NamedTuple):
     """The conditions that all contenders of a race share."""
 
@@ -76,17 +67,26 @@ class Field(NamedTuple):
     ) -> Step:
         """Return a training step on one batch; `cut` chooses the tokens of a rank."""
         inputs, targets = (cut(part).contiguous() for part in self.tokens(self.config.batch_size))
-        optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
 
-        def step() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
+        def backward() -> Tensor:
             loss = loss_of(model)(model(inputs), targets) / targets.numel()
             loss.backward()
             finish()
-            optimizer.step()
-            return loss.detach()
+            return loss
 
-        return step
+        return stepping(optimizer or torch.optim.AdamW(model.parameters(), **ADAMW), backward)
+
+
+def stepping(optimizer: torch.optim.Optimizer, backward: Step) -> Step:
+    """Return a training step around a forward and backward that return the loss."""
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 def run(config: RaceConfig) -> list[dict[str, Any]]:
@@ -97,59 +97,47 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
     rows = []
     for link_name in config.links:
         with race.pool(config.ranks, link_name) as ranks:
-            for name, (_, rivals) in contest.pairs.items():
-                measured = ranks.run(measure, config, link_name, name)[0]
-                for torchs in rivals:
-                    rows.append(race.row(config, link_name, name, torchs, measured))
-                    print(f"{rows[-1]['link']}: {name} {rows[-1]['ratio']:.3f}", flush=True)
+            for ours, (_, torchs, _) in contest.pairs.items():
+                measured = ranks.run(measure, config, link_name, ours)[0]
+                rows.append(race.row(config, link_name, ours, torchs, measured))
+                print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
     print("\n" + race.table(rows))
     race.save(rows, config.json)
     return rows
 
 
 def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, race.Measured]:
-    """Run a contender of ours and its rivals in turns on a link; called on every rank."""
+    """Run a contender of ours and PyTorch's in turns on a link; called on every rank."""
     contest = CONTESTS[config.strategy]
     axis = getattr(Mesh(**{contest.axis: config.ranks}), contest.axis)
     shape = replace(PRESETS[config.preset], tie_embeddings=contest.axis not in ("tp", "pp"))
     if contest.axis == "pp":
         shape = replace(shape, num_layers=4 * config.ranks)
-    mine, rivals = contest.pairs[name]
-    everybody = {name: mine} | rivals
-    steps = {each: make(Field(config, axis, shape)) for each, make in everybody.items()}
-    return race.race(steps, axis, link_name, config.rounds)
+    mine, _, rival = contest.pairs[name]
+    field = Field(config, axis, shape)
+    return race.race({"ours": mine(field), "torch": rival(field)}, axis, link_name, config.rounds)
 
 
-def ours(apply: Callable[..., Strategy], **options: Any) -> Contender:
-    """Return a contender that trains by a strategy of ours."""
-
-    def make(on: Field) -> Step:
-        model = on.model()
-        strategy = apply(model, on.axis, **options)
-        return on.training(model, strategy.finish_backward)
-
-    return make
+def our(on: Field, apply: Callable[..., Strategy], **options: Any) -> Step:
+    """Return a step that trains by a strategy of ours."""
+    model = on.model()
+    return on.training(model, apply(model, on.axis, **options).finish_backward)
 
 
 # ---------------------------------------------------------------------- data parallel
 # PyTorch's parts are imported where they are used: they take most of a second.
-def torch_ddp(on: Field, bucket_mb: float = 25.0, sharded: bool = False) -> Step:
+def torch_ddp(on: Field, sharded: bool = False) -> Step:
     """Return a step of `DistributedDataParallel`; `sharded` adds `ZeroRedundancyOptimizer`."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    capacity = bucket_mb * 1e6 / 2**20
-    model = DistributedDataParallel(
-        on.model(), bucket_cap_mb=capacity, gradient_as_bucket_view=True
-    )
-    optimizer = None
-    if sharded:
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
-        )
+    model = DistributedDataParallel(on.model(), gradient_as_bucket_view=True)
+    if not sharded:
+        return on.training(model)
+    options = dict(parameters_as_bucket_view=True, **ADAMW)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
     return on.training(model, optimizer=optimizer)
 
 
-# ---------------------------------------------------------------------- ZeRO and FSDP
 def our_zero(on: Field, stage: int) -> Step:
     """Return a step of `minipar.parallel.zero`."""
     model = on.model()
@@ -158,11 +146,8 @@ def our_zero(on: Field, stage: int) -> Step:
     return on.training(model, strategy.finish_backward, optimizer)
 
 
-def torch_fsdp(on: Field, asynchronous: bool = False) -> Step:
-    """Return a step of `fully_shard` on every block and the root.
-
-    With `asynchronous` no collective blocks: the optimizer is the first to wait for gradients.
-    """
+def torch_fsdp(on: Field) -> Step:
+    """Return a step of `fully_shard`: the optimizer is the first to wait for gradients."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -180,14 +165,12 @@ def torch_fsdp(on: Field, asynchronous: bool = False) -> Step:
     blocks = list(model.model.layers)
     for module in (*blocks, model):
         fully_shard(module, mesh=grid_of(on.axis))
-    if asynchronous:
-        model._set_unshard_async_op(True)
-        for here, following in zip((model, *blocks), blocks, strict=False):
-            here.set_modules_to_forward_prefetch([following])
-        for here, following in zip((model, *reversed(blocks)), reversed(blocks), strict=False):
-            here.set_modules_to_backward_prefetch([following])
-        for module in (model, *blocks):
-            module.set_custom_reduce_scatter(AsyncReduceScatter())
+        module.set_custom_reduce_scatter(AsyncReduceScatter())
+    model._set_unshard_async_op(True)
+    for here, following in zip((model, *blocks), blocks, strict=False):
+        here.set_modules_to_forward_prefetch([following])
+    for here, following in zip((model, *reversed(blocks)), reversed(blocks), strict=False):
+        here.set_modules_to_backward_prefetch([following])
     return on.training(model, finish)
 
 
@@ -206,11 +189,11 @@ def torch_tensor(on: Field, sequence: bool = False) -> Step:
 
     model = on.model()
     parallelize_module(model, grid_of(on.axis), tensor_plan(sequence))
-    kinds: dict[bool, list[Tensor]] = {True: [], False: []}
-    for parameter in model.parameters():
-        kinds[isinstance(parameter, DTensor)].append(parameter)
     # A fused optimizer takes DTensors and tensors in parameter groups of their own.
-    groups = [dict(params=params) for params in kinds.values() if params]
+    groups = [
+        dict(params=[p for p in model.parameters() if isinstance(p, DTensor) is is_cut])
+        for is_cut in (True, False)
+    ]
     step = on.training(model, optimizer=torch.optim.AdamW(groups, **ADAMW))
 
     def with_loss_parallel() -> Tensor:
@@ -228,13 +211,14 @@ def tensor_plan(sequence: bool) -> dict[str, Any]:
     outside = Shard(1) if sequence else Replicate()  # of activations [B, T, D], between matrices
     layer, whole = "model.layers.*", Replicate()
     first, second = styles.ColwiseParallel(), styles.RowwiseParallel(output_layouts=outside)
+
+    def prepared(others: tuple = ()) -> Any:
+        given, wanted = (outside, *others), (whole, *others)
+        return styles.PrepareModuleInput(input_layouts=given, desired_input_layouts=wanted)
+
     plan: dict[str, Any] = {
-        f"{layer}.self_attn": styles.PrepareModuleInput(
-            input_layouts=(outside, None, None), desired_input_layouts=(whole, None, None)
-        ),
-        f"{layer}.mlp": styles.PrepareModuleInput(
-            input_layouts=outside, desired_input_layouts=whole
-        ),
+        f"{layer}.self_attn": prepared((None, None)),
+        f"{layer}.mlp": prepared(),
         **{f"{layer}.self_attn.{name}_proj": first for name in "qkv"},
         **{f"{layer}.mlp.{name}_proj": first for name in ("gate", "up")},
         f"{layer}.self_attn.o_proj": second,
@@ -249,15 +233,15 @@ def tensor_plan(sequence: bool) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- context parallel
-def our_context(on: Field, kind: str, ring: str = "ours") -> Step:
-    """Return a step of "ring", "gather" or "ulysses"; `ring` may be PyTorch's, in place of ours."""
+def our_context(on: Field, kind: str, ring: Callable[[], type] | None = None) -> Step:
+    """Return a step of "ring", "gather" or "ulysses"; `ring` makes attention in place of ours."""
     model = on.model()
     if kind == "ulysses":
         strategy = ulysses.apply(model, on.axis)
     else:
         strategy = context.apply(model, on.axis, exchange=kind)
-    if ring == "torch":
-        strategy.attention = torch_ring()
+    if ring:
+        strategy.attention = ring()
     data = ddp.apply(model, on.axis)  # sums the gradients of all tokens
     return on.training(model, data.finish_backward, cut=strategy.own_tokens)
 
@@ -311,16 +295,13 @@ def our_pipeline(on: Field, name: str) -> Step:
     pipeline = runtime.apply(model, on.axis, make(name, on.axis.size, m))
     inputs, targets = on.tokens(m * on.config.batch_size)
     microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
+    def backward() -> Tensor:
         loss = pipeline.run(model, [pipeline], microbatches, weigh=lambda x: x / targets.numel())
         pipeline.finish_backward()
-        optimizer.step()
         return loss / targets.numel()
 
-    return step
+    return stepping(torch.optim.AdamW(model.parameters(), **ADAMW), backward)
 
 
 def torch_pipeline(on: Field, name: str) -> Step:
@@ -345,58 +326,60 @@ def torch_pipeline(on: Field, name: str) -> Step:
         loss_fn=lambda logits, t: token_loss(logits, t) / targets.numel(),
         scale_grads=False,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    given = [inputs] if 0 in own else []
-    target = targets if last in own else None
+    given, target = [inputs] * (0 in own), targets if last in own else None
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
+    def backward() -> Tensor:
         losses: list[Tensor] = []
         runner.step(*given, target=target, losses=losses, return_outputs=False)
-        optimizer.step()
-        return sum(losses, torch.zeros(())).detach()
+        return sum(losses, torch.zeros(()))
 
-    return step
+    return stepping(torch.optim.AdamW(model.parameters(), **ADAMW), backward)
 
 
 # ---------------------------------------------------------------------- who races
-DDP = {f"{mb} MB": partial(torch_ddp, bucket_mb=mb) for mb in (25, 5)}
-ZERO = {"ZeroRedundancyOptimizer": partial(torch_ddp, sharded=True)}
-FSDP = {"fully_shard": torch_fsdp, "fully_shard, async": partial(torch_fsdp, asynchronous=True)}
-SEQUENCE = {"with SequenceParallel": partial(torch_tensor, sequence=True)}
-RING = {"PyTorch's ring": partial(our_context, kind="ring", ring="torch")}
+class Contest(NamedTuple):
+    """One strategy: an axis, tokens of a sequence, and contenders."""
+
+    axis: str
+    seq_len: int
+    pairs: Mapping[str, tuple[Contender, str, Contender]]
+    """Contenders of ours by name, each with the name of PyTorch's and PyTorch's."""
+
+
+VERSIONS = "overlapped", "tuned"
+DDP = "DistributedDataParallel", torch_ddp
+ZERO = "ZeroRedundancyOptimizer", partial(torch_ddp, sharded=True)
+SEQUENCE = "with SequenceParallel", partial(torch_tensor, sequence=True)
+EXCHANGES = "ring", "gather", "ulysses"
+RING = "PyTorch's ring", partial(our_context, kind="ring", ring=torch_ring)
 CONTESTS = {
     "ddp": Contest(
-        "dp", 128, {v: (ours(ddp.apply, version=v), DDP) for v in ("overlapped", "tuned")}
+        "dp", 128, {v: (partial(our, apply=ddp.apply, version=v), *DDP) for v in VERSIONS}
     ),
     "fsdp": Contest(
         "dp",
         128,
         {
-            "ZeRO-1": (partial(our_zero, stage=1), ZERO),
-            "ZeRO-2": (partial(our_zero, stage=2), ZERO),  # PyTorch has no ZeRO-2
-            "FSDP": (ours(fsdp.apply), FSDP),
+            "ZeRO-1": (partial(our_zero, stage=1), *ZERO),
+            "ZeRO-2": (partial(our_zero, stage=2), *ZERO),  # PyTorch has no ZeRO-2
+            "FSDP": (partial(our, apply=fsdp.apply), "fully_shard", torch_fsdp),
         },
     ),
     "tensor": Contest(
         "tp",
         256,
         {
-            "plain": (ours(tensor.apply), {"parallelize_module": torch_tensor}),
-            "sequence": (ours(tensor.apply, sequence=True), SEQUENCE),
-            "overlap": (ours(tensor.apply, sequence=True, overlap=True), SEQUENCE),
+            "plain": (partial(our, apply=tensor.apply), "parallelize_module", torch_tensor),
+            "sequence": (partial(our, apply=tensor.apply, sequence=True), *SEQUENCE),
+            "overlap": (partial(our, apply=tensor.apply, sequence=True, overlap=True), *SEQUENCE),
         },
     ),
-    "context": Contest(
-        "cp",
-        2048,
-        {kind: (partial(our_context, kind=kind), RING) for kind in ("ring", "gather", "ulysses")},
-    ),
+    "context": Contest("cp", 2048, {k: (partial(our_context, kind=k), *RING) for k in EXCHANGES}),
     "pipeline": Contest(
         "pp",
         128,
         {
-            name: (partial(our_pipeline, name=name), {theirs: partial(torch_pipeline, name=name)})
+            name: (partial(our_pipeline, name=name), theirs, partial(torch_pipeline, name=name))
             for name, theirs in PIPELINES.items()
         },
     ),

@@ -21,6 +21,5 @@ from minipar.lab.draw.pen import (
     colour,
     png,
     save,
-    svg,
 )
 from minipar.lab.draw.timelines import before_after, finding, timeline

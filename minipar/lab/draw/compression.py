@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -28,18 +27,19 @@ TYPICAL = ("fp32", "int8", "top-k 10 %", "PowerSGD rank 4", "DiLoCo streaming") 
 
 def finding(rows: Sequence[Row]) -> str:
     """Return the sentence that the rows say: who sends least at (nearly) no cost in every run."""
-    free = [r for r in rows if r["share"] < 1 and abs_gap(r) < FREE and "no f" not in r["method"]]
+    free = [
+        row
+        for row in rows
+        if row["share"] < 1
+        and max(abs(row["gap_low"]), abs(row["gap_high"])) < FREE
+        and "no feedback" not in row["method"]
+    ]
     if not free:
         return f"every method that sends less than fp32 loses more than {FREE:g} nats per token"
     best = min(free, key=lambda r: (r["num_bytes"], abs(r["gap"])))
     return (
         f"{best['method']}: {100 * best['share']:.2g} % of the bytes, within {FREE:g} nats of fp32"
     )
-
-
-def abs_gap(row: Row) -> float:
-    """Return the largest gap to fp32 in any run, in nats per token, in either direction."""
-    return max(abs(row["gap_low"]), abs(row["gap_high"]))
 
 
 def accuracy(rows: Sequence[Row]) -> Figure:
@@ -76,7 +76,17 @@ def accuracy(rows: Sequence[Row]) -> Figure:
             end = x, with_feedback[plain]["gap"]
             ends = {"arrowstyle": "-|>", "color": ink, "shrinkA": 5, "shrinkB": 5}
             ax.annotate("", end, (x, y), arrowprops=ends, zorder=3)
-    _limits(ax, rows)
+    values = [row["num_bytes"] / 1e6 for row in rows]
+    ax.set_xlim(min(values) / 1.6, max(values) * 2)
+    low = 1.3 * min(-2 * FREE, *(row["gap_low"] for row in rows))
+    high = 1.8 * max(2 * FREE, *(row["gap_high"] for row in rows))
+    ax.set_ylim(low, high)
+    gaps = [0.0, *(sign * m * 10.0**e for e in (-2, -1, 0) for m in (1, 3) for sign in (1, -1))]
+    ax.set_yticks(sorted(gap for gap in gaps if low < gap < high))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:+g}".replace("-", "\u2212") if y else "fp32")
+    spots = [m * 10.0**e for e in range(-4, 6) for m in (1, 3)]
+    ax.set_xticks([x for x in spots if ax.get_xlim()[0] < x < ax.get_xlim()[1]])
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     ax.axhspan(-FREE, FREE, color=KIND["idle"], lw=0, zorder=0)
     style = {"color": MUTED, "size": 8, "va": "bottom"}
     ax.text(ax.get_xlim()[0], -FREE, f" within {FREE:g} of fp32", **style)
@@ -90,20 +100,6 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     legend = [(ink, family) for family, ink in FAMILY.items() if family in families]
     pen.key(figure, legend, 0.85, 0.32)
     return figure
-
-
-def _limits(ax: Axes, rows: Sequence[Row]) -> None:
-    values = [row["num_bytes"] / 1e6 for row in rows]
-    ax.set_xlim(min(values) / 1.6, max(values) * 2)
-    low = 1.3 * min(-2 * FREE, *(row["gap_low"] for row in rows))
-    high = 1.8 * max(2 * FREE, *(row["gap_high"] for row in rows))
-    ax.set_ylim(low, high)
-    gaps = [0.0, *(sign * m * 10.0**e for e in (-2, -1, 0) for m in (1, 3) for sign in (1, -1))]
-    ax.set_yticks(sorted(gap for gap in gaps if low < gap < high))
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:+g}".replace("-", "\u2212") if y else "fp32")
-    spots = [m * 10.0**e for e in range(-4, 6) for m in (1, 3)]
-    ax.set_xticks([x for x in spots if ax.get_xlim()[0] < x < ax.get_xlim()[1]])
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
 
 
 def convergence(rows: Sequence[Row], *, title: str = "") -> Figure:

@@ -13,16 +13,11 @@ from minipar.lab.draw.timelines import timeline
 from minipar.observe.timeline import Timeline
 
 DRAWN: dict[type, Callable[[Any], Figure]] = {Timeline: timeline, Mesh: mesh, Figure: lambda f: f}
-"""Kinds that draw themselves once `register` was called."""
+"""Kinds that draw themselves once `register` was called. Modules of pictures add theirs."""
 
 
-def register(kind: type | None = None, function: Callable[[Any], Figure] | None = None) -> None:
-    """Make Timeline, Mesh and figures (and `kind`, by `function`) draw themselves in a notebook.
-
-    Does nothing outside of IPython.
-    """
-    if kind is not None and function is not None:
-        DRAWN[kind] = function
+def register() -> None:
+    """Make the kinds in `DRAWN` draw themselves in a notebook; elsewhere do nothing."""
     from IPython import get_ipython  # here: drawing takes no notebook
 
     shell = get_ipython()

@@ -9,6 +9,7 @@ draws from SVG: what is written in them is text and never markup.
 """
 
 import inspect
+import io
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -119,9 +120,15 @@ flip = Flipbook
 
 
 def small_svg(figure: Figure) -> str:
-    """Return the figure as SVG: letters as letters, coordinates to a hundredth."""
-    with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"]}):
-        text = pen.svg(figure)
+    """Return the figure as SVG: letters as letters, coordinates to a hundredth.
+
+    Without a date, and with the same names of its parts every time.
+    """
+    letters = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"]}
+    buffer = io.StringIO()
+    with rc_context(letters | {"svg.hashsalt": "minipar"}):
+        pen.literal(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
     text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r' transform="rotate\(-0 [^"]*"| id="[^ph][^"]*"| id="p\w+_\d+"', "", text)

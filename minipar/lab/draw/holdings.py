@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
@@ -57,12 +56,18 @@ def holdings(
     for name, phases in steps.items():
         pen.text(ax, 0.15, top, name, size=11, weight="bold")
         for i, phase in enumerate(phases):
-            x = LEFT + i * pitch
-            _phase(ax, phase, x, top - 0.34, size)
+            x, y = LEFT + i * pitch, top - 0.34
+            pen.text(ax, x, y + 0.12, phase.name, color=MUTED)
+            words = phase.weights, phase.gradients, phase.optimizer
+            for k, (part, word) in enumerate(zip(PARTS, words, strict=True)):
+                left = x + k * (size * BOX + GAP)
+                for rank, piece in product(range(size), repeat=2):
+                    box = left + piece * BOX, y - ROW * (rank + 1), BOX - 0.02, ROW - 0.05
+                    pen.rectangle(ax, *box, **_style(word, HELD[part], piece == rank))
             if phase.before:
                 # The collective before the first phase comes from the step before.
                 start, end = x - (pitch - wide) + 0.08 if i else x - 0.75, x - 0.08
-                middle, y = (start + end) / 2, top - 0.34 - size * ROW / 2
+                middle, y = (start + end) / 2, y - size * ROW / 2
                 verb, _, more = phase.before.partition(" ")
                 pen.arrow(ax, (start, y), (end, y), 9, color=INK, lw=1.1)
                 pen.text(ax, middle, y + 0.13, verb, size=8, ha="center")
@@ -80,18 +85,6 @@ _EMPTY = {"fc": "none", "ec": GRID, "lw": 0.8}
 
 def _summand(ink: str) -> pen.Style:
     return {"fc": pen.pale(ink), "ec": ink, "hatch": "//////", "lw": 0}
-
-
-def _phase(ax: Axes, phase: Phase, left: float, top: float, size: int) -> None:
-    """Draw one phase: a row per rank, in it the slices of each part."""
-    pen.text(ax, left, top + 0.12, phase.name, color=MUTED)
-    words = phase.weights, phase.gradients, phase.optimizer
-    for i, (part, word) in enumerate(zip(PARTS, words, strict=True)):
-        x = left + i * (size * BOX + GAP)
-        for rank, piece in product(range(size), repeat=2):
-            style = _style(word, HELD[part], piece == rank)
-            box = x + piece * BOX, top - ROW * (rank + 1), BOX - 0.02, ROW - 0.05
-            pen.rectangle(ax, *box, **style)
 
 
 def _style(word: str, ink: str, is_own: bool) -> pen.Style:

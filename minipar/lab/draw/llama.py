@@ -84,7 +84,14 @@ def rotations(config: LlamaConfig) -> Figure:
         pen.text(ax, 0.18, y + 0.08, f"pair {pair}", weight="bold")
         pen.text(ax, 0.18, y - 0.12, f"{_degrees(turns[pair])} per token", color=MUTED)
         for position in positions:
-            _dial(ax, left + cell * (position + 0.5), y, 0.31, position * turns[pair])
+            # A clock hand starts on the right and turns against the clock.
+            x, angle, radius = left + cell * (position + 0.5), position * turns[pair], 0.31
+            ax.add_patch(Circle((x, y), radius, fc=KIND["idle"], lw=0))
+            rest = math.degrees(angle) % 360
+            ax.add_patch(Wedge((x, y), radius, 0, rest, fc=KIND["forward"], lw=0))
+            hand = [x, x + radius * math.cos(angle)], [y, y + radius * math.sin(angle)]
+            ax.plot(*hand, color=KIND["backward"], lw=2.2, solid_capstyle="round")
+            ax.add_patch(Circle((x, y), 0.03, fc=KIND["backward"], lw=0, zorder=3))
     for position in positions:
         x = left + cell * (position + 0.5)
         pen.text(ax, x, 0.16, f"t = {position}", color=MUTED, ha="center")
@@ -93,16 +100,6 @@ def rotations(config: LlamaConfig) -> Figure:
 
 def _degrees(angle: float) -> str:
     return f"{math.degrees(angle):.2g}°"
-
-
-def _dial(ax: Axes, x: float, y: float, radius: float, angle: float) -> None:
-    """Draw a clock hand that starts on the right and has turned by `angle`, against the clock."""
-    ax.add_patch(Circle((x, y), radius, fc=KIND["idle"], lw=0))
-    rest = math.degrees(angle) % 360
-    ax.add_patch(Wedge((x, y), radius, 0, rest, fc=KIND["forward"], lw=0))
-    tip = x + radius * math.cos(angle), y + radius * math.sin(angle)
-    ax.plot((x, tip[0]), (y, tip[1]), color=KIND["backward"], lw=2.2, solid_capstyle="round")
-    ax.add_patch(Circle((x, y), 0.03, fc=KIND["backward"], lw=0, zorder=3))
 
 
 def attention(config: LlamaConfig) -> Figure:

@@ -19,8 +19,8 @@ from minipar.lab.draw.pen import GRID, INK, KIND, MUTED, PAPER, RANK, SERIES, WI
 def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     """Draw ranks as a grid; a line in the colour of an axis joins the ranks of a group.
 
-    The last axis runs to the right, the one before it downward, a third makes panels to the right
-    and a fourth panels below; between panels of many ranks, one line stands for all.
+    The last axis runs to the right, the one before it downward. A third axis makes panels to the
+    right, a fourth axis panels below. Between panels of many ranks, one line stands for all.
     Raises ValueError for more axes or ranks than can be read: then a mesh shows its text.
     """
     given = mesh.sizes if isinstance(mesh, Mesh) else mesh
@@ -216,9 +216,9 @@ def schedules(
 ) -> Figure:
     """Draw plans beside each other: `{"ring": [plan of rank 0, plan of rank 1, ...], ...}`.
 
-    A column is a round, a row a rank, an arrow a message: the thicker, the more of `numel` elements
-    it holds (half as thick where four or more arrive together). Its colour says whether the
-    receiver adds it to what it has. Rounds in which all rest are left out.
+    A column is a round, a row a rank, an arrow a message. An arrow is thicker where it holds more
+    of `numel` elements, and half as thick where four or more arrive together. Its colour says
+    whether the receiver adds it to what it has. Rounds in which all rest are left out.
     """
     shown: dict[str, list[tuple[Round, ...]]] = {}  # by round, what each rank does
     for name, each in plans.items():

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
@@ -133,7 +132,7 @@ def key(
 
     An entry is a colour, or the style of a rectangle, and its text; "" draws the text alone.
     """
-    ax = canvas(figure, *figure.get_size_inches())
+    ax = canvas(figure)
     for i, line in enumerate(reversed(flow(entries, width))):
         for x, ink, name in line:
             style = {"fc": ink} if isinstance(ink, str) else ink
@@ -178,11 +177,10 @@ def title_width(title: str) -> float:
     return 0.4 + 0.105 * len(title)
 
 
-def canvas(figure: Figure, width: float, height: float) -> Axes:
+def canvas(figure: Figure) -> Axes:
     """Return axes over the whole figure whose unit is the inch."""
     ax = figure.add_axes((0, 0, 1, 1))
-    ax.set_xlim(0, width)
-    ax.set_ylim(0, height)
+    ax.set(xlim=(0, figure.get_figwidth()), ylim=(0, figure.get_figheight()))
     ax.set_axis_off()
     return ax
 
@@ -190,7 +188,7 @@ def canvas(figure: Figure, width: float, height: float) -> Axes:
 def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple[Figure, Axes]:
     """Return a `figure` with axes over all of it whose unit is the inch."""
     paper = figure(width, height, title, note)
-    return paper, canvas(paper, width, height)
+    return paper, canvas(paper)
 
 
 def panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
@@ -199,8 +197,7 @@ def panel(figure: Figure, left: float, bottom: float, width: float, height: floa
     ax = figure.add_axes((left / wide, bottom / tall, width / wide, height / tall))
     ax.set_facecolor("none")
     ax.set_axisbelow(True)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     ax.tick_params(length=0, colors=MUTED, labelsize=9)
     return ax
 
@@ -327,11 +324,6 @@ def readable(ink: str) -> str:
     return ink
 
 
-def milliseconds(value: float) -> str:
-    """Return 12.345 as "12.3 ms"."""
-    return f"{value:.0f} ms" if value >= 20 else f"{value:.3g} ms"
-
-
 def number(value: float) -> str:
     """Return 1234.5 as "1,234"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -351,14 +343,14 @@ def num_bytes(count: int) -> str:
 def png(figure: Figure) -> bytes:
     """Return the figure as a PNG of at most 128 colours: a third of the size, no visible change."""
     buffer = io.BytesIO()
-    _literal(figure).savefig(buffer, format="png", dpi=DPI)
+    literal(figure).savefig(buffer, format="png", dpi=DPI)
     image = Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small = io.BytesIO()
     image.save(small, format="png", optimize=True, dpi=(DPI, DPI))
     return small.getvalue()
 
 
-def _literal(figure: Figure) -> Figure:
+def literal(figure: Figure) -> Figure:
     """Return the figure with `$` as a plain letter, except in tick labels, which are ours."""
     ticks = {
         label for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in axis.findobj(Text)
@@ -370,32 +362,21 @@ def _literal(figure: Figure) -> Figure:
 
 def in_words(figure: Figure) -> str:
     """Return a figure's text for those who do not see it: headings, findings, and the note."""
+
+    def is_head(text: Text) -> bool:
+        is_large = text.get_weight() == "bold" and text.get_size() >= 11
+        return is_large or text.get_gid() == FINDING
+
     texts = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
-    heads = [
-        t
-        for t in texts
-        if t.get_weight() == "bold" and t.get_size() >= 11 or t.get_gid() == FINDING
-    ]
-    notes = [t for t in figure.texts if t.get_size() == 8]
-    said = (t.get_text().replace("\n", " ") for t in (*heads, *notes))
+    notes = [text for text in figure.texts if text.get_size() == 8]
+    said = (text.get_text().replace("\n", " ") for text in (*filter(is_head, texts), *notes))
     return ". ".join(dict.fromkeys(text for text in said if text))
 
 
-def svg(figure: Figure) -> str:
-    """Return the figure as an SVG without date, and with the same names of its parts every time."""
-    buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": "minipar"}):
-        _literal(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
-
-
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a .png or .svg; equal figures give equal files. Raises ValueError for other names."""
+    """Write a .png; equal figures give equal files. Raises `ValueError` for other names."""
     path = Path(path)
-    if path.suffix == ".png":
-        path.write_bytes(png(figure))
-    elif path.suffix == ".svg":
-        path.write_text(svg(figure), encoding="utf-8")
-    else:
-        raise ValueError(f"{path} ends with {path.suffix!r}; use .png or .svg")
+    if path.suffix != ".png":
+        raise ValueError(f"{path} ends with {path.suffix!r}; use .png")
+    path.write_bytes(png(figure))
     return path

@@ -196,4 +196,5 @@ def _legend(shown: Collection[tuple[Schedule, Timeline]], size: float) -> list[p
     return drawn
 
 
-display.register(Schedule, schedule)
+display.DRAWN[Schedule] = schedule
+display.register()

@@ -38,10 +38,10 @@ def label_of(family: list[Row]) -> str:
 def explanation(explained: Explanation, *, title: str = "", note: str = "") -> Figure:
     """Draw a row per family of parameters, a column per axis: cut, summed, or just a copy?
 
-    A box in the colour of the axis: ranks along it have summands of the gradient, which the verb
-    adds up, with the bytes that a rank sends in one step for all parameters of the family. A frame:
-    each rank has a piece of its own. Grey: all have the same, and nothing is to be done. On the
-    left stands the whole parameter, and in blue what a rank of tp has of it.
+    A box in the colour of the axis: ranks along it have summands of the gradient. The box says
+    which verb adds them up, and the bytes that a rank sends in one step for the whole family. A
+    frame: each rank has a piece of its own. Grey: all have the same, and nothing is to be done. On
+    the left stands the whole parameter, and in blue what a rank of tp has of it.
     """
     kinds, columns = families(explained), explained.plan.mesh_sizes()
     left, wide, row = 2.95, 1.62, 0.46  # inches

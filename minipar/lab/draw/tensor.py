@@ -142,25 +142,19 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
     """
     ranks, copies = range(size), math.lcm(config.num_kv_heads, size) // config.num_kv_heads
     kinds = {"q": (config.num_heads, 1), "k, v": (config.num_kv_heads, copies)}
-
-    def owners(count: int) -> list[int]:
-        """Return the rank of each of `count` heads, once they are apart."""
-        return [head * size // count for head in range(count)]
-
-    def apart(count: int, copies: int) -> list[list[tuple[int, str]]]:
-        """Return whose a block is and where its copies go, by rows of tokens."""
-        to = owners(count * copies)
-        goes = [dict.fromkeys(to[copies * head : copies * (head + 1)]) for head in range(count)]
-        return [
+    apart, together = {}, {}  # rows of tokens: (whose a block is, the number in it)
+    for name, (count, copies) in kinds.items():
+        owners = [head * size // (count * copies) for head in range(count * copies)]
+        goes = [dict.fromkeys(owners[copies * h : copies * (h + 1)]) for h in range(count)]
+        apart[name] = [
             [(row, " ".join(str(r) for r in each if r != row)) for each in goes] for row in ranks
         ]
-
-    def together(count: int) -> list[list[tuple[int, str]]]:
-        return [[(own, str(row) if row != own else "") for own in owners(count)] for row in ranks]
-
+        together[name] = [
+            [(own, str(row) if row != own else "") for own in owners] for row in ranks
+        ]
     panels = {
-        "tokens apart (number: goes to)": {name: apart(*kind) for name, kind in kinds.items()},
-        "heads apart (number: came from)": {n: together(k * c) for n, (k, c) in kinds.items()},
+        "tokens apart (number: goes to)": apart,
+        "heads apart (number: came from)": together,
         "tokens apart": {"out": [[(row, "")] * config.num_heads for row in ranks]},
     }
     arrows = ["all-to-all\n→", "attention,\nall-to-all\n→"]

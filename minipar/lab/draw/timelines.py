@@ -70,7 +70,9 @@ def finding(timeline: Timeline, unit: str = "a step") -> str:
         if len(waiting) > 4:
             who = f"{len(waiting)} of {len(timeline.ranks)} ranks wait"
         said = f"{who} {100 * sum(waiting.values()) / len(waiting):.0f} % of it"
-    return f"{pen.milliseconds(1e3 * timeline.duration)} {unit}".strip() + f", {said}"
+    ms = 1e3 * timeline.duration
+    length = f"{ms:.0f}" if ms >= 20 else f"{ms:.3g}"
+    return f"{length} ms {unit}".strip() + f", {said}"
 
 
 def _waiting(t: Timeline) -> dict[int, float]:
@@ -221,7 +223,7 @@ def legend(shown: Sequence[Timeline], end: float) -> list[pen.Entry]:
         entries.append((pen.WAITS, "waits"))
     talks = {(lane, axis) for lane, axis in seen if lane in ("hidden", "exposed")}
     looks = sorted({lane for lane, _ in talks}, reverse=True)  # "hidden" before "exposed"
-    axes = sorted({axis for _, axis in talks}, key=lambda a: [*AXIS, a].index(a))
+    axes = sorted({axis for _, axis in talks}, key=lambda a: ([*AXIS, a].index(a), a))
     draw = {"hidden": pen.hidden, "exposed": pen.exposed}
     if len(axes) == 1:
         what, ink = _talk(axes[0], shown), pen.colour(axes[0])

@@ -1,0 +1,279 @@
+"""Every picture, in one table: it is drawn, has a text that stands for it, and says what it must.
+
+Where things stand in a picture: test_draw.py, and test_draw_lessons.py for pictures of one lesson.
+"""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from minipar.comm.plans import ALL_REDUCE
+from minipar.emulate.link import Topology
+from minipar.lab import choosing, draw
+from minipar.lab.draw import compression, context, expert, llama, meshes, numbers, pen, pipeline
+from minipar.lab.draw import memory as memory_of
+from minipar.lab.draw.holdings import Phase, holdings
+from minipar.lab.draw.mechanism import Box, mechanism
+from minipar.lab.draw.plan import explanation, placement
+from minipar.lab.draw.proof import MOST, proof
+from minipar.lab.draw.tensor import Matrix, formula, heads, swap
+from minipar.lab.memory import MemoryHistory
+from minipar.model.llama import PRESETS
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
+from minipar.parallel.explain import explain
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.simulate import Costs
+from minipar.parallel.plan import Plan
+from minipar.tools.prove.prove import Parting, Verdict
+from tests.lab.figures import step, texts
+
+TINY, MB = PRESETS["tiny"], 10**6
+MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.json"
+ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))
+HISTORY = MemoryHistory(
+    1,
+    [10.0, 10.01, 10.02, 10.03],
+    {
+        "activations": [0, 30 * MB, 5 * MB, 0],
+        "parameters": [8 * MB] * 4,
+        "gradients": [0, 0, 8 * MB, 8 * MB],
+        "echo": [0, 2 * MB, 0, 0],
+    },
+    {"optimizer": [0, 0, 16 * MB, 16 * MB]},
+    ["forward", "forward", "backward", "backward"],
+)
+AT_WORK = Timeline(
+    [
+        Span("forward", "layers.0", 1, 10.0, 10.01),
+        Span("backward", "layers.0", 1, 10.01, 10.03),
+        Span("comm", "to_host", 1, 10.02, 10.03, "host", 8 * MB),
+        Span("comm", "all_reduce", 0, 10.02, 10.06, "dp", 8 * MB),
+    ],
+    "measured",
+)
+BOXES = {
+    "g": Box("a gradient", 0, 0, "gradients"),
+    "sum": Box("all-reduce", 1, 0, "dp"),
+    "step": Box("a step", 1, 1),
+}
+
+
+def beside(*more: Span) -> Timeline:
+    return Timeline([*step(True).spans, *more])
+
+
+def ring(size):
+    """An all-gather round a ring: after round k, rank r has the blocks r-k to r."""
+    held = [[[] for _ in range(size)] for _ in range(size)]
+    history = {}
+    for number in range(size):
+        for rank in range(size):
+            block = (rank - number) % size
+            held[rank][block] = {block}
+        history[f"round {number}"] = [list(row) for row in held]
+    return history
+
+
+def plans(name, size):
+    return {name: [ALL_REDUCE[name](24, rank, size) for rank in range(size)]}
+
+
+def verdict(count: int, at: int) -> Verdict:
+    states = ["equal"] * at + ["parts here"] + ["differs"] * (count - at - 1)
+    modules = [(f"layers.{i}", "Linear", state) for i, state in enumerate(states)]
+    parting = Parting("3 steps", "output", 1, "x", f"layers.{at}", [1], "off by 1", 2, "zero", "")
+    return Verdict("mine.py", {"dp": 2}, [], parting, modules, [])
+
+
+def explained(text):
+    return explain(Plan.parse(text), TINY)
+
+
+def fp16(tensor):
+    return numbers.magnitudes({"x": tensor.double()}, torch.float16, name="fp16")
+
+
+X, A = Matrix("x", "T", "D"), Matrix("A", "D", "F", cut="columns")
+Y = Matrix("y", "T", "D", pending=True)
+LINE, AB = ([1, 2], [3, 4]), {"rows": "ab", "columns": "cd"}
+STACKED = {"ddp": {"weights": 2, "optimizer": 12}, "zero": {"weights": 0.5}}
+SHARES = {"a": {"x": 30, "y": 70}, "b": {"x": 99.9, "y": 0.1}}
+SHORT = [Span("compute", "step", rank, 0.5, 0.5 + 1e-5) for rank in range(4)]
+HOST = Span("comm", "to_host", 0, 0.0, 0.03, "host", 8)
+EXPERTS = [[[0, 3], [3, 2]], [[1, 3], [2, 3]]]  # two ranks, two tokens each; 4 experts
+PHASE = Phase("step", "whole", "own", "own", "reduce-scatter dp")
+EQUAL = Verdict("mine.py", {"dp": 2}, ["3 steps"], None, [("", "Net", "equal")], [])
+HALF = torch.tensor([0.0, 2.0**-25, 1.01 * 2.0**-25, 1.0, 65504.0, 65519.0, 65520.5, torch.inf])
+
+# name -> (how it is drawn, what it says; what it does not say)
+PICTURES = {
+    "timelines": (
+        lambda: draw.before_after({"After backward": step(False), "Overlapped": step(True)}),
+        "After backward | 190 ms a step, nothing hidden; 145 ms a step, 75 % of communication "
+        "hidden; dp all-reduce, hidden; dp all-reduce, exposed; waits; -copy; -pale: hidden; "
+        "Measured, 4 ranks. |; -Measured, 4 ranks. Measured",
+    ),
+    "two axes": (
+        lambda: draw.timeline(beside(Span("comm", "send", 0, 0.01, 0.03, "pp"))),
+        "dp all-reduce; pp send; pale: hidden; red outline: exposed",
+    ),
+    # Mutant: axes that have no colour of their own, in the order of a set.
+    "host": (
+        lambda: draw.timeline(Timeline([HOST, replace(HOST, axis="other", name="all_gather")])),
+        "copies from and to the host | other all-gather",
+    ),
+    # A bar of a tenth of a pixel is drawn as one; four of them are seen.
+    "one short": (lambda: draw.timeline(beside(*SHORT[:1])), "-| step; -other work; -compute"),
+    "four short": (lambda: draw.timeline(beside(*SHORT)), "other work; -| step; -compute"),
+    "one word": (
+        lambda: draw.timeline(beside(Span("compute", "loss", 0, 0.145, 0.15))),
+        "| loss; -other work; -compute",
+    ),
+    "quiet": (
+        lambda: draw.timeline(Timeline([Span("forward", "x", 0, 0, 1.0)]), unit=""),
+        "1000 ms, no communication",
+    ),
+    "64 ranks": (lambda: draw.timeline(step(True, ranks=64)), "-number: layer"),
+    # ------------------------------------------------------------------ meshes, messages
+    "mesh": (lambda: draw.mesh(dict(dp=2, tp=3)), "6 ranks: dp 2 × tp 3; tp groups: 0 1 2  |  3"),
+    "large mesh": (lambda: draw.mesh(dict(pp=2, dp=2, cp=2, tp=8)), "only the first are drawn"),
+    "one device": (lambda: draw.mesh({"dp": 1}), "one device"),
+    "2 ranks": (lambda: draw.collective("all_to_all", 2), "before; after; rank 1; -rank 2"),
+    "6 ranks": (lambda: draw.collective("all_reduce", 6), "everybody gets the sum; Σ5"),
+    "rounds": (lambda: draw.rounds(ring(3), title="A ring"), "A ring; round 2; rank 2; -rank 3"),
+    "plans": (lambda: meshes.schedules(plans("ring", 4), numel=24), "6 rounds; rank 3; passed on"),
+    "shares": (lambda: draw.shares(range(24), 4, 8), "dealt out to 4 ranks; step 2"),
+    "narrow shares": (lambda: draw.shares(range(3), 2, 1), "step 2; -step 3"),
+    # ------------------------------------------------------------------ curves, bars
+    "curves": (lambda: draw.curves({"a long name, it is": LINE}, title="t"), "a long name, it is"),
+    "dots": (lambda: draw.curves({"a": LINE, "_b": LINE}, points=["_b"]), "a; -_b"),
+    "bars": (lambda: draw.bars({"ours": 717}, unit="ms", title="A"), "717 ms; | A"),
+    "stacked": (lambda: draw.bars(STACKED, unit="GB"), "14 GB; 0.5 GB; | weights; | 2 |; -→"),
+    "shares of 100 %": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; -100 %; -| 0.1"),
+    # ------------------------------------------------------------------ pictures of one lesson
+    "methods": (lambda: compression.accuracy(ROWS), compression.finding(ROWS)),
+    "seconds": (lambda: compression.convergence(ROWS), "PowerSGD rank 4; emulated 1 GbE; -sign"),
+    "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
+    "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
+    "steps": (lambda: context.steps({"d": [[1.0, 4.0], [3.0, 1.0]]}), "7 ms; waits"),
+    "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
+    "heat": (lambda: expert.heat({"": [[1, 2], [3, 40]]}, **AB, sums=True), "| 3 |; | 43; | 42"),
+    "choices": (lambda: expert.choices({"a": [[1, 0], [0, 1]]}, **AB, marked=[(0, 1)]), "| c | d"),
+    "groups": (
+        lambda: expert.groups({"a": [[0, 1]]}, {"a": ["e0", "e1"]}, title="t"),
+        "rank 1; e1",
+    ),
+    "holdings": (lambda: holdings({"s": [PHASE]}), "reduce-scatter | dp"),
+    "model": (
+        lambda: llama.model(TINY),
+        "4 · 49,152; 4 · 132,096; 32,768; same as embed; a layer, 4 times; 758,912",
+    ),
+    "untied": (lambda: llama.model(replace(TINY, tie_embeddings=False)), "32,768; -same as"),
+    "rotations": (lambda: llama.rotations(TINY), "Pair 0 turns by 57° per token; t = 7"),
+    "attention": (lambda: llama.attention(TINY), "q0; q3; k0  v0; k1  v1; -q4"),
+    "mechanism": (lambda: mechanism(BOXES, [("g", "sum", "then")], title="A"), "a gradient; then"),
+    "memory": (
+        lambda: memory_of.memory(HISTORY, AT_WORK, note="measured"),
+        "at most 40 MB, 30 MB of it activations; the host holds 16 MB; Measured.; echo; forward; "
+        "copies from and to the host, hidden; -closed",
+    ),
+    "closed form": (
+        lambda: memory_of.memory(HISTORY, closed_form={"optimizer": 24.0 * MB}, title="ddp"),
+        "ddp; form of\nstate:\n24 MB",
+    ),
+    "bits": (lambda: numbers.bits(0.1), "= 0.09997558594; = 0.09375; float32"),
+    # Half of the smallest rounds to zero, half a step above the largest to infinity: one of six.
+    "magnitudes": (lambda: fp16(HALF), "16.7% to zero; 16.7% overflow; all digits of fp16; -none"),
+    "nothing lost": (lambda: fp16(torch.ones(3)), "none to zero; none overflow"),
+    "schedules": (
+        lambda: pipeline.compare({"First": make("gpipe", 4, 8), "Then": make("1f1b", 4, 8)}),
+        "First | idle 27 % of the time, 8 microbatches held; Then | idle 27 % of the time, 4 "
+        "microbatches held; | backward; | waits; number: microbatch; Simulated.; -weight; -stage",
+    ),
+    "split": (
+        lambda: pipeline.schedule(make("zb_v", 2, 4)),
+        "weight gradient; backward of the input; zb_v; ▪ second stage; -message",
+    ),
+    # Each of two stages is a whole share of the model.
+    "dualpipe": (lambda: pipeline.schedule(make("dualpipe", 4, 8)), ", 5 microbatches held"),
+    "messages": (lambda: pipeline.schedule(make("gpipe", 3, 2), Costs(message=0.5)), "pp message"),
+    "one rank": (lambda: pipeline.schedule(make("naive", 1, 1)), "idle 0 %"),
+    "points": (
+        lambda: pipeline.memory_against_bubble(
+            {name: make(name, 4, 8) for name in ("gpipe", "1f1b", "zb_v", "interleaved_zb")},
+            title="a",
+        ),
+        "zb v, interleaved zb",
+    ),
+    "explanation": (
+        lambda: explanation(explained("dp=2,tp=2,sequence_parallel,zero=1"), title="t"),
+        "all-reduce\n2,304 bytes; 8 x k, v",  # 9 norms of 128 numbers of 4 bytes, cut over dp = 2
+    ),
+    "copies": (lambda: explanation(explained("dp=2,tp=2")), "the same on all"),
+    "placement": (lambda: placement(dict(pp=2, tp=4), Topology(2, 4)), "leaves the node; node 1"),
+    "proof": (
+        lambda: proof(verdict(3, 2)),
+        "dp=2 parts from one device at layers.2; zero, in the output; ranks 1: off by 1",
+    ),
+    "equal": (lambda: proof(EQUAL), "dp=2: equal to one device; the model; -parts"),
+    "formula": (
+        lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
+        "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
+    ),
+    "long title": (lambda: formula([X], title="a title of many words " * 3), "-Σ"),
+    "heads": (lambda: heads(TINY, [2, 4], title="a title of many words " * 3), "tp = 4; queries"),
+    "swap": (lambda: swap(TINY, 4), "| 0 1 |; | 2 3 |; all-to-all; -| 0 2 |"),
+    "procedure": (lambda: choosing.tree("t"), "; ".join(choosing.STEPS)),
+    "nodes": (lambda: choosing.placements({"far": (8, 2, 48e9)}), "48 GB/s each"),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture(name):
+    """Small enough, with a text for those who do not see it, and whole: its edge is paper.
+
+    Equal figures are equal files: catches dates, and state that one figure leaves to the next.
+    """
+    make_it, says = PICTURES[name]
+    figure = make_it()
+    said = f"| {texts(figure)} |"
+    for word in says.split("; "):
+        assert (word[1:] not in said) if word.startswith("-") else (word in said), said
+    alt = pen.in_words(figure)
+    assert all(t.get_text() in alt for t in figure.texts if t.get_weight() == "bold")
+    drawn = draw.png(figure)
+    assert len(drawn) < 100_000 and drawn == draw.png(make_it())
+    pixels = np.asarray(Image.open(io.BytesIO(drawn)).convert("RGB"))
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (edge == 255).all()
+
+
+@pytest.mark.parametrize("at", [0, 50, 99])
+def test_of_a_long_proof_the_point_is_in_the_picture(at):
+    said = f"| {texts(proof(verdict(100, at)))}"
+    assert f"| layers.{at} |" in said and said.count("layers.") == MOST + 1  # and the title
+
+
+WRONG = [
+    (lambda: draw.mesh({"dp": 512}), "at most 4 axes and 256 ranks"),
+    (
+        lambda: draw.before_after({"Naive": step(False), "Over": Timeline()}),
+        "Over has no spans",
+    ),
+    (lambda: holdings({"a": [Phase("b", "all", "own", "own")]}), "'all' is none of whole, own"),
+    (lambda: draw.save(draw.mesh({"dp": 2}), "x.gif"), r"'\.gif'; use \.png"),
+]
+
+
+@pytest.mark.parametrize("call, word", WRONG)
+def test_what_cannot_be_drawn_is_named(call, word):
+    with pytest.raises(ValueError, match=word):
+        call()
