@@ -266,7 +266,8 @@ def beside(
             for part, value in parts.items():
                 ax.barh(i, value, left=start, height=0.62, color=inks[part])
                 start += value
-            pen.text(ax, start + 1.5, i, f"{start:.0f} %")
+            above = {"bbox": {"fc": pen.PAPER, "lw": 0, "pad": 1}, "zorder": 5}
+            pen.text(ax, start + 1.5, i, f"{start:.0f} %", **above)
         ax.axvline(100, color=pen.INK, lw=1.3)
         pen.text(ax, 0, -0.85, system, weight="bold")
         top -= head + tall

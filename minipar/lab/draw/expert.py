@@ -65,7 +65,8 @@ def journey(
         owners = [expert // per_rank for token in tokens for expert in token]
         counts = " ".join(str(owners.count(to)) for to in range(n))
         for x, said in ((first, counts), (third, f"{len(tokens)} tokens")):
-            pen.text(ax, x + home + 0.06, middle, said, size=8.5)
+            above = {"bbox": {"fc": PAPER, "lw": 0, "pad": 1}, "zorder": 7}  # than the arrows
+            pen.text(ax, x + home + 0.06, middle, said, size=8.5, **above)
             for number, chosen in enumerate(tokens):  # a stripe for each of the token's experts
                 left = x + step * number
                 pen.striped(ax, (left, top, TOKEN, TOKEN), [inks[expert] for expert in chosen])

@@ -24,11 +24,12 @@ LEGEND: list[pen.Entry] = [
 ]
 
 
-def hang(report: Report) -> Figure:
+def hang(report: Report, *, title: str = "") -> Figure:
     """Draw a row per rank and a column per collective, for groups in which a call is open.
 
-    The groups of the culprits come first. Where all calls have ended, all groups are drawn, unless
-    messages wait. Ranks of which nothing is known have question marks. Below, messages that wait.
+    The title is the first finding, unless you give one. The groups of the culprits come first.
+    Where all calls have ended, all groups are drawn, unless messages wait. Ranks of which nothing
+    is known have question marks. Below, messages that wait.
     """
     called = [group for group in report.groups if group.calls]
     shown = [group for group in called if any(map(group.open_calls, group.ranks))]
@@ -38,7 +39,7 @@ def hang(report: Report) -> Figure:
     heights = [ROW * min(ROWS, len(group.ranks)) + 0.75 for group in shown]
     total = sum(heights) + 1.1 + (ROW * len(messages) + 0.5) * bool(messages)
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
-    title = said if len(said) < 90 else said[:87] + "..."
+    title = title or (said if len(said) < 90 else said[:87] + "...")
     rest = len(report.findings) - 1
     more = f"and {rest} more finding{'s' * (rest > 1)}" if rest > 0 else ""
     figure, ax = pen.sheet(WIDTH, total, title, more)
