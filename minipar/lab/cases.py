@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
@@ -58,17 +58,21 @@ class Case:
         expected: list[Any],
         what: str = "the result",
         *,
+        names: Sequence[str] = (),
         rtol: float = 1e-9,
         atol: float = 1e-12,
     ) -> None:
-        """Compare the result of each rank with the truth, a tensor or a list of tensors."""
+        """Compare the result of each rank with the truth, a tensor or a list of tensors.
+
+        `names` of the tensors of a list are said behind `what`; without, their numbers are.
+        """
         for rank, (got, want) in enumerate(zip(self.results, expected, strict=True)):
             if not isinstance(want, list):
                 got, want = [got], [want]
             if not isinstance(got, list) or len(got) != len(want):
                 raise CheckFailed(f"{what} of rank {rank}: expected {len(want)} tensors, got {got}")
             for i, pair in enumerate(zip(got, want, strict=True)):
-                name = what if len(want) == 1 else f"{what} {i}"
+                name = what if len(want) == 1 else f"{what} {names[i] if names else i}"
                 _expect_close(*pair, f"{name} of rank {rank}", rtol, atol)
 
     def expect_accepted(self, refused: Callable, criterion: str) -> None:

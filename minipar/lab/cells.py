@@ -345,7 +345,9 @@ def _ranks_magic(line: str, cell: str) -> None:
     number = max(cell_numbers().values(), default=here.execution_count)
     ranks.cell(head + cell, on, number=number)
     if asked.here:
-        exec(compile(here.transform_cell(cell), "<cell>", "exec"), here.user_ns)
+        code = here.transform_cell(head + cell)
+        name = here.compile.cache(code, number)  # `own.keep` looks its source up
+        exec(compile(code, name, "exec"), here.user_ns)
 
 
 def cell_numbers() -> dict[str, int]:

@@ -14,6 +14,7 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what
     SIZES = (4, 3)                                       # numbers of ranks; (4,) if not given
     MESH = {"replica": 2, "node": 2}                     # or a mesh: then the answer gets its axes
     SECONDS = 60                                         # for a run, where `TIME_LIMIT` is short
+    BY_MESSAGE = True                                    # guess whatever was sent, see `slips`
 
     def given(size, random): ...        # -> for each rank, the arguments of the learner's function
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
@@ -39,8 +40,9 @@ import secrets
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,6 +96,7 @@ class Exercise:
         # A host may have left the answers out.
         self.solution, self.solution_bonus = part("solution"), part("solution_bonus")
         self.seconds: float | None = part("SECONDS")
+        self.by_message: bool = part("BY_MESSAGE", False)
         self.bugs: dict[str, str] = part("BUGS", {})
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
         self.wrongs = _named(module, "wrong_")
@@ -179,7 +182,7 @@ def check(
             ) from None
     note(number)
     passed[number] = answer
-    print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
+    print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}.\n{asked.praise}")
     if asked.drawn is not None:
         display(asked.drawn(case))
     if asked.bonuses and not bonus:
@@ -219,7 +222,8 @@ def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed
         return ""
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
         try:
-            examine(asked, answer, size, asked.slips["seed"], asked.checks)
+            with redirect_stdout(StringIO()):  # it has said once which pieces it is made of
+                examine(asked, answer, size, asked.slips["seed"], asked.checks)
             return ""
         except CheckFailed as known:
             error = known
@@ -256,7 +260,8 @@ def examine(
         try:
             criterion(case)
         except CheckFailed as error:
-            raise CheckFailed(str(error), name, case) from None
+            seen = None if asked.by_message else case
+            raise CheckFailed(str(error), name, seen) from None
         except Exception as error:
             why = f"{_short(case.results[0])} ({type(error).__name__}: {error})"
             raise CheckFailed(f"this is no answer: {why}", name) from error

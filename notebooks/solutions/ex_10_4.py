@@ -186,6 +186,21 @@ def wrong_sums_again_and_again(row, compute, gradients, axis):
 
 
 @fails(
+    "run",
+    "The gradient still grows while it travels: send it once, after its last B or W.",
+)
+def wrong_sends_while_it_grows(row, compute, gradients, axis):
+    works = []
+    for action in row:
+        compute(action)
+        if "W" in action:
+            gradient = gradients[_stage_of(action)]
+            works.append(dist.all_reduce(gradient, group=axis.group, async_op=True))
+    for work in works:
+        work.wait()
+
+
+@fails(
     "traffic",
     "One call per microbatch: one per stage, after its last gradient.",
 )

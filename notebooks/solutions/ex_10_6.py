@@ -154,11 +154,11 @@ def solution(row, stage, microbatches, axis):
     return losses
 
 
-def _run(row, stage, microbatches, axis, *, talk=True, share=True, keep=False, wait=False):
+def _run(row, stage, microbatches, axis, *, talk=True, share=None, keep=False, wait=False):
     """The solution, with one of its habits changed."""
     first, last = axis.rank == 0, axis.rank == axis.size - 1
     batch, tokens = microbatches[0][:, 1:].shape
-    num_targets = batch * tokens * (len(microbatches) if share else 1)
+    num_targets = share or batch * tokens * len(microbatches)
     like = torch.zeros(batch, tokens, stage.config.hidden_size, dtype=torch.float64)
     inputs, outputs, losses, sends = {}, {}, [], []
 
@@ -207,7 +207,15 @@ def wrong_sends_nothing(row, stage, microbatches, axis):
     "A mean of each microbatch: divide by the targets of all microbatches.",
 )
 def wrong_divides_by_one_microbatch(row, stage, microbatches, axis):
-    return _run(row, stage, microbatches, axis, share=False)
+    return _run(row, stage, microbatches, axis, share=microbatches[0][:, 1:].numel())
+
+
+@fails(
+    "losses",
+    "This is a sum over tokens: divide by the number of targets of all microbatches.",
+)
+def wrong_divides_by_nothing(row, stage, microbatches, axis):
+    return _run(row, stage, microbatches, axis, share=1)
 
 
 @fails(

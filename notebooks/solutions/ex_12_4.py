@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from minipar.comm.collectives import all_reduce, wire_bytes
+from minipar.emulate import link
 from minipar.lab.exercises import Case, CheckFailed, fails
 from minipar.lab.own import piece
 from minipar.model.llama import Llama, LlamaConfig, token_loss
@@ -23,6 +24,7 @@ GOOD = "losses and gradients of one device, a share of the weights per rank, no 
 PRAISE = "A trainer on three axes, made of pieces that you wrote, and equal to one device."
 MESH = {"pp": 2, "dp": 2, "tp": 2}
 SECONDS = 60
+BY_MESSAGE = True  # there are many ways to share a loss, and buckets of any size
 
 CONFIG = LlamaConfig(32, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2)
 MICROBATCHES, BATCH, TOKENS, STEPS = 4, 2, 5, 3
@@ -51,17 +53,42 @@ def _adamw(model):
 
 
 def run(answer, axes, pieces, model, rows):
-    """Return the loss of each step, gradients of the first by name, and numbers held by name."""
+    """Return the loss of each step, gradients of the first by name, and numbers held by name.
+
+    Last, how many parameters of the buckets are no longer the model's. Nothing is trained where a
+    rank holds too much, or has such buckets: that would only end in an error of another piece.
+    """
     pp, dp, tp = axes
-    trainer, losses, grads = answer(pieces, model, pp, dp, tp, MICROBATCHES), [], {}
+    bucketed: list[nn.Parameter] = []
+
+    def ddp(model, *args, **options):
+        bucketed.extend(model.parameters())
+        return pieces.ddp(model, *args, **options)
+
+    noted = SimpleNamespace(**vars(pieces) | {"ddp": ddp})
+    trainer, losses, grads = answer(noted, model, pp, dp, tp, MICROBATCHES), [], {}
+    held = {n: p.untyped_storage().nbytes() // 8 for n, p in model.named_parameters()}
+    stale = len({*bucketed} - {*model.parameters()})
+    wrongly = _held_wrongly(held, 4 * pp.rank + 2 * dp.rank + tp.rank)
+    if _on_any_rank(stale > 0 or wrongly != "", axes):
+        return torch.zeros(STEPS), {}, held, stale
     optimizer = _adamw(model)
     for step in rows:
         optimizer.zero_grad()
         losses.append(float(trainer.step([*step])))
         grads = grads or {n: p.grad.clone() for n, p in model.named_parameters()}
         optimizer.step()
-    held = {n: p.untyped_storage().nbytes() // 8 for n, p in model.named_parameters()}
-    return torch.tensor(losses, dtype=torch.float64), grads, held
+    return torch.tensor(losses, dtype=torch.float64), grads, held, stale
+
+
+def _on_any_rank(here: bool, axes) -> bool:
+    """Return whether it is so on any rank; what this sends does not count as the answer's."""
+    counters, link.observers[:] = link.observers[:], []
+    found = torch.tensor(float(here))
+    for axis in axes:
+        found = all_reduce(found, axis)
+    link.observers[:] = counters
+    return bool(found)
 
 
 def one_device(model, replicas):
@@ -99,25 +126,42 @@ def _piece_of(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor | None:
     return whole.chunk(2, 0 if module in FIRST else 1)[tp]
 
 
-def _parts(case: Case, rank: int, tensors: dict) -> dict:
+def _parts(rank: int, tensors: dict) -> dict:
     parts = {name: _piece_of(name, whole, rank) for name, whole in tensors.items()}
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def check_share(case: Case) -> None:
+def _held_wrongly(held: dict[str, int], rank: int) -> str:
+    """Say what a rank holds and should not, or should and does not; "" if all is well."""
     whole = dict(Llama(CONFIG).named_parameters())
-    for rank, (_, _, held) in enumerate(case.results):
-        want = {name: part.numel() for name, part in _parts(case, rank, whole).items()}
-        for name in sorted(held.keys() | want.keys()):
-            if held.get(name, 0) > want.get(name, 0) or name not in held:
-                raise CheckFailed(
-                    f"rank {rank} (pp, dp, tp = {_places(rank)}) holds {held.get(name, 0)} numbers "
-                    f"of {name}, and should hold {want.get(name, 0)}"
-                )
+    want = {name: part.numel() for name, part in _parts(rank, whole).items()}
+    for name in sorted(held.keys() | want.keys()):
+        if held.get(name, 0) > want.get(name, 0) or name not in held:
+            return (
+                f"rank {rank} (pp, dp, tp = {_places(rank)}) holds {held.get(name, 0)} numbers "
+                f"of {name}, and should hold {want.get(name, 0)} "
+                f"(in all {sum(held.values()):,}, and its share is {sum(want.values()):,})"
+            )
+    return ""
+
+
+def check_share(case: Case) -> None:
+    for rank, (_, _, held, _) in enumerate(case.results):
+        if said := _held_wrongly(held, rank):
+            raise CheckFailed(said)
+
+
+def check_buckets(case: Case) -> None:
+    for rank, (*_, stale) in enumerate(case.results):
+        if stale:
+            raise CheckFailed(
+                f"rank {rank}: {stale} parameters in the buckets are no longer the model's: their "
+                "gradients never come. Cut along tp, let go of other stages, and make buckets last"
+            )
 
 
 def check_first_loss(case: Case) -> None:
-    first = [losses[0] for losses, _, _ in case.results]
+    first = [losses[0] for losses, *_ in case.results]
     expected = [_expected(case)[0][0]] * case.size
     Case(case.size, case.given, first, case.sent).expect_close(expected, "loss of the first step")
 
@@ -127,12 +171,12 @@ def check_gradients(case: Case) -> None:
     for name, whole in _expected(case)[1].items():
         parts = [_piece_of(name, whole, rank) for rank in range(case.size)]
         expected = [nothing if part is None else part for part in parts]
-        found = [grads.get(name, nothing) for _, grads, _ in case.results]
+        found = [grads.get(name, nothing) for _, grads, *_ in case.results]
         Case(case.size, case.given, found, case.sent).expect_close(expected, f"gradient of {name}")
 
 
 def check_losses(case: Case) -> None:
-    found = [losses for losses, _, _ in case.results]
+    found = [losses for losses, *_ in case.results]
     expected = [_expected(case)[0]] * case.size
     Case(case.size, case.given, found, case.sent).expect_close(expected, "losses")
 
@@ -140,7 +184,7 @@ def check_losses(case: Case) -> None:
 def check_traffic(case: Case) -> None:
     activations = 8 * BATCH * TOKENS * CONFIG.hidden_size
     for rank in range(case.size):
-        mine = _parts(case, rank, dict(Llama(CONFIG).named_parameters()))
+        mine = _parts(rank, dict(Llama(CONFIG).named_parameters()))
         tp = 2 * 4 * MICROBATCHES * wire_bytes("all_reduce", activations, 2)
         pp = MICROBATCHES * activations
         dp = wire_bytes("all_reduce", 8 * sum(part.numel() for part in mine.values()), 2)
@@ -225,6 +269,49 @@ class wrong_keeps_the_loss(solution):
         self.buckets.finish()
         loss = torch.as_tensor(sum(losses) if self.is_last else 0.0, dtype=torch.float64)
         return all_reduce(loss, self.dp, "avg").item()
+
+
+@fails(
+    "first_loss",
+    "This is the loss of one replica: average it along dp.",
+)
+class wrong_says_the_loss_of_a_replica(solution):
+    def step(self, microbatches):
+        losses = self.run_stage(self.row, self.model, microbatches, self.pp)
+        self.buckets.finish()
+        loss = torch.as_tensor(sum(losses) if self.is_last else 0.0, dtype=torch.float64)
+        return all_reduce(loss, self.pp).item()
+
+
+@fails(
+    "first_loss",
+    "Losses of the replicas were added up: average them along dp.",
+)
+class wrong_adds_up_the_replicas(solution):
+    def step(self, microbatches):
+        return super().step(microbatches) * self.dp.size
+
+
+@fails(
+    "buckets",
+    "The buckets know the parameters as they were: make them when all is cut.",
+)
+class wrong_makes_buckets_first(solution):
+    def __init__(self, pieces, model, pp, dp, tp, microbatches):
+        buckets = pieces.ddp(model, dp, 4096, microbatches)
+        pieces = SimpleNamespace(**vars(pieces) | {"ddp": lambda *_: buckets})
+        super().__init__(pieces, model, pp, dp, tp, microbatches)
+
+
+@fails(
+    "share",
+    "Embedding and head are on every stage: the first keeps one, the last the other.",
+)
+class wrong_keeps_both_ends(solution):
+    def __init__(self, pieces, model, pp, dp, tp, microbatches):
+        ends = model.model.embed_tokens, model.model.norm, model.lm_head
+        super().__init__(pieces, model, pp, dp, tp, microbatches)
+        model.model.embed_tokens, model.model.norm, model.lm_head = ends
 
 
 @fails(

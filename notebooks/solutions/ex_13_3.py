@@ -214,8 +214,12 @@ def wrong_hides_nothing(model, plan, speeds):
     "dp",
     "Gradients of the whole model: a rank has those of its own part, 1/(tp pp).",
 )
-def wrong_reduces_the_whole_model(*given):
-    return _with("dp", lambda found, model, plan, _: found * plan["tp"] * plan["pp"])(*given)
+def wrong_reduces_the_whole_model(model, plan, speeds):
+    """As much is hidden as beside the last backward of this rank."""
+    found, dp = solution(model, plan, speeds), plan["dp"]
+    reduce = 2 * (dp - 1) / dp * 4 * model["parameters"] / speeds["dp"]
+    beside = 2 / 3 * (found["compute"] + found["tp"]) / plan["microbatches"]
+    return found | {"dp": reduce - (1 - speeds["exposed"]) * min(reduce, beside)}
 
 
 @fails(

@@ -81,7 +81,9 @@ def check_gradients(case: Case) -> None:
         ]
         for rank in range(case.size)
     ]
-    _of(case, 1).expect_close(expected, "gradient (0 x, 1 scale, 2 gate, 3 up, 4 down)")
+    _of(case, 1).expect_close(
+        expected, "the gradient of", names=("x", "scale", "gate", "up", "down")
+    )
 
 
 def check_traffic(case: Case) -> None:

@@ -87,7 +87,9 @@ def check_gradients(case: Case) -> None:
     scale = sum(grads[1] for _, grads, _ in case.results)  # of all ranks: a norm's is partial
     found = [[grads[0], scale, *grads[2:]] for _, grads, _ in case.results]
     expected = [mine[1:] for mine in _one_device(case)]
-    _with(case, found).expect_close(expected, "gradient (0 x, 1 scale, summed, 2 a, 3 b)")
+    _with(case, found).expect_close(
+        expected, "the gradient of", names=("x", "scale (summed)", "a", "b")
+    )
 
 
 def check_traffic(case: Case) -> None:

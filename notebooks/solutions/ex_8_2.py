@@ -69,7 +69,7 @@ def check_result(case: Case) -> None:
 def check_gradients(case: Case) -> None:
     expected = [mine[1:] for mine in _one_device(case)]
     found = [grads for _, grads, _ in case.results]
-    _with(case, found).expect_close(expected, "gradient (0 x, 1 a)")
+    _with(case, found).expect_close(expected, "the gradient of", names="xa")
 
 
 def check_memory(case: Case) -> None:

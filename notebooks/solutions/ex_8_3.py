@@ -65,7 +65,7 @@ def check_gradients(case: Case) -> None:
     pieces = [grad.chunk(case.size, 2) for grad in _one_device(case)[1]]
     expected = [list(mine) for mine in zip(*pieces, strict=True)]
     found = [grads for _, grads in case.results]
-    _with(case, found).expect_close(expected, "gradient (0 q, 1 k, 2 v)")
+    _with(case, found).expect_close(expected, "the gradient of", names="qkv")
 
 
 def check_traffic(case: Case) -> None:

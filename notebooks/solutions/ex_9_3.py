@@ -151,6 +151,21 @@ def wrong_does_not_wait(kv, compute, axis):
 
 
 @fails(
+    "result",
+    "A block is filled while it is still read: receive into a fresh buffer.",
+)
+def wrong_receives_into_the_block(kv, compute, axis):
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    for step in range(axis.size):
+        arriving = None
+        if step < axis.size - 1:
+            arriving = collectives.exchange([(kv, after)], [(kv, before)], axis, async_op=True)
+        compute(kv, (axis.rank - step) % axis.size)
+        if arriving is not None:
+            arriving.wait()
+
+
+@fails(
     "traffic",
     "One message too many: after the last product nothing is needed.",
 )

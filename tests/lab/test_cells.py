@@ -120,6 +120,14 @@ def test_the_namespace_persists_and_holds_what_is_promised(nb):
     assert ast.literal_eval(names) == [(r, 4, "cpu", 4, r) for r in range(4)]
 
 
+def test_what_a_cell_defines_here_as_well_can_be_kept(nb):
+    """Mutant: the cell is compiled under a name that no source is found by."""
+    nb.run("%%ranks --here\ndef thrice(x):\n    return 3 * x")
+    nb.run("def six_times(x):\n    return 2 * thrice(x)\n\nfrom minipar.lab import own")
+    written = nb.run("own.written(six_times, 'six_times')").value
+    assert "def thrice(x):\\n    return 3 * x\\n" in written
+
+
 def test_values_travel_both_ways(nb):
     nb.run("ranks.put(lr=0.5, table={'a': [1, 2]})")
     assert nb.run("ranks['table[\"a\"][1] * lr']").value == "[1.0, 1.0, 1.0, 1.0]"
