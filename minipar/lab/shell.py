@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -147,22 +148,27 @@ def _shell() -> RankShell:
         from minipar.lab import draw
 
         draw.register()  # meshes and timelines draw themselves here too
-        threading.Thread(target=_watch, args=(shell,), daemon=True).start()
+        watch()
     return RankShell.instance()
 
 
 # ---------------------------------------------------------------------- who waits for whom
-def _watch(shell: RankShell) -> None:
-    """Tell the notebook, about twice a second, where this rank waits in vain, if it does.
+@cache
+def watch() -> None:
+    """Begin to tell the notebook, about twice a second, where this rank waits in vain, if it does.
 
     Only the notebook sees whether all ranks do: then it need not sit out the timeout.
     """
+    threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
     while True:
         time.sleep(0.5)
-        _look(shell)
+        _look()
 
 
-def _look(shell: RankShell) -> None:
+def _look() -> None:
     """Look once. In a loop, frames would live for half a second more, with all their tensors."""
     main = threading.main_thread().ident
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
@@ -176,7 +182,8 @@ def _look(shell: RankShell) -> None:
     if work.t_start is None and called > PATIENCE and not moves:
         own = next(frame for frame in callers if not _is_in(frame, PLUMBING))
         name, line = own.f_code.co_filename, own.f_lineno
-        number = shell.compile._filename_map.get(name)
+        known = RankShell.instance().compile._filename_map if RankShell.initialized() else {}
+        number = known.get(name)
         title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
         said = f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
         worker.notify("stuck", (work.verb, said))
