@@ -88,7 +88,7 @@ class Watched(launch.Ranks):
     ) -> None:
         self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
         self._num_done, self._listener = 0, sink
-        super().__init__(size, sink=self._listen, **options)
+        super().__init__(size, sink=self._note, **options)
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
         """Run as `launch.Ranks` does."""
@@ -118,7 +118,7 @@ class Watched(launch.Ranks):
         self._stuck = {}
         self._stop(job)
 
-    def _listen(self, rank: int, kind: str, content: Any) -> None:
+    def _note(self, rank: int, kind: str, content: Any) -> None:
         if kind == "stuck":
             self._stuck.setdefault(rank, []).append((time.monotonic(), *content))
         else:

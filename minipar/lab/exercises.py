@@ -289,7 +289,7 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
         except RankError as error:
             if {failure.kind for failure in error.failures.values()} == {"NotImplementedError"}:
                 raise _waiting(asked) from None
-            said = _with_who_has_left("\n\n".join(error.reports()))
+            said = _with_cell(_with_who_has_left("\n\n".join(error.reports())), source)
             raise CheckFailed(said, "run") from error
         except CannotTravel as error:
             raise CheckFailed(str(error), "run") from None
@@ -337,6 +337,14 @@ def _with_who_has_left(text: str) -> str:
     text = re.sub(rf"(ranks [\d, ]+) called {_END}\b", r"\1 have left your function", text)
     text = re.sub(rf"(rank \d+) called {_END}\b", r"\1 has left your function", text)
     return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
+
+
+def _with_cell(text: str, source: Source | None) -> str:
+    """Name the cell, where a race names the file into which a notebook has put it."""
+    if source is None:
+        return text
+    file = "/".join(source.filename.replace("\\", "/").split("/")[-2:])
+    return re.sub(rf"{re.escape(file)}:(\d+)", rf"{source.title}, line \1", text)
 
 
 _own: cells.Watched | None = None
