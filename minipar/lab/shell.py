@@ -110,19 +110,19 @@ class RankShell(InteractiveShell):
         self.traceback_text = self.InteractiveTB.stb2text(stb)
 
 
-def _cut_plumbing(error: BaseException) -> None:
-    """Take the frames of `PLUMBING` off the end of a traceback, and causes that lie all there.
+def _cut_plumbing(error: BaseException, plumbing: tuple[str, ...] = PLUMBING) -> None:
+    """Take the frames of `plumbing` off the end of a traceback, and causes that lie all there.
 
     Frames of `PASSING` go wherever they are, but for the first frame of all.
     """
     kept = list(_links(error))
-    while len(kept) > 1 and _is_in(kept[-1].tb_frame, PLUMBING):
+    while len(kept) > 1 and _is_in(kept[-1].tb_frame, plumbing):
         kept.pop()
     kept = kept[:1] + [tb for tb in kept[1:] if not _is_in(tb.tb_frame, PASSING)]
     for tb, following in zip_longest(kept, kept[1:]):
         tb.tb_next = following
     cause = error.__context__
-    if cause is not None and all(_is_in(tb.tb_frame, PLUMBING) for tb in _links(cause)):
+    if cause is not None and all(_is_in(tb.tb_frame, plumbing) for tb in _links(cause)):
         error.__context__ = None
 
 
@@ -272,7 +272,11 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
     try:
         return fn(*args, **kwargs)
     except Exception as error:
-        _cut_plumbing(error)
+        files = [tb.tb_frame.f_code.co_filename for tb in _links(error)]
+        around = getattr(code_of(fn), "co_filename", source.filename)
+        # What surrounds a learner's function tells little, if one of its lines is there to see.
+        is_around = around != source.filename and source.filename in files
+        _cut_plumbing(error, (*PLUMBING, around) if is_around else PLUMBING)
         worker.add_hint(error)
         frames = error.__traceback__
         while frames.tb_next and frames.tb_frame.f_code.co_filename != source.filename:
