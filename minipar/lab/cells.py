@@ -77,7 +77,55 @@ class TimedOut(TimeoutError):
         return [f"Stopped. {self}"]
 
 
-class Ranks(launch.Ranks):
+class Watched(launch.Ranks):
+    """Ranks that are stopped, within seconds, when all that are left wait in vain.
+
+    Each rank must have called `shell.watch`. The options are those of `minipar.ranks.launch.Ranks`.
+    """
+
+    def __init__(
+        self, size: int, *, sink: launch.OutputSink = launch.prefixed, **options: Any
+    ) -> None:
+        self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
+        self._num_done, self._listener = 0, sink
+        super().__init__(size, sink=self._note, **options)
+
+    def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
+        """Run as `launch.Ranks` does."""
+        with self.lock:
+            self._stuck = {}
+            return super().run_each(fn, args_of, **kwargs)
+
+    def _press(self, job: launch.Call) -> None:
+        """Press as `launch.Ranks` does; stop ranks if all that are left wait in vain."""
+        super()._press(job)
+        if self._num_done != len(job.results):  # who was waiting may have been freed by this one
+            self._stuck, self._num_done = {}, len(job.results)
+        recent = time.monotonic() - 1.5
+        # Said twice: a word that was under way when the wait ended is not taken for the last one.
+        stuck = {
+            r: said[-1] for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent
+        }
+        if not job.waiting or job.failures or job.stopped or not job.waiting <= set(stuck):
+            return
+        done = ", ".join(map(str, sorted(job.results)))
+        others = f"finished by now: rank {done}" if done else "all ranks wait"
+        for rank in job.waiting:
+            _, verb, line = stuck[rank]
+            message = f"waits in {verb}, in vain ({others})"
+            label = f"rank {rank} of {self.size}"
+            job.failures[rank] = worker.Failure(label, "Stuck", message, f"{message}\n{line}")
+        self._stuck = {}
+        self._stop(job)
+
+    def _note(self, rank: int, kind: str, content: Any) -> None:
+        if kind == "stuck":
+            self._stuck.setdefault(rank, []).append((time.monotonic(), *content))
+        else:
+            self._listener(rank, kind, content)
+
+
+class Ranks(Watched):
     """Ranks behind a notebook, for ``%%ranks``. Starting new ones ends those from before.
 
     Args:
@@ -114,8 +162,6 @@ class Ranks(launch.Ranks):
         self._mesh = {"dp": size} if mesh is None else dict(mesh)
         check_sizes(self._mesh, size)
         self._transcript: _Transcript | None = None
-        self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
-        self._num_done = 0
         if backend != "link" and (link != "none" or device is not None):
             raise ValueError(f"a link or a device needs backend='link', not {backend!r}")
         check_fits_here(size)  # now: what is refused must not end the ranks that run
@@ -164,7 +210,7 @@ class Ranks(launch.Ranks):
         with self.lock:
             remade, pids = self.remade, self.pids
             speakers = [rank for rank, args in enumerate(args_of) if args is not None]
-            self._transcript, self._stuck = _Transcript(speakers), {}
+            self._transcript = _Transcript(speakers)
             if source := Source.of(fn, cell_numbers()):
                 args_of = [None if args is None else (source, fn, *args) for args in args_of]
                 fn = shell.call_from
@@ -223,32 +269,8 @@ class Ranks(launch.Ranks):
             "re-run the cells that defined what you need, from the first on."
         )
 
-    def _press(self, job: launch.Call) -> None:
-        """Press as `launch.Ranks` does; stop ranks if all that are left wait in vain."""
-        super()._press(job)
-        if self._num_done != len(job.results):  # who was waiting may have been freed by this one
-            self._stuck, self._num_done = {}, len(job.results)
-        recent = time.monotonic() - 1.5
-        # Said twice: a word that was under way when the wait ended is not taken for the last one.
-        stuck = {
-            r: said[-1] for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent
-        }
-        if not job.waiting or job.failures or job.stopped or not job.waiting <= set(stuck):
-            return
-        done = ", ".join(map(str, sorted(job.results)))
-        others = f"finished by now: rank {done}" if done else "all ranks wait"
-        for rank in job.waiting:
-            _, verb, line = stuck[rank]
-            message = f"waits in {verb}, in vain ({others})"
-            label = f"rank {rank} of {self.size}"
-            job.failures[rank] = worker.Failure(label, "Stuck", message, f"{message}\n{line}")
-        self._stuck = {}
-        self._stop(job)
-
     def _hear(self, rank: int, kind: str, content: Any) -> None:
-        if kind == "stuck":
-            self._stuck.setdefault(rank, []).append((time.monotonic(), *content))
-        elif self._transcript is not None:
+        if self._transcript is not None:
             self._transcript.hear(rank, kind, content)
 
 

@@ -56,7 +56,7 @@ from IPython.display import Code, display
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
-from minipar.lab import cells, slips
+from minipar.lab import cells, shell, slips
 from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent
 from minipar.lab.shell import Source, call_from, code_of
 from minipar.ranks import worker
@@ -285,14 +285,16 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     calls = [(answer, asked.run, source, sizes, mine) for mine in given]
     calls += [(answer, asked.run, source, sizes, ())] * (ranks.size - size)
     with ranks.lock:
-        ranks.run_each(_import, [(asked.run,)] * ranks.size)  # it takes long, once, on a busy host
+        watched = isinstance(ranks, cells.Watched)
+        # It takes long, once, on a busy host.
+        ranks.run_each(_import, [(asked.run, watched)] * ranks.size)
         before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
         try:
             answers = ranks.run_each(_play, calls)[:size]
         except RankError as error:
             if {failure.kind for failure in error.failures.values()} == {"NotImplementedError"}:
                 raise _waiting(asked) from None
-            said = _with_who_has_left("\n\n".join(error.reports()))
+            said = _with_cell(_with_who_has_left("\n\n".join(error.reports())), source)
             raise CheckFailed(said, "run") from error
         except CannotTravel as error:
             raise CheckFailed(str(error), "run") from None
@@ -306,8 +308,10 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     return Case(size, given, [*results], [*sent])
 
 
-def _import(run: Callable) -> None:
-    """Do nothing: a rank that has unpacked this call has imported the modules of exercises."""
+def _import(run: Callable, watched: bool) -> None:
+    """Get ready: a rank that has unpacked this call has imported the modules of exercises."""
+    if watched:
+        shell.watch()
 
 
 def _only_raises(answer: Callable, error: str) -> bool:
@@ -340,7 +344,15 @@ def _with_who_has_left(text: str) -> str:
     return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
 
 
-_own: Ranks | None = None
+def _with_cell(text: str, source: Source | None) -> str:
+    """Name the cell, where a race names the file into which a notebook has put it."""
+    if source is None:
+        return text
+    file = "/".join(source.filename.replace("\\", "/").split("/")[-2:])
+    return re.sub(rf"{re.escape(file)}:(\d+)", rf"{source.title}, line \1", text)
+
+
+_own: cells.Watched | None = None
 
 
 def _pool(size: int) -> Ranks:
@@ -356,7 +368,8 @@ def _pool(size: int) -> Ranks:
     if _own is None or _own.closed or _own.size < size:
         if _own is not None:
             _own.close()
-        _own = Ranks(1 if size == 1 else max(4, size), backend="link", max_lines=200)
+        size = 1 if size == 1 else max(4, size)
+        _own = cells.Watched(size, backend="link", max_lines=200)
     return _own
 
 
@@ -391,7 +404,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
             raise
         with standing_for(_END):
             for one in axes:
-                dist.barrier(one.group)  # all are through, so nothing is under way any more
+                _meet(one)
     finally:
         worker.shield()  # an interrupted clean-up would leave torch with half a group
         link.observers.remove(note)
@@ -399,6 +412,18 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         for one in axes:
             dist.destroy_process_group(one.group)
     return result, sent
+
+
+def _meet(axis: Axis) -> None:
+    """Wait until all are through, so that nothing is under way any more.
+
+    If they are not, the ranks that are still in the learner's function know a line of it.
+    """
+    try:
+        dist.barrier(axis.group)
+    except Exception as error:
+        error.report = str(error)
+        raise
 
 
 class _Watched:

@@ -73,7 +73,8 @@ class Problem:
         for known, question in FACTORS.items():
             if abs(factor / known - 1) <= 0.005:
                 return f"Exactly {known:.6g} times too {size}: {question}"
-        return f"About {factor:.2g} times too {size}."
+        far = f"{100 * (factor - 1):.2g} %" if factor < 1.5 else f"{factor:.2g} times"
+        return f"About {far} too {size}."
 
 
 def problem(title: str, **known: Any) -> Callable[[Callable[[], float]], Problem]:

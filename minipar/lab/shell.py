@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -109,19 +110,19 @@ class RankShell(InteractiveShell):
         self.traceback_text = self.InteractiveTB.stb2text(stb)
 
 
-def _cut_plumbing(error: BaseException) -> None:
-    """Take the frames of `PLUMBING` off the end of a traceback, and causes that lie all there.
+def _cut_plumbing(error: BaseException, plumbing: tuple[str, ...] = PLUMBING) -> None:
+    """Take the frames of `plumbing` off the end of a traceback, and causes that lie all there.
 
     Frames of `PASSING` go wherever they are, but for the first frame of all.
     """
     kept = list(_links(error))
-    while len(kept) > 1 and _is_in(kept[-1].tb_frame, PLUMBING):
+    while len(kept) > 1 and _is_in(kept[-1].tb_frame, plumbing):
         kept.pop()
     kept = kept[:1] + [tb for tb in kept[1:] if not _is_in(tb.tb_frame, PASSING)]
     for tb, following in zip_longest(kept, kept[1:]):
         tb.tb_next = following
     cause = error.__context__
-    if cause is not None and all(_is_in(tb.tb_frame, PLUMBING) for tb in _links(cause)):
+    if cause is not None and all(_is_in(tb.tb_frame, plumbing) for tb in _links(cause)):
         error.__context__ = None
 
 
@@ -147,22 +148,27 @@ def _shell() -> RankShell:
         from minipar.lab import draw
 
         draw.register()  # meshes and timelines draw themselves here too
-        threading.Thread(target=_watch, args=(shell,), daemon=True).start()
+        watch()
     return RankShell.instance()
 
 
 # ---------------------------------------------------------------------- who waits for whom
-def _watch(shell: RankShell) -> None:
-    """Tell the notebook, about twice a second, where this rank waits in vain, if it does.
+@cache
+def watch() -> None:
+    """Begin to tell the notebook, about twice a second, where this rank waits in vain, if it does.
 
     Only the notebook sees whether all ranks do: then it need not sit out the timeout.
     """
+    threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
     while True:
         time.sleep(0.5)
-        _look(shell)
+        _look()
 
 
-def _look(shell: RankShell) -> None:
+def _look() -> None:
     """Look once. In a loop, frames would live for half a second more, with all their tensors."""
     main = threading.main_thread().ident
     frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
@@ -176,7 +182,8 @@ def _look(shell: RankShell) -> None:
     if work.t_start is None and called > PATIENCE and not moves:
         own = next(frame for frame in callers if not _is_in(frame, PLUMBING))
         name, line = own.f_code.co_filename, own.f_lineno
-        number = shell.compile._filename_map.get(name)
+        known = RankShell.instance().compile._filename_map if RankShell.initialized() else {}
+        number = known.get(name)
         title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
         said = f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
         worker.notify("stuck", (work.verb, said))
@@ -265,7 +272,11 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
     try:
         return fn(*args, **kwargs)
     except Exception as error:
-        _cut_plumbing(error)
+        files = [tb.tb_frame.f_code.co_filename for tb in _links(error)]
+        around = getattr(code_of(fn), "co_filename", source.filename)
+        # What surrounds a learner's function tells little, if one of its lines is there to see.
+        is_around = around != source.filename and source.filename in files
+        _cut_plumbing(error, (*PLUMBING, around) if is_around else PLUMBING)
         worker.add_hint(error)
         frames = error.__traceback__
         while frames.tb_next and frames.tb_frame.f_code.co_filename != source.filename:

@@ -4,7 +4,7 @@
     box = explore(figure, micro=(1, 32), stages=[2, 4, 8])
     box.sliders["micro"].value = 12                        # what a hand does; box.image follows
 
-The picture is the value of an `Image` widget, never output that an `Output` widget catches: so it
+The picture is the value of an image widget, never output that an `Output` widget catches: so it
 works in every front end and in tests, without a browser. Show the plain figure first, then the
 widget: a reader on GitHub sees only the figure.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ipywidgets
+import traitlets
 from matplotlib.figure import Figure
 
 from minipar.lab import draw
@@ -21,6 +22,12 @@ from minipar.lab.draw.pen import in_words
 
 Drawn = Figure | tuple[Figure, str]
 """The result of a drawing function: a figure, or a figure and a line of text below it."""
+
+
+class Picture(ipywidgets.Image):
+    """An image with a tooltip: a browser shows that of a widget only if it has a description."""
+
+    description = traitlets.Unicode("").tag(sync=True)
 
 
 class Explorer(ipywidgets.VBox):
@@ -46,7 +53,7 @@ class Explorer(ipywidgets.VBox):
         self.draw_fn, self.only_if = draw_fn, dict(only_if or {})
         self.sliders = {n: _control(n, how, defaults[n]) for n, how in controls.items()}
         fit = {"object_fit": "contain", "object_position": "left top", "max_width": "100%"}
-        self.image = ipywidgets.Image(format="png", layout=fit)
+        self.image = Picture(format="png", layout=fit)
         self.height = 0.0  # inches of the tallest picture so far
         self.text = ipywidgets.Label()
         self.error: Exception | None = None

@@ -158,3 +158,25 @@ def wrong_hides_the_token_itself(q, k, v):
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
     return scores.masked_fill(future, -torch.inf).softmax(-1).nan_to_num() @ v
+
+
+@fails(
+    "result",
+    "The future is visible: mask what lies above the diagonal.",
+)
+def wrong_sees_the_future(q, k, v):
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    return (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+@fails(
+    "result",
+    "The first token sees nothing at all, hence nan: triu(1) leaves the diagonal visible.",
+)
+def wrong_leaves_the_first_token_nothing(q, k, v):
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v

@@ -117,3 +117,16 @@ def wrong_takes_the_width_for_all_heads(config):
     heads = config.num_heads + config.num_kv_heads
     error = config.hidden_size // config.num_heads - config.head_dim
     return solution(config) + config.num_layers * 2 * config.hidden_size * heads * error
+
+
+@fails(
+    "result",
+    "A head is head_dim wide, which need not be D / H.",
+)
+def wrong_divides_the_width_by_the_heads(config):
+    width = config.hidden_size
+    keys = width * config.num_kv_heads * (width // config.num_heads)
+    mlp = 3 * width * config.intermediate_size
+    layer = 2 * width * width + 2 * keys + mlp + 2 * width
+    tables = 1 if config.tie_embeddings else 2
+    return tables * config.vocab_size * width + config.num_layers * layer + width

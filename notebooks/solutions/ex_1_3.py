@@ -129,3 +129,30 @@ def wrong_takes_backward_for_forward(config, batch_size, seq_len):
 def wrong_forgets_the_gradients(config, batch_size, seq_len):
     flops, num_bytes = solution(config, batch_size, seq_len)
     return flops, num_bytes * 3 // 4
+
+
+@fails(
+    "flops",
+    "Nearly right: the weights of norms are no matrices, so leave them out.",
+)
+def wrong_lets_norms_multiply(config, batch_size, seq_len):
+    tokens = batch_size * seq_len
+    return config.flops_per_token(seq_len) * tokens, 16 * config.num_parameters
+
+
+@fails(
+    "flops",
+    "Attention has two products per head and layer: scores, and scores times values.",
+)
+def wrong_forgets_a_product_of_attention(config, batch_size, seq_len):
+    flops, num_bytes = solution(config, batch_size, seq_len)
+    square = seq_len * config.num_heads * config.head_dim
+    return flops - 6 * batch_size * seq_len * config.num_layers * square, num_bytes
+
+
+@fails(
+    "flops",
+    "This is 6 N per token: attention is missing, and not every parameter multiplies.",
+)
+def wrong_takes_six_times_all(config, batch_size, seq_len):
+    return 6 * config.num_parameters * batch_size * seq_len, 16 * config.num_parameters

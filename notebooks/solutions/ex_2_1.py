@@ -131,3 +131,33 @@ def wrong_is_no_ring(tensor, axis):
     for work in works:
         work.wait()
     return torch.cat(pieces)
+
+
+def _two_halves(tensor, axis, first, adds):
+    """The loop of `ring_round`, then a second one that sends block rank - first - step."""
+    blocks = list(tensor.chunk(axis.size))
+    right, left = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    for offset, add in ((1, True), (first, adds)):
+        for step in range(axis.size - 1):
+            out = (axis.rank - offset - step) % axis.size
+            into = (out - 1) % axis.size
+            buffer = torch.empty_like(blocks[into])
+            (arrived,) = exchange([(blocks[out], right)], [(buffer, left)], axis)
+            blocks[into] = blocks[into] + arrived if add else arrived
+    return torch.cat(blocks)
+
+
+@fails(
+    "result",
+    "The second half still adds: a finished sum replaces the block that was there.",
+)
+def wrong_adds_in_the_second_half(tensor, axis):
+    return _two_halves(tensor, axis, 0, True)
+
+
+@fails(
+    "result",
+    "The second half begins with a wrong block: send the one that you have finished, block r.",
+)
+def wrong_passes_on_what_is_not_finished(tensor, axis):
+    return _two_halves(tensor, axis, 1, False)

@@ -111,3 +111,11 @@ def wrong_sends_each_time_alone(num_bytes, seconds, axis):
     columns = torch.stack([rounds * torch.ones_like(num_bytes), rounds / axis.size * num_bytes], 1)
     latency, inverse = torch.linalg.lstsq(columns, seconds[:, None]).solution.flatten()
     return latency, 1 / inverse
+
+
+@fails(
+    "result",
+    "Fitted to the mean of the ranks' times, which hold waits: take the least over the ranks.",
+)
+def wrong_takes_the_mean_stopwatch(num_bytes, seconds, axis):
+    return wrong_trusts_its_own_stopwatch(num_bytes, all_reduce(seconds, axis, "avg"), axis)

@@ -250,3 +250,23 @@ def wrong_waits_in_the_hook(model, backwards, axis):
         parameter.grad /= axis.size
 
     _in_last(model, backwards, send)
+
+
+@fails(
+    "run",
+    "A gradient changed while it travelled: send in the last backward alone.",
+)
+def wrong_starts_in_every_backward(model, backwards, axis):
+    works = []
+
+    def send(parameter):
+        works.append(dist.all_reduce(parameter.grad, group=axis.group, async_op=True))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    for backward in backwards:
+        backward()
+    for work in works:
+        work.wait()
+    for parameter in model.parameters():
+        parameter.grad /= axis.size

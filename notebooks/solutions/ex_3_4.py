@@ -209,3 +209,29 @@ def _average(model, loss, axis):
         parameter.grad /= axis.size
     dist.all_reduce(loss, group=axis.group)
     return loss / axis.size
+
+
+@fails(
+    "result",
+    "A mean of means: sum all losses, and divide once, by the tokens of all ranks.",
+)
+def wrong_adds_up_means(model, microbatches, axis):
+    total = torch.zeros((), dtype=torch.float64)
+    for x, targets in microbatches:
+        loss = nn.functional.cross_entropy(model(x), targets, ignore_index=IGNORE)
+        loss.backward()
+        total += loss.detach()
+    return _average(model, total, axis)
+
+
+@fails(
+    "result",
+    "Sums over tokens are divided by the number of ranks: divide by the tokens of all ranks.",
+)
+def wrong_divides_sums_by_the_ranks(model, microbatches, axis):
+    total = torch.zeros((), dtype=torch.float64)
+    for x, targets in microbatches:
+        loss = _sum_of_losses(model, x, targets)
+        loss.backward()
+        total += loss.detach()
+    return _average(model, total, axis)

@@ -173,3 +173,12 @@ def wrong_sends_zeros_too(gradient, residue, k, axis):
     sent = torch.zeros_like(v)
     sent[places] = v[places]
     return all_reduce(sent, axis, "avg"), v - sent
+
+
+@fails(
+    "result",
+    "The residue is what this rank did not send: v, with zeros at its own places.",
+)
+def wrong_keeps_what_is_not_in_the_average(gradient, residue, k, axis):
+    average, _ = solution(gradient, residue, k, axis)
+    return average, gradient + residue - average

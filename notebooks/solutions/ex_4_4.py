@@ -171,3 +171,13 @@ def wrong_tells_everything_twice(own_seconds, num_microbatches, axis):
     both = torch.tensor([own_seconds, 1 / own_seconds], dtype=torch.float64)
     seconds = all_gather(both, axis)[::2].tolist()
     return _deal(seconds, num_microbatches)
+
+
+@fails(
+    "result",
+    "Proportional shares, rounded, are not always best: deal microbatches out one at a time.",
+)
+def wrong_only_rounds(own_seconds, num_microbatches, axis):
+    """Rounded to the nearest; their sum may not even be right."""
+    speeds = 1 / all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis)
+    return (speeds / speeds.sum() * num_microbatches).round().int().tolist()

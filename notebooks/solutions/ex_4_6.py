@@ -163,10 +163,12 @@ def check_loss(case: Case) -> None:
     parts, _ = _alone(case)
     for rank, (loss, mine) in enumerate(zip(case.results, _owned(case), strict=True)):
         expected = sum(parts[i] for i in mine)
+        found = f"{loss[0].item():.6g}" if loss[0].shape == () else loss[0]
         if loss[0].shape != () or not torch.isclose(loss[0], expected, rtol=1e-9):
             raise CheckFailed(
                 f"rank {rank}: expected a loss of {expected.item():.6g}, the sum over its targets "
-                f"divided by the {sum(_lengths(case))} targets of all ranks; got {loss[0]}"
+                f"divided by the {sum(_lengths(case))} targets of all ranks; "
+                f"got {found}"
             )
 
 

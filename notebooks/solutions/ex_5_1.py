@@ -201,3 +201,39 @@ def _with(
         if good == interval:
             scale, good = scale * 2, 0
     return used
+
+
+def _scaled(weight, optimizer, losses, scale, interval, is_good, starts_anew=True):
+    """The answer, with another test of a good step, or a count that goes on after growth."""
+    used, good = [], 0
+    for loss in losses:
+        optimizer.zero_grad()
+        (loss() * scale).backward()
+        used.append(scale)
+        weight.grad /= scale
+        if is_good(weight.grad):
+            optimizer.step()
+            good += 1
+            if good == interval:
+                scale, good = scale * 2, 0 if starts_anew else good
+        else:
+            scale, good = scale / 2, 0
+    return used
+
+
+@fails(
+    "scales",
+    "NaN counts as an overflow, too: ask isfinite, which refuses both.",
+)
+def wrong_looks_for_infinity_only(weight, optimizer, losses, scale, interval):
+    arguments = weight, optimizer, losses, scale, interval
+    return _scaled(*arguments, lambda grad: not grad.isinf().any())
+
+
+@fails(
+    "scales",
+    "After growth the count of good steps starts again at zero.",
+)
+def wrong_grows_once(weight, optimizer, losses, scale, interval):
+    arguments = weight, optimizer, losses, scale, interval
+    return _scaled(*arguments, lambda grad: grad.isfinite().all(), starts_anew=False)

@@ -21,7 +21,7 @@ PIECES = 3
 
 def given(size, random):
     """For each rank, its pieces in each of several steps, and the scale: [steps][pieces]."""
-    scale = 2.0 ** int(torch.randint(4, 12, (), generator=random))
+    scale = 2.0 ** int(torch.randint(1, 5, (), generator=random))
     ranks = [[] for _ in range(size)]
 
     def step(bad=()):
@@ -31,6 +31,11 @@ def given(size, random):
         for rank, value in bad:
             ranks[rank][-1][1][1, 2] = value
 
+    def large():
+        """All finite; their sum is not, whether divided by the scale or not."""
+        for rank in range(size):
+            ranks[rank].append([torch.full(s, 3e38) for s in [(5,), (2, 3), (0,)]])
+
     one, other = torch.randperm(size, generator=random)[:2].tolist()
     infinity, nan = float("inf"), float("nan")
     for bad in (
@@ -38,10 +43,10 @@ def given(size, random):
         [(one, infinity)],
         [(other, nan)],
         [(one, infinity), (other, -infinity)],
-        [(rank, 3e38) for rank in range(size)],  # large, but finite
-        [(size - 1, -infinity)],
     ):
         step(bad)
+    large()
+    step([(size - 1, -infinity)])
     return [(steps, scale) for steps in ranks]
 
 
@@ -145,3 +150,13 @@ def wrong_asks_for_every_gradient(grads, scale, axis):
     _divide(grads, scale)
     votes = [torch.tensor([float(not grad.isfinite().all())]) for grad in grads]
     return max(all_reduce(vote, axis, "max").item() for vote in votes) > 0
+
+
+@fails(
+    "decision",
+    "A sum of large finite numbers overflowed: ask isfinite of each element.",
+)
+def wrong_adds_up_what_is_divided(grads, scale, axis):
+    _divide(grads, scale)
+    total = sum((grad.sum() for grad in grads), torch.zeros(()))
+    return not all_reduce(total[None], axis).isfinite().item()

@@ -164,3 +164,11 @@ def wrong_has_dice_of_its_own(weight, update, seed, axis):
 def wrong_asks_rank_0(weight, update, seed, axis):
     """Right, and as many bytes as the weights have, at every step."""
     return broadcast(_with_own_dice(weight, update), axis, src=0)
+
+
+@fails(
+    "agreement",
+    "Each rank has a seed of its own: all take the same, without axis.rank.",
+)
+def wrong_seeds_by_rank(weight, update, seed, axis):
+    return solution(weight, update, seed + axis.rank, axis)

@@ -40,6 +40,9 @@ def given(size, random):
 def run(answer, axis, blocks, x):
     """Return the slices after training, and how many bytes of weights and gradients there were."""
     made = answer(blocks, axis)
+    for i, shard in enumerate(made.shards):
+        if shard.untyped_storage().nbytes() < shard.nbytes:  # to read it would end the process
+            raise RuntimeError(f"shards[{i}] is a view of weights that were freed: clone it")
     optimizer = torch.optim.AdamW(made.shards, lr=0.01)
     held = {"between steps": [], "while a block runs": [], "after finish": []}
     for block in blocks:  # these hooks run after those of the answer
@@ -205,6 +208,12 @@ class _Keeps(Unit):
         pass
 
 
+class _Views(Unit):
+    def __init__(self, block, axis):
+        super().__init__(block, axis)
+        self.shard = nn.Parameter(self.whole.detach().chunk(axis.size)[axis.rank])
+
+
 class _KeepsGradients(Unit):
     def on_gradient(self):
         if all(p.grad is not None for p in self.params):
@@ -243,4 +252,9 @@ class wrong_keeps_gradients(_with(_KeepsGradients)):
 
 @fails("traffic", "More gathers than two for a block: before forward, and before backward.")
 class wrong_gathers_too_often(_with(_GathersTooOften)):
+    pass
+
+
+@fails("run", "A slice is a view of the flat weights, and is freed with them: clone it.")
+class wrong_cuts_a_view(_with(_Views)):
     pass

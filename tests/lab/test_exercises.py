@@ -462,6 +462,19 @@ def test_an_endless_loop_and_a_wait_in_vain_end(pool, monkeypatch):
     check("2.1", exercise("2.1").solution)
 
 
+def test_ranks_of_the_check_itself_notice_a_wait_in_vain(monkeypatch):
+    """Where a notebook has no ranks, or too few, a deadlock would last for the whole time limit."""
+    monkeypatch.setattr(exercises, "_own", None)
+
+    def wait_in_vain(tensor, axis):
+        dist.recv(tensor, group=axis.group, group_src=(axis.rank + 1) % axis.size)
+
+    try:
+        assert "waits in recv, in vain (all ranks wait)" in str(refused("2.1", wait_in_vain))
+    finally:
+        exercises._own.close()
+
+
 def test_what_ranks_have_to_import_does_not_count_as_time_of_an_answer(pool, monkeypatch):
     """Six ranks that import all at once on a busy machine take longer than an answer may."""
     called, run_each = [], pool.run_each

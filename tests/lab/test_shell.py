@@ -28,7 +28,7 @@ def test_looking_where_a_rank_waits_keeps_no_tensor_alive(monkeypatch):
 
     def watching() -> None:
         with suppress(SystemExit):
-            shell._watch(None)
+            shell._watch()
 
     watch = threading.Thread(target=watching, daemon=True)
 
