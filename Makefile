@@ -36,7 +36,12 @@ test-all: lint
 test-elsewhere: $(READY)
 	$(BIN)/python -m tests.elsewhere $(ARGS)
 
+# It asks no host for news or updates.
+OVERRIDES := .venv/share/jupyter/lab/settings/overrides.json
 lab: $(READY) ## open JupyterLab on the notebooks
+	@mkdir -p $(dir $(OVERRIDES))
+	@echo '{"@jupyterlab/apputils-extension:notification":' \
+		'{"fetchNews": "false", "checkForUpdates": false}}' > $(OVERRIDES)
 	$(BIN)/jupyter lab notebooks/ $(ARGS)
 
 # Execute the notebooks again and normalise them.
