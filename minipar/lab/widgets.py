@@ -91,7 +91,7 @@ class Explorer(ipywidgets.VBox):
     def __repr__(self) -> str:
         # Without this, all bytes of the picture would be printed.
         values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
-        return f"{type(self).__name__}({values})"
+        return f"Sliders, in Jupyter only: {values}"
 
 
 explore = Explorer

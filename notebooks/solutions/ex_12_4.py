@@ -69,8 +69,8 @@ def run(answer, axes, pieces, model, rows):
     trainer, losses, grads = answer(noted, model, pp, dp, tp, MICROBATCHES), [], {}
     held = {n: p.untyped_storage().nbytes() // 8 for n, p in model.named_parameters()}
     stale = len({*bucketed} - {*model.parameters()})
-    wrongly = _held_wrongly(held, 4 * pp.rank + 2 * dp.rank + tp.rank)
-    if _on_any_rank(stale > 0 or wrongly != "", axes):
+    misheld = _misheld(held, 4 * pp.rank + 2 * dp.rank + tp.rank)
+    if _on_any_rank(stale > 0 or misheld != "", axes):
         return torch.zeros(STEPS), {}, held, stale
     optimizer = _adamw(model)
     for step in rows:
@@ -131,7 +131,7 @@ def _parts(rank: int, tensors: dict) -> dict:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _held_wrongly(held: dict[str, int], rank: int) -> str:
+def _misheld(held: dict[str, int], rank: int) -> str:
     """Say what a rank holds and should not, or should and does not; "" if all is well."""
     whole = dict(Llama(CONFIG).named_parameters())
     want = {name: part.numel() for name, part in _parts(rank, whole).items()}
@@ -147,7 +147,7 @@ def _held_wrongly(held: dict[str, int], rank: int) -> str:
 
 def check_share(case: Case) -> None:
     for rank, (_, _, held, _) in enumerate(case.results):
-        if said := _held_wrongly(held, rank):
+        if said := _misheld(held, rank):
             raise CheckFailed(said)
 
 

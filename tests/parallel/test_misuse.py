@@ -197,7 +197,7 @@ AT_STEP = [
     (unfrozen, KINDS, "was frozen when .* was applied along dp"),
     (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),
     (torchs_scaler, SHARDED, r"without strategy.unscale_\(scaler, optimizer\)"),
-    (whole_matrices, SHARDED, "Normed may look at whole matrices .* elementwise = True"),
+    (whole_matrices, SHARDED, "Normed may look at whole matrices.* elementwise = True"),
     (another_optimizer, SHARDED[:2], "changes nothing: step the ShardedOptimizer"),
 ]
 

@@ -164,7 +164,7 @@ ERRORS = [
     (lambda: _apply(drop(lower(ONE), "1RF0")), "1RF0 is missing"),
     (lambda: _apply(make("1f1b", 4, 4)), "1f1b is for 4 ranks, but pp=2; make it with p=2"),
     (lambda: _apply(make("zb_v", 2, 4)), "4 stages do not fit 3 layers.*at most 3"),
-    (lambda: _apply(ONE, cut=(2, 2)), "no cut of 3 layers into 2 stages"),
+    (lambda: _apply(ONE, cut=(2, 2)), "does not cut 3 layers into 2 stages"),
     (lambda: _apply(make("1f1b", 3, 3), 3, cut=(3, 0, 0)), "all above 0 between the first"),
     (
         lambda: _apply(make("1f1b", 1, 4), 1).run(models.llama(0), [], microbatches(3)),
