@@ -41,9 +41,9 @@ class Mismatch(RuntimeError):
 class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
-    The wire works for it from `t_start`. Times are in seconds of `time.monotonic`. `verb` and
-    `num_bytes` counts what this rank sends, as `collectives.wire_bytes` does; of an uneven
-    all-to-all, the bytes of its own slices for others.
+    The wire works for it from `t_start`; `waits` has each moment at which this rank called `wait`.
+    Times are in seconds of `time.monotonic`. `num_bytes` counts what this rank sends, as
+    `collectives.wire_bytes` does; of an uneven all-to-all, the bytes of its own slices for others.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class LinkWork(dist.Work):
         self.verb, self.num_bytes = verb, num_bytes
         self.peer: int | None = None  # the group's rank at the other end of a message
         self.t_issue, self.t_start, self.t_end = clock.now(), None, None
+        self.waits: list[float] = []
         self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
@@ -85,6 +86,7 @@ class LinkWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until done; raise what went wrong. Signals get through."""
+        self.waits.append(time.monotonic())
         limit = timeout.total_seconds()
         deadline = time.monotonic() + limit if limit > 0 else math.inf
         while not self._done.wait(0.1):

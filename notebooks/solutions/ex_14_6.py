@@ -54,11 +54,11 @@ def run(answer, axis, every):
     """Return the race, if there is one; the pieces, who waited in `send`, how many buffers."""
     gradients, every = every[axis.rank], every.sum(0).view(BLOCKS, axis.size, -1)
     state = SimpleNamespace(staging=torch.empty_like(gradients[0]), pending=None, pieces=[])
-    left, ends, seen = [], [], set()
+    left, calls, seen = [], [], set()
 
     def note(work):
         if work.verb == "reduce_scatter":
-            ends.append(work.t_end)
+            calls.append((work.t_issue, work.waits))
 
     link.use(SLOW)
     link.observers.append(note)
@@ -76,8 +76,8 @@ def run(answer, axis, every):
         return re.sub(r" at \S+:\d+", "", str(race)), [], False, 0, None, None
     finally:
         link.observers.remove(note)
-    late = [end <= at for end, at in zip(sorted(ends), left, strict=False)]
-    waited = len(ends) == BLOCKS and sum(late) > BLOCKS / 2  # else it was this machine
+    own = zip(sorted(calls), left, strict=False)
+    waited = any(at < end for (_, waits), end in own for at in waits)
     pieces = [piece.clone() for piece in state.pieces]
     films = (None, None)
     right = len(pieces) == BLOCKS and torch.allclose(torch.stack(pieces), every[:, axis.rank])
