@@ -1,183 +1,124 @@
-"""Microbatches in proportion to speed, agreed on by all ranks.
+"""The outer step of DiLoCo.
 
-A step lasts as long as its slowest rank. Ranks tell each other how long a microbatch takes them;
-then each works out the same shares for all. Hand the microbatches out one at a time, each to the
-rank that would be done with it first: no other way ends earlier, which rounding proportional shares
-cannot promise.
-Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies".
+Each rank has trained alone for a while. How far it went from where all began is its outer gradient;
+the average of these over the ranks is a direction in which all agree to go, with Nesterov momentum.
+Source: Douillard et al. 2023 (2311.08105), algorithm 1.
 """
-
-from itertools import product
 
 import torch
 
-from minipar.comm.collectives import all_gather
-from minipar.lab.exercises import Case, CheckFailed, fails
+from minipar.comm.collectives import all_gather, all_reduce, wire_bytes
+from minipar.lab.exercises import Case, CheckFailed, Sent, fails
 
 LEVEL, MINUTES = "medium", 20
-GOOD = "the same shares on all ranks, of the shortest possible step, for 8 bytes to each other rank"
-PRAISE = "The slowest rank no longer decides what the fastest may do."
+GOOD = "the right point after every round on all ranks, momentum included, one all-reduce each"
+PRAISE = "One all-reduce in a hundred steps is all that DiLoCo needs of a link."
 SIZES = (4, 3)
+
+ROUNDS, LENGTH = 3, 24
+LR, MOMENTUM = 0.7, 0.9
 
 
 def given(size, random):
-    """For each rank the seconds that one microbatch takes it, and how many there are in all.
-
-    Such that it matters: equal shares are not good enough, nor proportional ones, however rounded.
-    """
-    while True:
-        seconds = (0.5 + 4 * torch.rand(size, generator=random, dtype=torch.float64)).tolist()
-        seconds[int(torch.randint(size, (), generator=random))] *= 3  # a straggler
-        total = int(torch.randint(2 * size, 4 * size, (), generator=random))
-        easy = (shares(seconds, total) for shares in (_evenly, _rounded, _nearest))
-        lengths = [_length(shares, seconds) for shares in easy]
-        if min(lengths) > 1.01 * _shortest(seconds, total):
-            return [(one, total) for one in seconds]
+    """A common start [N], and for each rank and round the way that it walks alone, [N]."""
+    start = torch.randn(LENGTH, generator=random, dtype=torch.float64)
+    shape = size, ROUNDS, LENGTH
+    ways = torch.randn(shape, generator=random, dtype=torch.float64)
+    return [(start, list(mine)) for mine in ways]
 
 
-def _evenly(seconds, total):
-    size = len(seconds)
-    return [total // size + (rank < total % size) for rank in range(size)]
-
-
-def _rounded(seconds, total):
-    speed = sum(1 / one for one in seconds)
-    shares = [max(1, int(total / one / speed)) for one in seconds]
-    shares[seconds.index(max(seconds))] += total - sum(shares)
-    return shares
-
-
-def _nearest(seconds, total):
-    speed = sum(1 / one for one in seconds)
-    shares = [max(1, round(total / one / speed)) for one in seconds]
-    shares[seconds.index(min(seconds))] += total - sum(shares)
-    return shares
-
-
-def _length(shares, seconds):
-    return max(share * one for share, one in zip(shares, seconds, strict=True))
-
-
-def _shortest(seconds, total):
-    """By trying them all."""
-    *others, last = seconds
-    counts = product(range(1, total), repeat=len(others))
-    tries = ((*some, total - sum(some)) for some in counts if sum(some) < total)
-    return min(_length(shares, [*others, last]) for shares in tries)
+def run(answer, axis, start, ways):
+    outer, velocity, seen = start.clone(), torch.zeros_like(start), []
+    for way in ways:
+        own = outer + way  # what some inner steps have made of it
+        out = answer(outer.clone(), own, velocity.clone(), LR, MOMENTUM, axis)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise CheckFailed(f"return (outer, velocity), two tensors; got {out!r}")
+        outer, velocity = out
+        seen.append(outer)
+    return seen
 
 
 def check_result(case: Case) -> None:
-    seconds, total = [one for one, _ in case.given], case.given[0][1]
-    best = _shortest(seconds, total)
-    for rank, got in enumerate(case.results):
-        if not isinstance(got, list) or len(got) != case.size:
-            raise CheckFailed(f"rank {rank}: expected a list of {case.size} counts, got {got!r}")
-        if sum(got) != total or any(count != int(count) or count < 1 for count in got):
-            raise CheckFailed(
-                f"rank {rank}: {got} must be whole numbers from 1 up that add up to {total}"
-            )
-        if _length(got, seconds) > best * (1 + 1e-9):
-            spoken = ", ".join(f"{one:.2f}" for one in seconds)
-            raise CheckFailed(
-                f"rank {rank}: with {got} the step takes {_length(got, seconds):.3f} s, where "
-                f"{best:.3f} s are possible; a microbatch takes the ranks {spoken} s"
-            )
-
-
-def check_agreement(case: Case) -> None:
-    for rank, got in enumerate(case.results):
-        if got != case.results[0]:
-            raise CheckFailed(f"rank {rank} says {got}, rank 0 says {case.results[0]}")
+    outer = case.given[0][0].clone()
+    velocity = torch.zeros_like(outer)
+    points = []
+    for step in range(ROUNDS):
+        gradient = -torch.stack([ways[step] for _, ways in case.given]).mean(0)
+        velocity = MOMENTUM * velocity + gradient
+        outer = outer - LR * (gradient + MOMENTUM * velocity)
+        points.append(outer)
+    case.expect_close([points] * case.size, "the point after round")
 
 
 def check_traffic(case: Case) -> None:
-    """A float64 to each other rank; without any, nobody can know."""
-    allowed = 8 * (case.size - 1)
-    for rank, sent in enumerate(case.sent):
-        total = sum(one.num_bytes for one in sent)
-        if not 0 < total <= allowed:
-            raise CheckFailed(f"rank {rank} sent {total} bytes; expected at most {allowed}")
+    num_bytes = wire_bytes("all_reduce", 8 * LENGTH, case.size)
+    for rank in range(case.size):
+        case.expect_sent(rank, [Sent("all_reduce", num_bytes)] * ROUNDS)
 
 
-def _deal(seconds, num_microbatches):
-    shares = [1] * len(seconds)
-    for _ in range(num_microbatches - len(seconds)):
-        done = [(share + 1) * one for share, one in zip(shares, seconds, strict=True)]
-        shares[done.index(min(done))] += 1
-    return shares
-
-
-def solution(own_seconds, num_microbatches, axis):
-    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
-    shares = [1] * axis.size
-    for _ in range(num_microbatches - axis.size):
-        done = [(share + 1) * one for share, one in zip(shares, seconds, strict=True)]
-        shares[done.index(min(done))] += 1
-    return shares
+def solution(outer, own, velocity, lr, momentum, axis):
+    gradient = all_reduce(outer - own, axis, "avg")
+    velocity = momentum * velocity + gradient
+    return outer - lr * (gradient + momentum * velocity), velocity
 
 
 @fails(
     "result",
-    "Shares are even: the ranks have not told each other their seconds.",
+    "Each rank steps along its own way: nothing was sent.",
 )
-def wrong_evenly_without_asking(own_seconds, num_microbatches, axis):
-    return _evenly([own_seconds] * axis.size, num_microbatches)
+def wrong_sends_nothing(outer, own, velocity, lr, momentum, axis):
+    gradient = outer - own
+    velocity = momentum * velocity + gradient
+    return outer - lr * (gradient + momentum * velocity), velocity
 
 
 @fails(
     "result",
-    "Slow ranks get more: seconds per microbatch are the inverse of speed.",
+    "The step goes the wrong way: the gradient is outer - own.",
 )
-def wrong_more_for_the_slow(own_seconds, num_microbatches, axis):
-    """Seconds per microbatch are not microbatches per second."""
-    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis)
-    return _deal((1 / seconds).tolist(), num_microbatches)
+def wrong_uphill(outer, own, velocity, lr, momentum, axis):
+    """A gradient points away from where the ranks went."""
+    gradient = all_reduce(own - outer, axis, "avg")
+    velocity = momentum * velocity + gradient
+    return outer - lr * (gradient + momentum * velocity), velocity
 
 
 @fails(
     "result",
-    "Rounded in proportion, and the remainder went to the wrong rank.",
+    "Plain momentum: Nesterov steps along gradient + momentum * the new velocity.",
 )
-def wrong_rest_to_the_slowest(own_seconds, num_microbatches, axis):
-    """Rounded down in proportion; somebody has to take what remains."""
-    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
-    return _rounded(seconds, num_microbatches)
+def wrong_plain_momentum(outer, own, velocity, lr, momentum, axis):
+    """Heavy ball, where Nesterov looks one step ahead."""
+    velocity = momentum * velocity + all_reduce(outer - own, axis, "avg")
+    return outer - lr * velocity, velocity
 
 
 @fails(
     "result",
-    "Proportional shares, rounded, are not always best: deal microbatches out one at a time.",
+    "The ranks' ways are summed: take their average.",
 )
-def wrong_rest_to_the_fastest(own_seconds, num_microbatches, axis):
-    """Rounded to the nearest, and the fastest takes what remains."""
-    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
-    return _nearest(seconds, num_microbatches)
+def wrong_sums(outer, own, velocity, lr, momentum, axis):
+    gradient = all_reduce(outer - own, axis)
+    velocity = momentum * velocity + gradient
+    return outer - lr * (gradient + momentum * velocity), velocity
 
 
 @fails(
     "result",
-    "One share came back: return the list of all.",
+    "The step starts from own, where ranks differ: start from outer.",
 )
-def wrong_only_its_own_share(own_seconds, num_microbatches, axis):
-    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
-    return _deal(seconds, num_microbatches)[axis.rank]
+def wrong_starts_from_its_own(outer, own, velocity, lr, momentum, axis):
+    gradient = all_reduce(outer - own, axis, "avg")
+    velocity = momentum * velocity + gradient
+    return own - lr * (gradient + momentum * velocity), velocity
 
 
 @fails(
     "traffic",
-    "Two numbers per rank are sent: one is enough.",
+    "All ways are gathered, then averaged: an all-reduce sends less.",
 )
-def wrong_tells_everything_twice(own_seconds, num_microbatches, axis):
-    both = torch.tensor([own_seconds, 1 / own_seconds], dtype=torch.float64)
-    seconds = all_gather(both, axis)[::2].tolist()
-    return _deal(seconds, num_microbatches)
-
-
-@fails(
-    "result",
-    "Proportional shares, rounded, are not always best: deal microbatches out one at a time.",
-)
-def wrong_only_rounds(own_seconds, num_microbatches, axis):
-    """Rounded to the nearest; their sum may not even be right."""
-    speeds = 1 / all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis)
-    return (speeds / speeds.sum() * num_microbatches).round().int().tolist()
+def wrong_gathers_everybody(outer, own, velocity, lr, momentum, axis):
+    gradient = all_gather(outer - own, axis).view(axis.size, -1).mean(0)
+    velocity = momentum * velocity + gradient
+    return outer - lr * (gradient + momentum * velocity), velocity

@@ -1,215 +1,183 @@
-"""PowerSGD: two thin all-reduces, and what they leave out comes later.
+"""Microbatches in proportion to speed, agreed on by all ranks.
 
-P is the sum over the ranks of M_r Q, made orthonormal; the new Q is the sum of M_r^T P; the average
-is P Q^T / n. Both sums are linear in the gradients, so all-reduces take them. M_r is the gradient
-of a rank plus what it kept back before, and each step starts from the Q of the last one.
-Source: Vogels et al. 2019 (arXiv 1905.13727), algorithms 1 and 2.
+A step lasts as long as its slowest rank. Ranks tell each other how long a microbatch takes them;
+then each works out the same shares for all. Hand the microbatches out one at a time, each to the
+rank that would be done with it first: no other way ends earlier, which rounding proportional shares
+cannot promise.
+Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies".
 """
+
+from itertools import product
 
 import torch
 
-from minipar.comm.collectives import all_reduce, wire_bytes
-from minipar.lab import draw
-from minipar.lab.exercises import Case, Sent, fails
+from minipar.comm.collectives import all_gather
+from minipar.lab.exercises import Case, CheckFailed, fails
 
-LEVEL, MINUTES = "hard", 35
-GOOD = "the textbook's averages in every step, and two all-reduces per step, of P and of Q"
-PRAISE = "Any matrix now travels as two thin ones, and what they leave out is only late."
+LEVEL, MINUTES = "medium", 20
+GOOD = "the same shares on all ranks, of the shortest possible step, for 8 bytes to each other rank"
+PRAISE = "The slowest rank no longer decides what the fastest may do."
 SIZES = (4, 3)
-
-STEPS, ROWS, COLUMNS, RANK = 8, 12, 8, 2
 
 
 def given(size, random):
-    """For each rank a gradient [R, C] for each of STEPS steps, in float64, and the first Q [C, r].
+    """For each rank the seconds that one microbatch takes it, and how many there are in all.
 
-    All have something in common, whose singular values fall by 0.7 from one to the next.
+    Such that it matters: equal shares are not good enough, nor proportional ones, however rounded.
     """
-
-    def normal(*shape):
-        return torch.randn(shape, generator=random, dtype=torch.float64)
-
-    u, v = (torch.linalg.qr(normal(n, COLUMNS)).Q for n in (ROWS, COLUMNS))
-    common = 8 * u @ torch.diag(0.7 ** torch.arange(COLUMNS, dtype=torch.float64)) @ v.T
-    gradients, q = common + 0.1 * normal(size, STEPS, ROWS, COLUMNS), normal(COLUMNS, RANK)
-    return [(list(mine), q) for mine in gradients]
-
-
-def run(answer, axis, gradients, q):
-    residue, averages = torch.zeros_like(gradients[0]), []
-    for gradient in gradients:
-        average, residue, q = answer(gradient.clone(), residue.clone(), q.clone(), axis)
-        averages.append(average)
-    return averages
+    while True:
+        seconds = (0.5 + 4 * torch.rand(size, generator=random, dtype=torch.float64)).tolist()
+        seconds[int(torch.randint(size, (), generator=random))] *= 3  # a straggler
+        total = int(torch.randint(2 * size, 4 * size, (), generator=random))
+        easy = (shares(seconds, total) for shares in (_evenly, _rounded, _nearest))
+        lengths = [_length(shares, seconds) for shares in easy]
+        if min(lengths) > 1.01 * _shortest(seconds, total):
+            return [(one, total) for one in seconds]
 
 
-def _textbook(case: Case, feedback: bool = True) -> list[torch.Tensor]:
-    """The averages of all steps, from the sums of all ranks: PowerSGD is linear in them."""
-    q, residue, averages = case.given[0][1], 0, []
-    for gradients in zip(*(mine for mine, _ in case.given), strict=True):
-        total = sum(gradients) + residue
-        p = torch.linalg.qr(total @ q).Q
-        q = total.T @ p
-        residue = total - p @ q.T if feedback else 0
-        averages.append(p @ q.T / case.size)
-    return averages
+def _evenly(seconds, total):
+    size = len(seconds)
+    return [total // size + (rank < total % size) for rank in range(size)]
 
 
-def _compare(case: Case, steps: range) -> None:
-    textbook = _textbook(case)
-    for step in steps:
-        results = [averages[step] for averages in case.results]
-        one = Case(case.size, case.given, results, case.sent)
-        one.expect_close([textbook[step]] * case.size, f"step {step}: the average")
+def _rounded(seconds, total):
+    speed = sum(1 / one for one in seconds)
+    shares = [max(1, int(total / one / speed)) for one in seconds]
+    shares[seconds.index(max(seconds))] += total - sum(shares)
+    return shares
 
 
-def check_first_step(case: Case) -> None:
-    _compare(case, range(1))
+def _nearest(seconds, total):
+    speed = sum(1 / one for one in seconds)
+    shares = [max(1, round(total / one / speed)) for one in seconds]
+    shares[seconds.index(min(seconds))] += total - sum(shares)
+    return shares
 
 
-def check_later_steps(case: Case) -> None:
-    """What was left out comes back, and Q is as good as the last step made it."""
-    _compare(case, range(1, STEPS))
+def _length(shares, seconds):
+    return max(share * one for share, one in zip(shares, seconds, strict=True))
+
+
+def _shortest(seconds, total):
+    """By trying them all."""
+    *others, last = seconds
+    counts = product(range(1, total), repeat=len(others))
+    tries = ((*some, total - sum(some)) for some in counts if sum(some) < total)
+    return min(_length(shares, [*others, last]) for shares in tries)
+
+
+def check_result(case: Case) -> None:
+    seconds, total = [one for one, _ in case.given], case.given[0][1]
+    best = _shortest(seconds, total)
+    for rank, got in enumerate(case.results):
+        if not isinstance(got, list) or len(got) != case.size:
+            raise CheckFailed(f"rank {rank}: expected a list of {case.size} counts, got {got!r}")
+        if sum(got) != total or any(count != int(count) or count < 1 for count in got):
+            raise CheckFailed(
+                f"rank {rank}: {got} must be whole numbers from 1 up that add up to {total}"
+            )
+        if _length(got, seconds) > best * (1 + 1e-9):
+            spoken = ", ".join(f"{one:.2f}" for one in seconds)
+            raise CheckFailed(
+                f"rank {rank}: with {got} the step takes {_length(got, seconds):.3f} s, where "
+                f"{best:.3f} s are possible; a microbatch takes the ranks {spoken} s"
+            )
+
+
+def check_agreement(case: Case) -> None:
+    for rank, got in enumerate(case.results):
+        if got != case.results[0]:
+            raise CheckFailed(f"rank {rank} says {got}, rank 0 says {case.results[0]}")
 
 
 def check_traffic(case: Case) -> None:
-    thin = [8 * rows * RANK for rows in (ROWS, COLUMNS)]
-    sent = [Sent("all_reduce", wire_bytes("all_reduce", n, case.size)) for n in thin]
-    for rank in range(case.size):
-        case.expect_sent(rank, STEPS * sent)
+    """A float64 to each other rank; without any, nobody can know."""
+    allowed = 8 * (case.size - 1)
+    for rank, sent in enumerate(case.sent):
+        total = sum(one.num_bytes for one in sent)
+        if not 0 < total <= allowed:
+            raise CheckFailed(f"rank {rank} sent {total} bytes; expected at most {allowed}")
 
 
-def _way_off(case: Case, averages: list[torch.Tensor]) -> list[float]:
-    """After each step, how far the sum of what arrived is from the sum of all gradients."""
-    steps = zip(*(mine for mine, _ in case.given), strict=True)
-    truth = torch.stack([sum(gradients) / case.size for gradients in steps]).cumsum(0)
-    arrived = torch.stack(averages).cumsum(0)
-    return ((arrived - truth).norm(dim=(1, 2)) / truth.norm(dim=(1, 2))).tolist()
+def _deal(seconds, num_microbatches):
+    shares = [1] * len(seconds)
+    for _ in range(num_microbatches - len(seconds)):
+        done = [(share + 1) * one for share, one in zip(shares, seconds, strict=True)]
+        shares[done.index(min(done))] += 1
+    return shares
 
 
-def drawn(case: Case):
-    steps = range(1, STEPS + 1)
-    return draw.curves(
-        {
-            "without feedback": (steps, _way_off(case, _textbook(case, feedback=False))),
-            "yours": (steps, _way_off(case, case.results[0])),
-        },
-        xlabel="steps",
-        ylabel="what has arrived, relative error",
-        title="Your PowerSGD: what is missing arrives later",
-        note=f"matrices of {ROWS} x {COLUMNS} as rank {RANK}, {case.size} ranks, computed",
-    )
-
-
-def solution(gradient, residue, q, axis):
-    matrix = gradient + residue
-    p = torch.linalg.qr(all_reduce(matrix @ q, axis)).Q
-    q = all_reduce(matrix.T @ p, axis)
-    average = p @ q.T / axis.size
-    return average, matrix - average, q
+def solution(own_seconds, num_microbatches, axis):
+    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
+    shares = [1] * axis.size
+    for _ in range(num_microbatches - axis.size):
+        done = [(share + 1) * one for share, one in zip(shares, seconds, strict=True)]
+        shares[done.index(min(done))] += 1
+    return shares
 
 
 @fails(
-    "first_step",
-    "Each rank approximates its own gradient: nothing was sent.",
+    "result",
+    "Shares are even: the ranks have not told each other their seconds.",
 )
-def wrong_sends_nothing(gradient, residue, q, axis):
-    matrix = gradient + residue
-    p = torch.linalg.qr(matrix @ q).Q
-    q = matrix.T @ p
-    return p @ q.T, matrix - p @ q.T, q
+def wrong_evenly_without_asking(own_seconds, num_microbatches, axis):
+    return _evenly([own_seconds] * axis.size, num_microbatches)
 
 
 @fails(
-    "first_step",
-    "Each rank has its own P: sum P over the ranks before you make it orthonormal.",
+    "result",
+    "Slow ranks get more: seconds per microbatch are the inverse of speed.",
 )
-def wrong_own_directions(gradient, residue, q, axis):
-    matrix = gradient + residue
-    p = torch.linalg.qr(matrix @ q).Q
-    q = all_reduce(matrix.T @ p, axis)
-    average = p @ q.T / axis.size
-    return average, matrix - average, q
+def wrong_more_for_the_slow(own_seconds, num_microbatches, axis):
+    """Seconds per microbatch are not microbatches per second."""
+    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis)
+    return _deal((1 / seconds).tolist(), num_microbatches)
 
 
 @fails(
-    "first_step",
-    "Q is that of one rank's gradient: it is a sum over the ranks, as P is.",
+    "result",
+    "Rounded in proportion, and the remainder went to the wrong rank.",
 )
-def wrong_own_coordinates(gradient, residue, q, axis):
-    matrix = gradient + residue
-    p = torch.linalg.qr(all_reduce(matrix @ q, axis)).Q
-    q = matrix.T @ p
-    return p @ q.T, matrix - p @ q.T, q
+def wrong_rest_to_the_slowest(own_seconds, num_microbatches, axis):
+    """Rounded down in proportion; somebody has to take what remains."""
+    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
+    return _rounded(seconds, num_microbatches)
 
 
 @fails(
-    "first_step",
-    "P is not orthonormal: torch.linalg.qr(p).Q, after the sum.",
+    "result",
+    "Proportional shares, rounded, are not always best: deal microbatches out one at a time.",
 )
-def wrong_not_orthonormal(gradient, residue, q, axis):
-    matrix = gradient + residue
-    p = all_reduce(matrix @ q, axis)
-    q = all_reduce(matrix.T @ p, axis)
-    average = p @ q.T / axis.size
-    return average, matrix - average, q
+def wrong_rest_to_the_fastest(own_seconds, num_microbatches, axis):
+    """Rounded to the nearest, and the fastest takes what remains."""
+    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
+    return _nearest(seconds, num_microbatches)
 
 
 @fails(
-    "first_step",
-    "P is not orthonormal: torch.linalg.qr(p).Q, after the sum.",
+    "result",
+    "One share came back: return the list of all.",
 )
-def wrong_orthonormal_before_the_sum(gradient, residue, q, axis):
-    """A sum of orthonormal matrices is not one."""
-    matrix = gradient + residue
-    p = all_reduce(torch.linalg.qr(matrix @ q).Q, axis)
-    q = all_reduce(matrix.T @ p, axis)
-    average = p @ q.T / axis.size
-    return average, matrix - average, q
-
-
-@fails(
-    "first_step",
-    "Exactly n times the average: divide by axis.size.",
-)
-def wrong_a_sum(gradient, residue, q, axis):
-    average, residue, q = solution(gradient, residue, q, axis)
-    return average * axis.size, residue, q
-
-
-@fails(
-    "later_steps",
-    "No feedback: add the residue to the gradient before anything else.",
-)
-def wrong_no_feedback(gradient, residue, q, axis):
-    return solution(gradient, torch.zeros_like(residue), q, axis)
-
-
-@fails(
-    "later_steps",
-    "The residue forgets the one before: it is gradient + residue, less what was sent.",
-)
-def wrong_keeps_the_last_rest_only(gradient, residue, q, axis):
-    average, _, q = solution(gradient, residue, q, axis)
-    return average, gradient - average, q
-
-
-@fails(
-    "later_steps",
-    "Every step starts from the first Q: return the new one, it is the better start.",
-)
-def wrong_cold_start(gradient, residue, q, axis):
-    average, residue, _ = solution(gradient, residue, q, axis)
-    return average, residue, q
+def wrong_only_its_own_share(own_seconds, num_microbatches, axis):
+    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
+    return _deal(seconds, num_microbatches)[axis.rank]
 
 
 @fails(
     "traffic",
-    "The whole matrix travels: send the thin products, all_reduce(matrix @ q).",
+    "Two numbers per rank are sent: one is enough.",
 )
-def wrong_sends_the_matrix(gradient, residue, q, axis):
-    matrix = gradient + residue
-    mean = all_reduce(matrix, axis, "avg")
-    p = torch.linalg.qr(mean @ q).Q
-    q = mean.T @ p
-    return p @ q.T, matrix - p @ q.T, q
+def wrong_tells_everything_twice(own_seconds, num_microbatches, axis):
+    both = torch.tensor([own_seconds, 1 / own_seconds], dtype=torch.float64)
+    seconds = all_gather(both, axis)[::2].tolist()
+    return _deal(seconds, num_microbatches)
+
+
+@fails(
+    "result",
+    "Proportional shares, rounded, are not always best: deal microbatches out one at a time.",
+)
+def wrong_only_rounds(own_seconds, num_microbatches, axis):
+    """Rounded to the nearest; their sum may not even be right."""
+    speeds = 1 / all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis)
+    return (speeds / speeds.sum() * num_microbatches).round().int().tolist()
