@@ -1,7 +1,5 @@
 """Problems from real clusters, for notebook 11: expert parallelism."""
 
-import math
-
 from minipar.lab.problems import problem
 from minipar.model.llama import PRESETS
 from minipar.model.moe import MoEConfig
@@ -54,21 +52,24 @@ def mixtral():
 
 
 @problem(
-    "Seats of an expert in Switch",
-    unit="tokens",
+    "Empty seats in Switch",
+    unit="% of the seats",
     source="[Fedus et al. 2021](https://arxiv.org/abs/2101.03961), section 2.2 and table 1",
-    hint="What would be its even share?",
+    hint="Take the even share as 1. How many seats has an expert, and how many of them are taken?",
     slips={
-        "That is the even share: there is a quarter more room.": 2**20 / 128,
+        "That is the share of tokens that are dropped.": 100 * 0.5 * 0.35,
+        "Of the seats: there are 1.25 for each token.": 100 * (1.25 - 0.825),
+        "A full expert has 1.25 times its even share, and no more.": 100 * (1.25 - 1) / 1.25,
     },
-    within=0,
-    lesson="What comes beyond is dropped: the layer passes it on unchanged.",
+    lesson="Empty seats are computed all the same. And the full experts drop 17.5 % of the tokens.",
 )
-def capacity():
-    """Switch Transformers train on 2^20 tokens per batch; each goes to one of 128 experts, and
-    an expert has room for 1.25 times its even share. How many tokens of a batch can one expert
-    take, over all devices?"""
-    return math.ceil(1.25 * 2**20 / 128)
+def empty_seats():
+    """In Switch Transformers each token goes to one of 128 experts, and an expert has seats for
+    1.25 times its even share of the tokens. Say that one half of the experts are chosen for 1.6
+    times their even share, and the other half for 0.4 times. How many per cent of all seats stay
+    empty?"""
+    taken = (min(1.6, 1.25) + min(0.4, 1.25)) / 2
+    return 100 * (1.25 - taken) / 1.25
 
 
 @problem(
@@ -98,16 +99,19 @@ def bytes_between_nodes():
 
 @problem(
     "Multiprocessors that only talk",
-    unit="% less computing",
-    source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 3.2.2",
-    hint="It is one ratio.",
+    unit="% less time",
+    source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), sections 3.2.1 and 3.2.2",
+    hint="How long do the multiprocessors that are left compute? How long was the step before?",
     slips={
-        "Of all 132, not of the 112 that are left.": 100 * 20 / 112,
+        "The 112 that are left compute longer.": 50.0,
+        "That is how many more steps fit into an hour. Asked is the time of one.": 100
+        * (2 * 112 / 132 - 1),
+        "Before, communication came on top of computing.": 100 * 20 / 132,
     },
     lesson="The report asks makers of GPUs for a unit that does this instead.",
 )
 def multiprocessors_that_talk():
-    """To move tokens between nodes and GPUs, DeepSeek-V3 sets 20 of an H800's 132
-    multiprocessors aside: they compute nothing. How much of the GPU's computing is given up
-    while they do?"""
-    return 100 * 20 / 132
+    """In a layer of DeepSeek-V3, communication takes about as long as computing, if one follows
+    the other. To hide it, 20 of an H800's 132 multiprocessors only move tokens. The other 112
+    compute all the time. How much less time does a layer take, if all communication is hidden?"""
+    return 100 * (1 - 132 / 112 / 2)

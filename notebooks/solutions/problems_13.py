@@ -55,18 +55,26 @@ def mfu_of_deepseek():
 
 
 @problem(
-    "And in days",
-    unit="days",
-    source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), table 1",
-    hint="All GPUs count their hours at the same time.",
+    "Tokens per second and GPU",
+    unit="times as many tokens",
+    source=(
+        "[DeepSeek-V3](https://arxiv.org/abs/2412.19437), table 1 and section 1; "
+        "[Llama 3](https://arxiv.org/abs/2407.21783), table 4"
+    ),
+    hint="Tokens over GPUs and seconds, for each of the two. An hour has 3,600 seconds.",
     slips={
-        "That is in hours.": 2.664e6 / 2048,
+        "That is the ratio of the parameters that a token passes.": 405 / 37,
+        "That is DeepSeek-V3's number alone.": 14.8e12 / (2.664e6 * 3600),
     },
-    lesson="The report speaks of less than two months.",
+    within=0.03,
+    lesson="A token passes 37 billion parameters there and 405 billion here: 11 times as many.",
 )
-def days_of_deepseek():
-    """Pre-training took 2,664,000 GPU hours on 2,048 GPUs. How many days is that?"""
-    return 2.664e6 / 2048 / 24
+def tokens_per_second():
+    """DeepSeek-V3 was pre-trained on 14.8 trillion tokens in 2,664,000 GPU hours. Llama 3 405B
+    trains 2^24 tokens in a step of 6.7 seconds, on 16,384 GPUs. How many times as many tokens
+    per second does one GPU train for DeepSeek-V3 as one GPU for Llama 3?"""
+    deepseek = 14.8e12 / (2.664e6 * 3600)
+    return deepseek / (2**24 / 16_384 / 6.7)
 
 
 @problem(

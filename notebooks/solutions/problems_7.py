@@ -93,21 +93,29 @@ def across_nodes():
 
 
 @problem(
-    "The logits of Llama 3",
-    unit="GB per GPU",
-    source="[Llama 3](https://arxiv.org/abs/2407.21783), tables 3 and 4",
-    hint="One number per token and word. Which axis is cut?",
+    "A loss without logits in one place",
+    unit="times fewer bytes",
+    source=(
+        "[Megatron-LM](https://arxiv.org/abs/1909.08053), section 3; "
+        "[Llama 3](https://arxiv.org/abs/2407.21783), table 3"
+    ),
+    hint=(
+        "Per token: what does a rank send in an all-gather of all words, and what in three "
+        "all-reduces of one number?"
+    ),
     slips={
-        "That is all of them: each of 8 ranks has an eighth.": 8192 * 128_256 * 4 / 1e9,
-        "float32 takes 4 bytes.": 8192 * 128_256 * 2 / 8e9,
+        "An all-reduce sends twice what an all-gather sends.": 128_256 * 2 / (3 * 4),
+        "There are three numbers: maximum, sum, and the target's logit.": 128_256 * 2 / (2 * 2 * 4),
     },
-    lesson="Their gradient is as large again, and in one piece all of it would be 4.2 GB.",
+    lesson="In float32, the logits of one sequence of 8,192 tokens would also be 4.2 GB.",
 )
-def logits():
-    """Llama 3 has a vocabulary of 128,256 words (the report says 128K). A microbatch is one
-    sequence of 8,192 tokens, and the head is cut over 8 tensor-parallel ranks, along the
-    vocabulary. How large are the logits on each GPU in float32? Nothing is gathered."""
-    return 8192 * 128_256 * 4 / 8 / 1e9
+def loss_by_words():
+    """Llama 3 has a vocabulary of 128,256 words, and 8 tensor-parallel ranks cut the head along
+    the words. For the loss, the ranks could all-gather the logits in bf16. Or they all-reduce
+    three float32 numbers per token: the largest logit, the sum of the exponentials, and the logit
+    of the target. How many times fewer bytes does a rank send in the second way?"""
+    gathered = wire_bytes("all_gather", 2 * 128_256, 8)
+    return gathered / (3 * wire_bytes("all_reduce", 4, 8))
 
 
 @problem(
