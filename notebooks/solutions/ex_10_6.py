@@ -154,7 +154,9 @@ def solution(row, stage, microbatches, axis):
     return losses
 
 
-def _run(row, stage, microbatches, axis, *, talk=True, share=None, keep=False, wait=False):
+def _run(
+    row, stage, microbatches, axis, *, talk=True, share=None, keep=False, wait=False, leaf=True
+):
     """The solution, with one of its habits changed."""
     first, last = axis.rank == 0, axis.rank == axis.size - 1
     batch, tokens = microbatches[0][:, 1:].shape
@@ -175,7 +177,7 @@ def _run(row, stage, microbatches, axis, *, talk=True, share=None, keep=False, w
         kind, i = re.fullmatch(r"\d+([FB])(\d+)", action).groups()
         rows = microbatches[int(i)]
         if kind == "F":
-            inputs[i] = rows[:, :-1] if first else take(axis.rank - 1).requires_grad_()
+            inputs[i] = rows[:, :-1] if first else take(axis.rank - 1).requires_grad_(leaf)
             outputs[i] = out = stage(inputs[i])
             if last:
                 outputs[i] = token_loss(out, rows[:, 1:]) / num_targets
@@ -241,6 +243,14 @@ def wrong_all_forwards_first(row, stage, microbatches, axis):
 )
 def wrong_waits_for_each_send(row, stage, microbatches, axis):
     return _run(row, stage, microbatches, axis, wait=True)
+
+
+@fails(
+    "run",
+    "What arrives has no gradient yet: call requires_grad_() before the stage computes with it.",
+)
+def wrong_asks_for_no_gradient(row, stage, microbatches, axis):
+    return _run(row, stage, microbatches, axis, leaf=False)
 
 
 @fails(

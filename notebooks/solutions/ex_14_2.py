@@ -176,6 +176,14 @@ def wrong_returns_the_processes(hosts, tp):
 
 
 @fails(
+    "nodes",
+    "That is which process each rank is. Asked is which rank each process gets: the inverse.",
+)
+def wrong_returns_the_processes_by_name(hosts, tp):
+    return sorted(range(len(hosts)), key=lambda process: hosts[process])
+
+
+@fails(
     "numbers",
     "Numbers within each host: add those of the hosts before.",
 )

@@ -158,6 +158,17 @@ def wrong_takes_the_fewest_calls(memories):
     return {r: "did not come" for r, n in enumerate(last) if n == min(last) < max(last)}
 
 
+@fails("quiet", "A rank with a call fewer may wait like the others: look at calls that are open.")
+def wrong_compares_launched_calls(memories):
+    last = [calls[-1][0] for calls in memories]
+    waits = [not calls[-1][2] for calls in memories]
+    return {
+        rank: "is behind" if waits[rank] else "did not come"
+        for rank, n in enumerate(last)
+        if n < max(last)
+    }
+
+
 @fails("victims", "Ranks that wait in the oldest open call may be victims: has another ended it?")
 def wrong_blames_the_oldest_open_call(memories):
     still = [min((n for n, _, ended in calls if not ended), default=None) for calls in memories]

@@ -86,11 +86,19 @@ def wrong_drops_the_rest(tensor, across, inside):
 
 @fails(
     "run",
-    "It is padded for the ranks across: the ranks inside are those that cut it.",
+    "The ranks inside cut the tensor: pad it to a multiple of their number.",
 )
 def wrong_pads_for_the_other_axis(tensor, across, inside):
     mine = reduce_scatter(_padded(tensor, across), inside)
     return all_gather(all_reduce(mine, across), inside)[: len(tensor)]
+
+
+@fails(
+    "run",
+    "The ranks inside cut the tensor: pad it to a multiple of their number.",
+)
+def wrong_does_not_pad(tensor, across, inside):
+    return all_gather(all_reduce(reduce_scatter(tensor, inside), across), inside)
 
 
 @fails(
