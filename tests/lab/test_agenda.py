@@ -18,7 +18,20 @@ ALONE = {
     name: int(re.search(rf"\]\({name}\.ipynb\) \|.*\| (\d+) \| \d+ \|", PAGE)[1])
     for name in NOTEBOOKS
 }
-ASIDE = {"02b_algorithms", "06b_host_and_budget", "10b_zero_bubble", "16_problems"}
+ASIDE = {
+    "02b_algorithms",
+    "03b_buckets",
+    "05b_eight_bits",
+    "06b_when_is_it_free",
+    "06c_host_and_budget",
+    "07b_two_links",
+    "09b_long_texts",
+    "10b_zero_bubble",
+    "11b_more_on_experts",
+    "12b_saved_late_or_dead",
+    "13b_layouts_and_predictions",
+    "16_problems",
+}
 LINK = re.compile(r"(from |up to )?\[[^\]]*\]\((\d\d\w+)\.ipynb(?:#([^)]*))?\)")
 ROW = re.compile(r"^\| (\d+):(\d\d) \| (\d+) \| (.*) \|$", re.M)
 TABLES = re.findall(
