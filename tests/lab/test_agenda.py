@@ -93,8 +93,8 @@ def minutes_of(name: str, start: str, end: str) -> int:
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_minutes_alone_are_honest(name):
-    """The page and the first cell say what reading, code, figures and guesses take."""
-    assert abs(ALONE[name] - minutes_alone(NOTEBOOKS[name])) <= 5
+    """The page and the first cell say what reading, code, figures and guesses take: at most 75."""
+    assert abs(ALONE[name] - minutes_alone(NOTEBOOKS[name])) <= 5 and ALONE[name] <= 75
     said = re.findall(r"about (\d+) minutes", NOTEBOOKS[name].cells[0].source, re.I)
     assert not said or int(said[0]) == ALONE[name]
 
