@@ -6,9 +6,7 @@ environment, also when its parent is gone.
 """
 
 import os
-import re
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -16,7 +14,6 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
 
 from minipar.lab import publish
 from tests.elsewhere import PYTEST, environment
@@ -94,75 +91,3 @@ def test_a_notebook_is_published(path):
     before = nbformat.writes(notebook)
     publish.normalise(notebook, ROOT)
     assert nbformat.writes(notebook) == before, "not normalised: run `make notebooks`"
-
-
-# ---------------------------------------------------------------------- the test of the test
-START = "from minipar.lab.cells import Ranks\nranks = Ranks(2)"
-GOOD = "%%ranks\nx = torch.ones(1)\ndist.all_reduce(x)\nprint('took 3 ms')\nx"
-OOPS = "%%ranks\nif rank == 1: raise ValueError('oops')\ndist.barrier()"
-
-
-def written(folder: Path, *cells: str, tags: tuple[str, ...] = ()) -> Path:
-    """Write a notebook of these cells, executed; `tags` are those of the last one."""
-    path = folder / "throwaway.ipynb"
-    made = [new_code_cell(cell) for cell in cells]
-    made[-1].metadata["tags"] = list(tags)
-    nbformat.write(new_notebook(cells=made), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    """A notebook that starts ranks, uses them, and survives an error that it expects."""
-    path = written(tmp_path_factory.mktemp("nb"), START, GOOD, OOPS, tags=("raises-exception",))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-        assert publish.publish(path) == []
-    return path
-
-
-@pytest.mark.exhaustive  # our own notebooks are such
-@pytest.mark.timeout(300)
-def test_a_good_notebook_passes_three_times_in_a_row(good):
-    for _ in range(3):
-        passed, report, left = run(good)
-        assert passed, report
-        assert not left
-
-
-def edited(good: Path, folder: Path, number: int, source: str) -> Path:
-    """Write the good notebook with the source of one cell exchanged, outputs as they were."""
-    notebook = nbformat.read(good, as_version=4)
-    notebook.cells[number].source = source
-    notebook.cells[-1].metadata = {"tags": []} if number == 2 else notebook.cells[-1].metadata
-    path = folder / "throwaway.ipynb"
-    nbformat.write(notebook, path)
-    return path
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("number", "source", "says"),
-    [
-        (1, GOOD.replace("ones(1)", "zeros(1)"), r"tensor\(\[2\.\]\)"),  # shows something else
-        pytest.param(1, OOPS, "oops", marks=pytest.mark.exhaustive),  # fails
-        (2, "%%ranks\nwhile True: pass", "imeout|Interrupt"),  # hangs
-    ],
-    ids=["other output", "error", "hang"],
-)
-def test_a_bad_notebook_fails_and_leaves_nothing_behind(good, tmp_path, number, source, says):
-    """A runner that swallows what the ranks raise, or waits for ever, would fail here."""
-    patience = 10 if "while" in source else 120
-    passed, report, left = run(edited(good, tmp_path, number, source), cell_timeout=patience)
-    assert not passed and re.search(says, report), report
-    assert not left
-
-
-def test_what_is_left_over_is_found():
-    """Otherwise "nothing left" would always be true: a process that outlives its parent is seen."""
-    mark = uuid.uuid4().hex
-    child = "[sys.executable, '-c', 'import time; time.sleep(60)']"
-    parent = f"import subprocess, sys; subprocess.Popen({child})"
-    subprocess.run([sys.executable, "-c", parent], env={**os.environ, MARK: mark}, check=True)
-    assert len(left_over(mark, patience=0.5)) == 1
-    assert left_over(mark, patience=2.0) == []
