@@ -80,7 +80,7 @@ class TimedOut(TimeoutError):
 class Watched(launch.Ranks):
     """Ranks that are stopped, within seconds, when all that are left wait in vain.
 
-    Each rank must have called `shell.watch`. The options are those of `minipar.ranks.launch.Ranks`.
+    The options are those of `minipar.ranks.launch.Ranks`.
     """
 
     def __init__(
@@ -89,6 +89,10 @@ class Watched(launch.Ranks):
         self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
         self._num_done, self._listener = 0, sink
         super().__init__(size, sink=self._note, **options)
+
+    def _start(self) -> None:
+        super()._start()
+        launch.Ranks.run_each(self, shell.watch, [()] * self.size)
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
         """Run as `launch.Ranks` does."""

@@ -56,7 +56,7 @@ from IPython.display import Code, display
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
-from minipar.lab import cells, shell, slips
+from minipar.lab import cells, slips
 from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent
 from minipar.lab.shell import Source, call_from, code_of
 from minipar.ranks import worker
@@ -285,9 +285,7 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     calls = [(answer, asked.run, source, sizes, mine) for mine in given]
     calls += [(answer, asked.run, source, sizes, ())] * (ranks.size - size)
     with ranks.lock:
-        watched = isinstance(ranks, cells.Watched)
-        # It takes long, once, on a busy host.
-        ranks.run_each(_import, [(asked.run, watched)] * ranks.size)
+        ranks.run_each(_import, [(asked.run,)] * ranks.size)  # long, once, on a busy host
         before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
         try:
             answers = ranks.run_each(_play, calls)[:size]
@@ -308,10 +306,8 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     return Case(size, given, [*results], [*sent])
 
 
-def _import(run: Callable, watched: bool) -> None:
-    """Get ready: a rank that has unpacked this call has imported the modules of exercises."""
-    if watched:
-        shell.watch()
+def _import(run: Callable) -> None:
+    """Do nothing: a rank that has unpacked this call has imported the modules of exercises."""
 
 
 def _only_raises(answer: Callable, error: str) -> bool:

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from itertools import zip_longest
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -148,12 +147,10 @@ def _shell() -> RankShell:
         from minipar.lab import draw
 
         draw.register()  # meshes and timelines draw themselves here too
-        watch()
     return RankShell.instance()
 
 
 # ---------------------------------------------------------------------- who waits for whom
-@cache
 def watch() -> None:
     """Begin to tell the notebook, about twice a second, where this rank waits in vain, if it does.
 
