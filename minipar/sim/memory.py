@@ -101,35 +101,6 @@ def model_state(
 
 
 # ------------------------------------------------------------------------------------ activations
-def activation_bytes(
-    batch: int,
-    seq_len: int,
-    width: int,
-    num_heads: int,
-    *,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-) -> float:
-    """Return the bytes that backward needs of one GPT layer, kept in half precision.
-
-    For F = 4 D and dropout masks of one byte: T B D (34 + 5 H T / D) bytes. Tensor parallelism cuts
-    24 of the 34 and all of attention's T x T matrices; sequence parallelism cuts the other 10 as
-    well. `recompute="selective"` keeps nothing of these matrices (as flash attention does not),
-    "full" keeps the layer's input only: 2 T B D.
-
-    Source: Korthikanti et al. 2022, equations 1 to 4 and table 2. Raises `ValueError` for an
-    unknown `recompute`.
-    """
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute={recompute!r}: use none, selective or full")
-    whole = batch * seq_len * width
-    if recompute == "full":
-        return 2 * whole / (tp if sequence_parallel else 1)
-    attention = 0.0 if recompute == "selective" else 5 * num_heads * seq_len / width
-    return whole * (10 / (tp if sequence_parallel else 1) + (24 + attention) / tp)
-
-
 def llama_activations(
     config: LlamaConfig,
     num_tokens: float,
@@ -144,8 +115,9 @@ def llama_activations(
 ) -> dict[str, float]:
     """Return the bytes that backward needs of one Llama layer, by part, for so many tokens.
 
-    As the paper's table 2, for other layers: no dropout, no stored T x T matrix (SDPA), G key/value
-    heads for H query heads, and a gated hidden layer. In numbers per token, on a rank:
+    A layer of a GPT keeps T B D (34 + 5 H T / D) bytes, by table 2 of the paper. A Llama differs: no
+    dropout, no stored T x T matrix (SDPA), G key/value heads for H query heads, and a gated hidden
+    layer. In numbers per token, on a rank:
 
         norms      4 D                their inputs and results: what the matrices multiply
         attention  (2 H + 2 G) K / tp      q, k, v and the result; at least one head of k and v

@@ -1,7 +1,6 @@
 """Problems from real clusters, for notebook 08: sequence parallelism."""
 
 from minipar.lab.problems import problem
-from minipar.sim.memory import activation_bytes
 
 
 @problem(
@@ -19,7 +18,7 @@ def a_layer_of_gpt_3():
     """GPT-3 has a width of 12,288 and 96 heads. For its backward, a layer keeps T D (34 + 5 H T
     / D) bytes of a sequence of T tokens in 16 bits: the second term is the T x T matrices of
     attention. How much does a layer keep of one sequence of 2,048 tokens on a single device?"""
-    return activation_bytes(1, 2048, 12_288, 96) / 1e9
+    return 2048 * 12_288 * (34 + 5 * 96 * 2048 / 12_288) / 1e9
 
 
 @problem(
@@ -41,7 +40,7 @@ def on_eight_ranks():
     """The same layer with tensor parallelism over 8 ranks, without sequence parallelism: of the
     34 bytes, 24 are cut, and so are all of attention's 80; norms, dropouts and inputs (10
     bytes) stay whole. How much does a GPU keep of this layer?"""
-    return activation_bytes(1, 2048, 12_288, 96, tp=8) / 1e9
+    return 2048 * 12_288 * (10 + (24 + 80) / 8) / 1e9
 
 
 @problem(
@@ -61,9 +60,7 @@ def five_times_less():
     """Now with sequence parallelism, which cuts the 10 bytes as well, and with selective
     recomputation, which keeps nothing of attention's T x T matrices. What is left of the 0.579
     GB of the last problem?"""
-    before = activation_bytes(1, 2048, 12_288, 96, tp=8)
-    now = activation_bytes(1, 2048, 12_288, 96, tp=8, sequence_parallel=True, recompute="selective")
-    return 100 * now / before
+    return 100 * (34 / 8) / (10 + (24 + 80) / 8)
 
 
 @problem(

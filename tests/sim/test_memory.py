@@ -15,12 +15,9 @@ from minipar.sim.memory import (
     MIXED_ADAM,
     STATE,
     STRATEGIES,
-    activation_bytes,
     llama_activations,
     model_state,
 )
-
-GIB = 2**30
 
 
 # ZeRO (arXiv 1910.02054), figure 1: 7.5B parameters on 64 ranks, mixed-precision Adam, in GB.
@@ -66,24 +63,6 @@ def test_every_rung_of_the_ladder_holds_less(size):
     totals = [model_state(1e9, size, s, MIXED_ADAM).device_bytes for s in STRATEGIES]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
     assert len({model_state(1e9, 1, s, MIXED_ADAM).device_bytes for s in STRATEGIES}) == 1
-
-
-# Korthikanti et al. (arXiv 2205.05198): for GPT-3, 5 H T / D = 80; figure 1: 175B, T=2048, tp=8,
-# 96 layers interleaved 3 times over 8 stages, sequence parallel and selective: 12.35 GiB on the
-# first stage, which holds the activations of 96 (1 + 7/24) layers.
-def test_activations_equal_the_published_ones():
-    assert activation_bytes(1, 2048, 12288, 96) == 2048 * 12288 * (34 + 80)
-    layer = activation_bytes(
-        1, 2048, 12288, 96, tp=8, sequence_parallel=True, recompute="selective"
-    )
-    assert 96 * (1 + 7 / 24) * layer / GIB == pytest.approx(12.35, abs=0.005)
-
-
-def test_activations_under_tensor_parallelism_keep_ten_parts_whole():
-    """Table 2: T B D (10 + 24/t + 5 H T / (D t)) without sequence parallelism."""
-    layer = activation_bytes(2, 128, 64, 4, tp=4)
-    assert layer == 2 * 128 * 64 * (10 + 24 / 4 + 5 * 4 * 128 / (64 * 4))
-    assert activation_bytes(2, 128, 64, 4, recompute="full") == 2 * 2 * 128 * 64
 
 
 MODES = [{}, {"sequence": True}, {"sequence": True, "overlap": True}]
@@ -145,9 +124,8 @@ def test_activations_of_a_llama_are_the_papers_where_layers_agree(tp, sequence):
     two bytes, outside of the matrices. Mutants: K left out, a part divided that is whole."""
     config = LlamaConfig(256, 64, 128, num_layers=1, num_heads=4, num_kv_heads=4)
     ours = llama_activations(config, 96, tp=tp, sequence=sequence, overlap=sequence)
-    options = {"tp": tp, "sequence_parallel": sequence, "recompute": "selective"}
-    masks = 2 * 96 * 64 / (tp if sequence else 1)
-    assert sum(ours.values()) == activation_bytes(1, 96, 64, 4, **options) - masks
+    whole = 10 / (tp if sequence else 1)  # table 2 of the paper, without attention's T x T matrices
+    assert sum(ours.values()) == 96 * 64 * (0.8 * whole + 24 / tp)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +133,6 @@ def test_activations_of_a_llama_are_the_papers_where_layers_agree(tp, sequence):
     [
         (lambda: model_state(1e6, offload=["weights"]), "use parameters, gradients, optimizer"),
         (lambda: model_state(1e6, strategy="zero4"), "not in tuple"),
-        (lambda: activation_bytes(2, 128, 64, 4, recompute="some"), "none, selective or full"),
         (lambda: llama_activations(PRESETS["tiny"], 1, overlap=True), "set both"),
     ],
 )
