@@ -115,9 +115,9 @@ def llama_activations(
 ) -> dict[str, float]:
     """Return the bytes that backward needs of one Llama layer, by part, for so many tokens.
 
-    A layer of a GPT keeps T B D (34 + 5 H T / D) bytes, by table 2 of the paper. A Llama differs: no
-    dropout, no stored T x T matrix (SDPA), G key/value heads for H query heads, and a gated hidden
-    layer. In numbers per token, on a rank:
+    A layer of a GPT keeps T B D (34 + 5 H T / D) bytes, by table 2 of the paper. A Llama differs:
+    no dropout, no stored T x T matrix (SDPA), G key/value heads for H query heads, and a gated
+    hidden layer. In numbers per token, on a rank:
 
         norms      4 D                their inputs and results: what the matrices multiply
         attention  (2 H + 2 G) K / tp      q, k, v and the result; at least one head of k and v
