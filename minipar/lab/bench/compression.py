@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,10 +149,10 @@ def run(config: CompressionConfig, names: Sequence[str] = tuple(METHODS)) -> lis
     link.parse(config.link)  # an error now, and not on the ranks
     learned: dict[str, list[Learned]] = {}
     with race.pool(RANKS, config.link) as ranks:
-        for name in names:
-            learned[name] = [ranks.run(learn, config, name, s)[0] for s in range(config.seeds)]
-            loss = statistics.mean(one.validation for one in learned[name])
-            print(f"{name}: loss {loss:.3f} after {config.steps} steps", flush=True)
+        for seed, name in product(range(config.seeds), names):  # in turns: all, then all again
+            one = ranks.run(learn, config, name, seed)[0]
+            learned.setdefault(name, []).append(one)
+            print(f"{name}: loss {one.validation:.3f} after {config.steps} steps", flush=True)
     rows = [row(config, name, learned) for name in names]
     print("\n" + table(rows))
     race.save(rows, config.json)
