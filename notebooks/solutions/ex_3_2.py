@@ -142,7 +142,7 @@ def wrong_one_call_per_parameter(model, axis, capacity):
 
 @fails(
     "buckets",
-    "One call for everything: begin a new bucket where the next would not fit.",
+    "One call for everything: begin a new bucket where the next would not fit (count bytes).",
 )
 def wrong_one_call_for_everything(model, axis, capacity):
     _reduce([p for p in model.parameters() if p.grad is not None], axis)
