@@ -60,7 +60,7 @@ def a_link_for_resnet():
 )
 def days_of_tinyllama():
     """TinyLlama, a Llama of 1.1 billion parameters, learnt from 3 trillion tokens on 16 GPUs
-    (A100 of 40 GB), each of which took in 24,000 tokens per second. How many days is that?"""
+    (A100 of 40 GB). Each GPU took in 24,000 tokens per second. How many days did this take?"""
     return 3e12 / (16 * 24_000) / 86_400
 
 
@@ -76,9 +76,9 @@ def days_of_tinyllama():
     lesson="The report says 83 % utilisation. With all ranks in one country it was 96 %.",
 )
 def a_meeting_across_the_world():
-    """INTELLECT-1 was trained on three continents. All ranks computed for 38 minutes, then met
-    in one all-reduce, which took 469 seconds on the median, and computed again. What share of
-    the time did they spend in the all-reduce?"""
+    """INTELLECT-1 was trained on three continents. All ranks computed for 38 minutes. Then they
+    met in one all-reduce, which took 469 seconds (the median), and computed again. What share
+    of the time did the ranks spend in the all-reduce?"""
     return 100 * 469 / (38 * 60 + 469)
 
 

@@ -46,7 +46,7 @@ def parameters_in_experts():
 def mixtral():
     """Mixtral 8x7B has 32 layers of width 4,096 with 8 experts (SwiGLUs with a hidden layer of
     14,336), 32 heads of queries and 8 of keys and values (128 numbers each), and two tables of
-    32,000 words. Each token goes to 2 experts. How many parameters does it pass, tables
+    32,000 words. Each token goes to 2 experts. How many parameters does a token use, tables
     included?"""
     return PRESETS["mixtral-8x7b"].num_active_parameters / 1e9
 

@@ -48,8 +48,8 @@ def step_of_405b():
 )
 def mfu_of_deepseek():
     """DeepSeek-V3 needs 180,000 GPU hours of H800s (989 TFLOP/s in bf16, as an H100) for each
-    trillion tokens, of which each passes 37 billion parameters. What share of the bf16 peak is
-    that, at 6 FLOPs per parameter and token, with attention left out?"""
+    trillion tokens. Each token uses 37 billion parameters. What share of the bf16 peak is this,
+    at 6 FLOPs per parameter and token, with attention left out?"""
     peak = load("h100-ndr").device.peak["bf16"]
     return 100 * 6 * 37e9 * 1e12 / (180e3 * 3600 * peak)
 

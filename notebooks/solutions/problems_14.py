@@ -78,8 +78,8 @@ def longer_than_opt():
     lesson="To notice, to find the cause, to restart, and to compute again what was not saved.",
 )
 def minutes_lost():
-    """Llama 3 trained for more than 90 % of 54 days, despite 466 interruptions. How many minutes
-    was one allowed to cost at most, on average, if nothing else had cost any time?"""
+    """Llama 3 trained for more than 90 % of 54 days, despite 466 interruptions. How many
+    minutes could one interruption cost at most, on average, if nothing else cost any time?"""
     return 0.1 * LLAMA_3_DAYS * 24 * 60 / 466
 
 

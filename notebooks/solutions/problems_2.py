@@ -42,9 +42,10 @@ def bus_bandwidth():
     lesson="Measured: 480 against 367 GB/s of bus bandwidth, 1.31 times.",
 )
 def reduced_by_the_switch():
-    """With NVLink SHARP, the switch adds: each rank hands its N bytes to the switch, gets the
-    sums of one n-th of them, and sends these once more, to be spread: N (n+1)/n bytes, where a
-    ring sends 2 N (n-1)/n. On 8 ranks, how much faster would an all-reduce be for that?"""
+    """With NVLink SHARP, the switch adds. Each rank sends its N bytes to the switch, and gets
+    the sums of one n-th of them. Then it sends these sums once more, and the switch spreads
+    them. So a rank sends N (n+1)/n bytes; in a ring it sends 2 N (n-1)/n. On 8 ranks, how many
+    times as fast would an all-reduce be?"""
     ring = wire_bytes("all_reduce", 8, 8) / 8
     return ring / (9 / 8)
 
@@ -112,6 +113,6 @@ def two_dimensions():
 )
 def between_two_pods():
     """PaLM 540B was trained on two pods of 768 hosts. Once per step, each host exchanges about
-    1.3 GB of gradients with its partner in the other pod. If that is to take 0.1 s, how much do
-    all hosts of one pod send together, in terabits per second?"""
+    1.3 GB of gradients with its partner in the other pod. This exchange must take 0.1 s. How
+    much do all hosts of one pod send together, in terabits per second?"""
     return 768 * 1.3e9 * 8 / 0.1 / 1e12

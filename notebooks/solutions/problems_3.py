@@ -61,8 +61,8 @@ def ethernet_between_servers():
     lesson=("Once per step, and a step took more than a minute and a half: no need to hide it."),
 )
 def gradients_of_bloom():
-    """BLOOM's 176.25 billion parameters were cut over 48 GPUs, and there were 8 replicas. At
-    the end of a step, the 8 GPUs that have the same part of the model, each in another node,
+    """BLOOM's 176.25 billion parameters were cut over 48 GPUs, and there were 8 replicas. The 8
+    GPUs with the same part of the model are in eight different nodes. At the end of a step they
     all-reduce their gradients, in bf16. A node's 8 GPUs share 400 Gbit/s. How many seconds does
     it take in rings, if nothing hides it?"""
     gradients = 2 * 176.25e9 / 48

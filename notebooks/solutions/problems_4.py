@@ -38,8 +38,8 @@ def deep_gradient_compression():
 )
 def one_bit_adam():
     """1-bit Adam sends fp16 gradients during the first 15 % of the steps, until Adam's variance
-    has settled, and one bit per number for the rest. How many times fewer bytes than fp16
-    throughout is that over the whole training?"""
+    has settled, and one bit per number for the rest. Over the whole training, how many times
+    fewer bytes is this than fp16 in every step?"""
     warm_up = 0.15
     return 1 / (warm_up + (1 - warm_up) / 16)
 

@@ -22,8 +22,8 @@ from minipar.sim.memory import Recipe, model_state
 def six_bytes():
     """FP8-LM keeps, for each parameter, a master weight in fp16, a gradient in fp8, and of
     Adam's moments the first in fp8 and the second in fp16. How much do these take for GPT-3's
-    175 billion parameters, over all GPUs? (The copies of weights that are multiplied are not
-    counted.)"""
+    175 billion parameters, over all GPUs? (Do not count the copies of the weights that the
+    matmuls use.)"""
     recipe = Recipe("FP8-LM", parameters=2, gradients=1, optimizer=1 + 2)
     return model_state(175e9, recipe=recipe).device_bytes / 1e9
 
@@ -44,9 +44,8 @@ def six_bytes():
     lesson="Messages in fp8 helped as well, so it was somewhat less.",
 )
 def share_of_products():
-    """FP8-LM trained GPT-3 1.75 times as fast as bf16 did. Suppose that matrix products ran
-    twice as fast, and nothing else changed. What share of the bf16 step must have been
-    products?"""
+    """FP8-LM trained GPT-3 1.75 times as fast as bf16 did. Suppose that matmuls ran twice as
+    fast, and nothing else changed. What share of the bf16 step must the matmuls have taken?"""
     peak = load("h100-ndr").device.peak
     return 100 * (1 - 1 / 1.75) / (1 - peak["bf16"] / peak["fp8"])
 
@@ -68,7 +67,7 @@ def share_of_products():
 def scales_of_deepseek():
     """DeepSeek-V3 multiplies in FP8, with a scale for each 128 numbers of an activation, so
     that one large number spoils no more than its own tile. Let a scale be a float32. How many
-    per cent more bytes is that than the numbers alone?"""
+    per cent more bytes are numbers and scales than the numbers alone?"""
     return 100 * 4 / 128
 
 
@@ -112,7 +111,7 @@ def smallest_scale():
     ),
 )
 def smallest_update():
-    """BLOOM multiplied in bf16 and kept its weights in float32. Had it kept a weight of 1 in
-    bf16, how large would an update have to be, at least, to change it upwards, in thousandths
-    of the weight? (Rounding is to the nearest.)"""
+    """BLOOM multiplied in bf16 and kept its weights in float32. Suppose that it had kept a
+    weight of 1 in bf16. How large must an update be, at least, to make the weight larger?
+    Answer in thousandths of the weight. (Rounding is to the nearest.)"""
     return 1000 * torch.finfo(torch.bfloat16).eps / 2

@@ -59,9 +59,9 @@ def bytes_of_a_layer():
 )
 def inside_a_node():
     """The same layer and microbatch, forward and backward. Its matrices have 12 D² parameters,
-    each of which costs 6 FLOPs per token; leave attention out. A GPU does an eighth of that, at
-    the 140 TFLOP/s that the paper measured, and sends the bytes of the last problem (352 MB) at
-    300 GB/s. How long is communication, in per cent of computing?"""
+    and each parameter costs 6 FLOPs per token; leave attention out. A GPU does an eighth of
+    that, at the 140 TFLOP/s that the paper measured, and sends the bytes of the last problem
+    (352 MB) at 300 GB/s. How long is communication, in per cent of computing?"""
     communication = 4 * wire_bytes("all_reduce", 2 * 2048 * 12_288, 8) / 300e9
     computing = 6 * 12 * 12_288**2 * 2048 / 8 / 140e12
     return 100 * communication / computing

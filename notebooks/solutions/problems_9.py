@@ -56,10 +56,10 @@ def a_block_that_hides_the_next():
     ),
 )
 def keys_and_values():
-    """Llama 3 405B reads 131,072 tokens on 16 context-parallel ranks, each of which shares its
-    8 heads of keys and values with 8 tensor-parallel ranks: one head of 128 numbers for keys,
-    one for values. How many megabytes of keys and values does a GPU receive in one layer's
-    forward, in bf16?"""
+    """Llama 3 405B reads 131,072 tokens on 16 context-parallel ranks, and each of them shares
+    its 8 heads of keys and values with 8 tensor-parallel ranks: a GPU has one head of 128
+    numbers for keys, and one for values. How many megabytes of keys and values does a GPU
+    receive in one layer's forward, in bf16?"""
     keys_and_values = 131_072 * 2 * 128 * 2
     return wire_bytes("all_gather", keys_and_values, 16) / 1e6
 
@@ -105,7 +105,7 @@ def the_last_rank():
 )
 def share_of_attention():
     """At 8,192 tokens, attention's products are a small part of the FLOPs of Llama 3 405B (126
-    layers of width 16,384; 403.8 billion parameters that multiply). What share are they at
+    layers of width 16,384; 403.8 billion parameters that multiply). What share do they have at
     131,072 tokens, if a kernel skips what the causal mask hides?"""
     total = LLAMA_3_405B.flops_per_token(131_072, causal=True)
     matrices = LLAMA_3_405B.flops_per_token(0)
