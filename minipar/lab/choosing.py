@@ -180,7 +180,10 @@ def panels(
 # ---------------------------------------------------------------------- a procedure for people
 STEPS = {
     "1. Fit one step": (
-        ("Does one GPU hold weights, gradients, optimizer?", "dp: copies (ZeRO 1 at no cost)"),
+        (
+            "Does one GPU hold weights, gradients, optimizer?",
+            "dp: copies (or ZeRO 1, for the same bytes)",
+        ),
         ("No, but all GPUs together do?", "FSDP, and recompute if activations need it"),
         ("Still too large, or too few tokens to hide FSDP?", "tp inside a node, then pp; long: cp"),
     ),
