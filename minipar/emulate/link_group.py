@@ -41,9 +41,10 @@ class Mismatch(RuntimeError):
 class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
-    The wire works for it from `t_start`; `waits` has each moment at which this rank called `wait`.
-    Times are in seconds of `time.monotonic`. `num_bytes` counts what this rank sends, as
-    `collectives.wire_bytes` does; of an uneven all-to-all, the bytes of its own slices for others.
+    The wire works for it from `t_start`. `waits` has the moments at which this rank called `wait`,
+    or asked and heard that it is done; who waits for its future is not seen. Times are in seconds
+    of `time.monotonic`. `num_bytes` counts what this rank sends, as `collectives.wire_bytes` does;
+    of an uneven all-to-all, the bytes of its own slices for others.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class LinkWork(dist.Work):
 
     def is_completed(self) -> bool:
         done = self._done.is_set()
+        if done:
+            self.waits.append(time.monotonic())  # as a loop that asks until it is done
         if done and self._error is None:
             self.result()  # a caller who has seen that it is done may read it
         return done

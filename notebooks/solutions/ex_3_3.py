@@ -253,6 +253,20 @@ def wrong_waits_in_the_hook(model, backwards, axis):
 
 
 @fails(
+    "asynchronous",
+    "The hook waits for its call: async_op=True, and wait after backward.",
+)
+def wrong_asks_until_it_is_done(model, backwards, axis):
+    def send(parameter):
+        work = dist.all_reduce(parameter.grad, group=axis.group, async_op=True)
+        while not work.is_completed():
+            pass
+        parameter.grad /= axis.size
+
+    _in_last(model, backwards, send)
+
+
+@fails(
     "run",
     "A gradient changed while it travelled: send in the last backward alone.",
 )
