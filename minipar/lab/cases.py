@@ -46,7 +46,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Case:
-    """One run of an answer on `size` ranks: per rank what it was given, returned and sent."""
+    """One run of an answer on `size` ranks: arguments, results and messages by rank."""
 
     size: int
     given: list[tuple]
@@ -78,7 +78,7 @@ class Case:
     def expect_accepted(self, refused: Callable, criterion: str) -> None:
         """Raise what `refused(found, given)` says, (criterion, why) or None, of this criterion.
 
-        The result of each rank begins with a list of what it found, one for each of its inputs.
+        The result of each rank begins with a list of findings, one for each of its inputs.
         """
         for rank, (found, *_) in enumerate(self.results):
             for said in map(refused, found, self.given[rank][0]):
@@ -86,7 +86,7 @@ class Case:
                     raise CheckFailed(f"rank {rank}: {said[1]}")
 
     def expect_sent(self, rank: int, expected: list[Sent]) -> None:
-        """Compare what a rank sent with what it should have sent, in any order."""
+        """Compare the messages of a rank with those expected, in any order."""
         got, want = Counter(self.sent[rank]), Counter(expected)
         if got != want:
             raise CheckFailed(

@@ -11,8 +11,8 @@
     ranks.put(lr=0.1)                      # the other way round
 
 Every rank keeps a namespace of its own from cell to cell; ``rank``, ``world_size``, ``mesh``,
-``device``, ``torch`` and ``dist`` are in it. Output appears behind ``[rank]``: that of the first
-rank while it runs, that of the others in rank order once all are done, so that it is the same each
+``device``, ``torch`` and ``dist`` are in it. Output appears behind ``[rank]``: the first
+rank's while it runs, the others' in rank order once all are done. So the output is the same each
 time.
 
 The ranks are those of `minipar.ranks.launch`, with a shell in each (`minipar.lab.shell`). Whatever
@@ -80,7 +80,7 @@ class TimedOut(TimeoutError):
 class Watched(launch.Ranks):
     """Ranks that are stopped, within seconds, when all that are left wait in vain.
 
-    The options are those of `minipar.ranks.launch.Ranks`.
+    The options are as in `minipar.ranks.launch.Ranks`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Ranks(Watched):
             "nccl" for real GPUs.
         max_lines: how many lines a rank may print in a cell; more are only counted. None: all.
         device: what every rank computes on by declaration: "h100/100" is slowed 100 times, and the
-            link with it, while recorded times are those of an H100; see `minipar.emulate.device`.
+            link with it, while recorded times are an H100's; see `minipar.emulate.device`.
         magnify: how many times as wide a model, and as long a sequence, that device is to see.
         options: of `minipar.ranks.launch.Ranks`, such as strict=True: a cell that would be a race
             on a GPU fails, and its error names the collective, the line that called it, and the
@@ -168,7 +168,7 @@ class Ranks(Watched):
         self._transcript: _Transcript | None = None
         if backend != "link" and (link != "none" or device is not None):
             raise ValueError(f"a link or a device needs backend='link', not {backend!r}")
-        check_fits_here(size)  # now: what is refused must not end the ranks that run
+        check_fits_here(size)  # now: a refusal must not end the ranks that run
         check_backend(backend, size)
         # The notebook's own formulas use that link as well.
         self.backend, self.link = backend, links.use(link)
@@ -257,7 +257,7 @@ class Ranks(Watched):
         super().run_each(shell.prepare, [(self._mesh, self.link)] * self.size)
 
     def _recover(self, remade: int, pids: list[int]) -> str:
-        """Bring the namespaces in line with the process group; say what is to be run again."""
+        """Bring the namespaces in line with the process group; say which cells to run again."""
         if self.closed or self.remade == remade:
             return ""
         found = super().run_each(shell.mesh_sizes, [()] * self.size)
@@ -365,7 +365,7 @@ def _ranks_magic(line: str, cell: str) -> None:
         on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
     except ValueError as error:
         raise Misused(str(error)) from None
-    # The magic's own line stays as a comment, so that line numbers are those of the notebook.
+    # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
     # Not here.execution_count: some versions of IPython count on before they run the cell.
     number = max(cell_numbers().values(), default=here.execution_count)

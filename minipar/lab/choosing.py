@@ -1,7 +1,7 @@
 """Choosing a plan: a calculator, where the rest of a step goes, and strategies on networks.
 
     calculator("llama-3-8b", "dp=8,tp=8", tokens=8192)    # GB by part, ms by part, MFU: a Figure
-    waterfall(calculate("llama-3-8b", "dp=8,tp=8"))       # from the peak down to what is reached
+    waterfall(calculate("llama-3-8b", "dp=8,tp=8"))       # from the peak down to the step
 
 All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measured here.
 """
@@ -18,7 +18,7 @@ from minipar.sim.hardware import OF_CEILING
 from minipar.sim.planner import PlanConfig, Ranked
 
 ENDLESS = 1e30  # bytes/s
-SHOWN = 0.003  # of the largest bar: what is less is left out
+SHOWN = 0.003  # of the largest bar: smaller parts are left out
 
 
 # ---------------------------------------------------------------------- the calculator
@@ -31,9 +31,9 @@ def calculate(
 ) -> Ranked:
     """Return the time and memory of a plan by part; the plan says how many GPUs there are.
 
-    Words are those of `minipar plan`: a model, a plan, tokens of a sequence, what is recomputed
+    Words are those of `minipar plan`: a model, a plan, tokens of a sequence, recomputation
     (none, selective or full), and a machine with its network. Raises `ValueError`, in one line, for
-    what is unknown or cannot be.
+    unknown words and plans that cannot be.
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens}: use 1 or more")
@@ -50,7 +50,7 @@ def calculator(
     recompute: str = "none",
     link: str = "h100-ndr",
 ) -> Figure:
-    """Draw GB by part beside ms by part; arguments and errors are those of `calculate`."""
+    """Draw GB by part beside ms by part; arguments and errors are as in `calculate`."""
     found = calculate(model, plan, tokens, recompute, link)
     held = {part: num_bytes / 1e9 for part, num_bytes in found.memory.items()}
     limit = footprint.room(found.job.machine.device) / 1e9

@@ -5,7 +5,7 @@ with the truth, and counts what every rank sent: a function that computes the ri
 many bytes, or from none, does not pass, nor does a race that gloo would forgive
 (`emulate/strict.py`). It raises `CheckFailed`, and never only prints.
 
-An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what is what:
+An exercise is one file, ``notebooks/solutions/ex_2_1.py``, with these names:
 
     \"\"\"Title, in the first line of the docstring.\"\"\"
     LEVEL, MINUTES = "medium", 30
@@ -20,9 +20,9 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
     def check_traffic(case): ...
     def bonus_one_message(case): ...    # asked for by check("2.1", fn, bonus=True) only
-    def solution(tensor, axis): ...     # the learner's function gets the Axis after what is given
+    def solution(tensor, axis): ...     # the learner's function gets the Axis as its last argument
     def solution_bonus(tensor, axis): ...                # where there are bonus targets
-    @fails("traffic", "All is sent.")   # which check refuses it; what is said of answers like it
+    @fails("traffic", "All is sent.")   # which check refuses it; the words for answers like it
     def wrong_sends_everything(tensor, axis): ...
     def run(answer, axis, *given): ...  # optional: what surrounds the call of the answer on a rank
     def drawn(case): ...                # optional: a figure of the answer at work, once it passes
@@ -85,7 +85,7 @@ class Exercise:
 
     def __init__(self, file: Path) -> None:
         module = load(file)
-        part = vars(module).get  # or None, or what is given, where the file has no such part
+        part = vars(module).get  # or None, or the default, where the file has no such part
         self.id, self.title = id_of(file), (module.__doc__ or "").splitlines()[0].rstrip(".")
         self.level, self.minutes = module.LEVEL, module.MINUTES
         self.good, self.praise = module.GOOD, module.PRAISE
@@ -108,12 +108,12 @@ def _run(answer: Callable, axis: Axis | list[Axis], *given: Any) -> Any:
 
 
 def _named(module: ModuleType, prefix: str) -> dict[str, Callable]:
-    """Return the functions whose names begin so, in the order of the file."""
+    """Return the functions with names that begin with `prefix`, in the order of the file."""
     return {n.removeprefix(prefix): f for n, f in vars(module).items() if n.startswith(prefix)}
 
 
 def load(file: Path) -> ModuleType:
-    """Import a file of the solutions; what it defines can be sent to ranks."""
+    """Import a file of the solutions, so that its functions can be sent to ranks."""
     name = f"minipar_solutions_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -413,7 +413,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
 def _meet(axis: Axis) -> None:
     """Wait until all are through, so that nothing is under way any more.
 
-    If they are not, the ranks that are still in the learner's function know a line of it.
+    If they are not, the ranks that are still in the learner's function know its line.
     """
     try:
         dist.barrier(axis.group)

@@ -56,7 +56,7 @@ class GpuCheck:
     out: str = "notebooks/assets/measured"
     """Folder for gpu.json, gpu_machine.toml and the timelines."""
     preset: str = "llama-3.2-1b"
-    """The model whose training is timed."""
+    """The model that is trained and timed."""
     rehearse: bool = False
     """Run on the CPU with a tiny model, to test the check itself."""
 
@@ -167,7 +167,7 @@ def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
     stream = torch.Generator().manual_seed(0)
     size = (setting.batch_size, setting.seq_len + 1)
     tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
-    rows = mesh.joint("dp", "ep")  # whose ranks have different sequences
+    rows = mesh.joint("dp", "ep")  # its ranks have different sequences
     parts = tokens.tensor_split(rows.size)[rows.rank].tensor_split(plan.microbatches)
     batch = [strategy.shard((t[:, :-1], t[:, 1:].contiguous())) for t in parts]
     precision = Precision(plan.autocast, device.type)

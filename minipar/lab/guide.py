@@ -1,4 +1,4 @@
-"""Which plan when? The figure in README: `python -m minipar.lab.guide`.
+"""Which plan when? The figure in book/strategies.md: `python -m minipar.lab.guide`.
 
 The planner is asked for each model, number of GPUs and network. Plans that differ by less than the
 planner's error are ties: the simplest of them is drawn, with the number of ties, and with the time

@@ -180,7 +180,7 @@ class MemoryLedger(LiveBytes):
 
     Categories: "parameters", "buffers" and "gradients" of `model` and of whatever an optimizer
     steps on; "optimizer", its state; what a strategy tagged (`observe.memory.tag`), as "gathered";
-    all else is "activations". A storage counts as what it turns out to be, from its birth. What the
+    all else is "activations". A storage has its final category from its birth. What the
     host holds for an offloading strategy is apart.
 
     `budget` in bytes is for the device: the allocation that exceeds it raises `OverBudget`, a
@@ -237,7 +237,7 @@ class MemoryLedger(LiveBytes):
             places[holding.on_host][holding.category][-1] += num_bytes
         return MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
 
-    # ------------------------------------------------------------------ what is what
+    # ------------------------------------------------------------------ categories
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._parameters:
             self._parameters[parameter] = None

@@ -3,7 +3,7 @@
 Some exercises are a strategy in its smallest form. `keep` writes an answer that has passed into
 ``my/ddp.py`` beside the notebook, with the imports and helpers that the answer needs. `piece` gives
 it to another notebook, or the stored answer where nothing was kept. The first line of a file says
-of which exercise it is, and has a digest of the rest: a file that was changed since is not proved.
+of which exercise it is, and has a digest of the rest: a file that was changed later is not proved.
 """
 
 import ast

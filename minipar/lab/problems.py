@@ -6,7 +6,7 @@ The five problems of notebook 06 are five functions of ``notebooks/solutions/pro
 
     @problem("A title", unit="GB", source="[paper](link)", hint="...", slips={"Sentence.": 120.0})
     def weights_and_the_rest():
-        \"\"\"The situation, its numbers, and what is asked: the text in the notebook.\"\"\"
+        \"\"\"The situation, its numbers, and the question: the text in the notebook.\"\"\"
         return model_state(...).device_bytes / 1e9   # by the library's own formulas
 """
 
@@ -36,13 +36,13 @@ FACTORS = {  # by what an answer is too large or too small, where nothing else i
 
 @dataclass(frozen=True)
 class Problem:
-    """A question whose answer is a number of `unit`, right within a share `within`."""
+    """A question. The answer is a number of `unit`, right within a share `within`."""
 
     title: str
     unit: str
     source: str
     hint: str
-    slips: dict[str, float]  # likely wrong answers, by what is said of them
+    slips: dict[str, float]  # likely wrong answers, by the sentence for them
     work: Callable[[], float]
     within: float = 0.02
     lesson: str = ""
@@ -78,7 +78,7 @@ class Problem:
 
 
 def problem(title: str, **known: Any) -> Callable[[Callable[[], float]], Problem]:
-    """Make a `Problem` of the function that works it out; its docstring says what is asked."""
+    """Make a `Problem` of the function that works it out; its docstring is the question."""
     return lambda work: Problem(title, work=work, **known)
 
 

@@ -1,11 +1,11 @@
-"""Execute the notebooks and make what is committed the same on every machine.
+"""Execute the notebooks, and make their files the same on every machine.
 
     python -m minipar.lab.publish notebooks/            # execute, normalise, write, check
     python -m minipar.lab.publish notebooks/ --handout course/  # copies without the answers
     python -m minipar.lab.publish notebooks/ --slips    # learn how wrong answers fail
 
 A published notebook holds its outputs and figures, but no trace of the machine it ran on: no paths,
-no times of execution, no versions, no widget state. A check says what is wrong with one: outputs
+no times of execution, no versions, no widget state. A check lists faults: outputs
 that are missing, an error outside of the cells tagged ``raises-exception`` (or none inside), the
 path of a machine, anything on stderr, a figure too large for the repository.
 """
@@ -105,7 +105,7 @@ def without_paths(text: str, root: Path) -> str:
 
 # ====================================================================== checking
 def complaints(notebook: NotebookNode) -> list[str]:
-    """Return what is wrong with a published notebook, a line for each finding."""
+    """Return the faults of a published notebook, a line for each."""
     found = ["widget state is saved"] * ("widgets" in notebook.metadata)
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
@@ -233,7 +233,7 @@ def without_ways(file: Path) -> str:
 
 # ====================================================================== the command
 def publish(path: Path) -> list[str]:
-    """Execute a notebook in a fresh kernel, normalise and write it; return what is wrong with it.
+    """Execute a notebook in a fresh kernel, normalise and write it; return its faults.
 
     A notebook whose execution fails is left as it was: by an error outside of the cells tagged
     ``raises-exception``, or by a cell that takes longer than `CELL_TIMEOUT` seconds.

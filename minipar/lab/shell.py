@@ -1,4 +1,4 @@
-"""The rank's side of ``%%ranks``: an IPython shell in every rank, whose output travels.
+"""The rank's side of ``%%ranks``: an IPython shell in every rank, with output that travels.
 
 The functions of this file run inside of the ranks of `minipar.lab.cells`, called like any other
 function: `run_cell` runs a cell in the rank's namespace, `prepare` puts ``rank``, ``mesh`` and the
@@ -39,14 +39,14 @@ from minipar.ranks.worker import Stopped
 PLUMBING = tuple(
     os.path.dirname(module.__file__) + os.sep for module in (dist, launch, link, collectives)
 )
-"""Folders whose frames at the end of a traceback tell a learner nothing: the line above does."""
+"""Folders. Their frames at the end of a traceback tell a learner nothing: the line above does."""
 PASSING = (
     os.path.join(os.path.dirname(torch.__file__), "nn", "modules", ""),
     os.path.join(os.path.dirname(torch.__file__), "_dynamo", ""),
     os.path.join(os.path.dirname(torch.__file__), "_compile.py"),
     os.path.join(os.path.dirname(__file__), "memory.py"),
 )
-"""Files whose frames only pass a call on: wherever they stand, those around them say enough."""
+"""Files. Their frames only pass a call on: the frames around them say enough."""
 PATIENCE = 2.0  # seconds after which a rank that waits for the others says so
 
 
@@ -62,7 +62,7 @@ class _Publisher(DisplayPublisher):
 
 
 def _show(data: dict, metadata: dict | None) -> None:
-    """Print text, within the limits of what is printed; send pictures and tables by themselves."""
+    """Print text, within the limits of printing; send pictures and tables by themselves."""
     if set(data) == {"text/plain"}:
         print(data["text/plain"])
     else:
@@ -236,7 +236,7 @@ def evaluate(expression: str) -> Any:
 
 # ---------------------------------------------------------------------- functions of the notebook
 def code_of(answer: Any) -> CodeType | None:
-    """Return the code of a function, of a class that of its ``__init__``; None where none is."""
+    """Return the code of a function, or of a class's ``__init__``; None where there is none."""
     made = getattr(answer, "__init__", None)
     return getattr(answer, "__code__", None) or getattr(made, "__code__", None)
 
@@ -251,7 +251,7 @@ class Source:
 
     @staticmethod
     def of(function: Callable, titles: dict[str, int]) -> "Source | None":
-        """Return the source of `function` if its file is in `titles`, those of the cells."""
+        """Return the source of `function` if its file is in `titles`, which has the cells."""
         filename = getattr(code_of(function), "co_filename", None)
         if filename not in titles:
             return None
@@ -259,7 +259,7 @@ class Source:
         return Source(filename, title, tuple(linecache.getlines(filename)))
 
 
-_titles: dict[str, str] = {}  # of the notebook's cells whose functions ran here, by file name
+_titles: dict[str, str] = {}  # of the cells with functions that ran here, by file name
 
 
 def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _raise_with_report(error: BaseException, report: str | None) -> None:
-    """Raise `error`; the notebook shows `report` of it."""
+    """Raise `error`; the notebook shows `report`."""
     if report is not None:
         with suppress(AttributeError):  # an exception without room for it
             error.report = report

@@ -25,7 +25,7 @@ Drawn = Figure | tuple[Figure, str]
 
 
 class Picture(ipywidgets.Image):
-    """An image with a tooltip: a browser shows that of a widget only if it has a description."""
+    """An image with a tooltip. A browser shows a widget's tooltip only beside a description."""
 
     description = traitlets.Unicode("").tag(sync=True)
 
@@ -38,7 +38,7 @@ class Explorer(ipywidgets.VBox):
     **_: name in LOOPED}` v is greyed out for other names. Raises what the first drawing raises.
 
     `sliders` by name; `image` and `text` follow them. The picture has its size on paper, 96 pixels
-    to the inch, and the height of the tallest so far, so that what is below does not jump. `error`
+    to the inch, and the height of the tallest so far, so that the page below does not jump. `error`
     is the exception that the last drawing raised, or None; its message takes the place of the text.
     """
 

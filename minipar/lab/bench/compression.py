@@ -126,7 +126,7 @@ METHODS: dict[str, tuple[str, Attach]] = {
     "DiLoCo delayed": (LESS, seldom("diloco delayed", every=TURN)),
     "DiLoCo streaming": (LESS, seldom("diloco streaming", every=TURN)),
 }
-"""Every method by the name that a table shows: what it spares, and how it is attached."""
+"""Every method by its name in the table: its family, and how it is attached."""
 
 
 # ---------------------------------------------------------------------- the command
@@ -189,7 +189,7 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
             losses.append(step.loss.item())
             times.append(time.monotonic())
         if hasattr(strategy, "state_dict"):
-            strategy.state_dict()  # waits for what is under way: it counts, too
+            strategy.state_dict()  # waits for exchanges under way: they count, too
     link.check_calls(True)
     link.use("none")
     seconds = [
@@ -205,7 +205,7 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
 def validate(strategy: Strategy, axis: Axis) -> float:
     """End the training; return the loss of the model that ranks agree on, on other text."""
     if isinstance(strategy, local_sgd.LocalSGD | local_sgd.DiLoCo):
-        strategy.finish()  # takes in what is still under way
+        strategy.finish()  # takes in the exchanges under way
     model = Llama(SHAPE)
     model.load_state_dict(strategy.full_state_dict())
     return evaluate(model, islice(batches_of("validation", axis, seed=0), 32), axis)

@@ -98,7 +98,7 @@ def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     A thin line leads from the end of a curve to its name, where that is far away. A curve without a
     finite value, which is not to be seen, has its name at the foot.
     """
-    ax.get_xlim(), ax.get_ylim()  # until asked for, the limits are not those of the data
+    ax.get_xlim(), ax.get_ylim()  # matplotlib fits the limits to the data when asked for them
     apart = 0.18 / pen.inches_of(ax)
     to_axes = ax.transData + ax.transAxes.inverted()
     lowest = -1.0

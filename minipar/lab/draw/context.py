@@ -17,7 +17,7 @@ from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK
 from minipar.parallel import context
 
-SIDE, LEFT, STRIP = 2.7, 0.72, 0.13  # inches: a triangle, what stands beside it, whose tokens
+SIDE, LEFT, STRIP = 2.7, 0.72, 0.13  # inches: a triangle, the words beside it, the strip of ranks
 ROW = 0.27  # inches of a rank in a picture of steps
 TOKENS = 48  # drawn where no mask is given: enough for a diagonal, few enough to see them
 

@@ -16,7 +16,7 @@ Cell, Table = tuple[int, int], Sequence[Sequence[float]]
 
 
 def ink_of(expert: int, per_rank: int) -> str:
-    """Return the colour of an expert: that of its rank, darker from expert to expert."""
+    """Return the colour of an expert: its rank's colour, darker from expert to expert."""
     rank, place = divmod(expert, per_rank)
     darker = 1 - 0.3 * place / max(1, per_rank - 1)
     return colors.to_hex([darker * part for part in colors.to_rgb(RANK[rank])])

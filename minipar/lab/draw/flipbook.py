@@ -5,7 +5,7 @@
 The twin of `widgets.explore` for what does not depend on the learner's own code: it moves in
 JupyterLab, in a page exported from it and on the web. Where scripts are stripped (on GitHub, in a
 notebook that is not trusted) the first frame stands instead. Frames are images that a browser
-draws from SVG: what is written in them is text and never markup.
+draws from SVG: all that is written in them is text and never markup.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 
-# `lines` are those of all frames, each once; a frame is a list of their numbers.
+# `lines` has each line of all frames once; a frame is a list of their numbers.
 PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
 <script>
 (() => {

@@ -36,7 +36,7 @@ def mechanism(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """Draw boxes, and arrows (from, to, and what is said beside the arrow)."""
+    """Draw boxes, and arrows (from, to, and the words beside the arrow)."""
     columns = 1 + max(box.column for box in boxes.values())
     rows = 1 + max(box.row for box in boxes.values())
     pitch = (WIDTH - 0.3) / columns

@@ -1,4 +1,4 @@
-"""The memory of a rank as a picture: what it holds over a step, and what a closed form says.
+"""The memory of a rank as a picture: bytes over a step, beside a closed form.
 
 The axis counts allocations, not milliseconds, and every phase of the step is equally wide.
 """
@@ -165,7 +165,7 @@ def _area(ax: Axes, history: MemoryHistory, top: float, inks: dict[str, str]) ->
 
 
 def _finding(history: MemoryHistory) -> str:
-    """Return how much is held at most, and what most of it is; then what the host holds."""
+    """Return the most bytes that are held, the largest part, and the bytes of the host."""
     held = history.at_peak
     largest = next(iter(held))
     said = f"at most {pen.num_bytes(history.peak)}, {pen.num_bytes(held[largest])} of it "

@@ -1,4 +1,4 @@
-"""Meshes, and what collectives, samplers and plans do on them: whose data is where, who sends."""
+"""Meshes, and the work of collectives, samplers, plans on them: who has which data, who sends."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -83,7 +83,7 @@ SENTENCE = {
     "all_to_all": "block s of rank r becomes block r of rank s",
 }
 GAP = 0.12  # inches from row to row
-Cell = tuple[frozenset[int], int]  # (ranks whose data is summed in it, number of the block)
+Cell = tuple[frozenset[int], int]  # (ranks that have added their data, number of the block)
 
 
 def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[int, Cell]]]:
@@ -129,7 +129,7 @@ def collective(verb: str, size: int = 4) -> Figure:
 
 
 Held = Sequence[Sequence[Set[int]]]
-"""Data of ranks: ``held[rank][block]`` is the set of ranks whose data is summed in that block."""
+"""Data of ranks: ``held[rank][block]`` is the set of ranks that have added to that block."""
 
 
 def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> Figure:
@@ -166,9 +166,9 @@ def _ranks(
     slots: int,
     named: bool = False,
 ) -> None:
-    """Draw what each rank holds, a row per rank; a frame is around what it did not hold before.
+    """Draw what each rank holds, a row per rank. A frame is around each cell that is new.
 
-    The colours of a block, from top to bottom, are the ranks whose data it has.
+    The colours of a block, from top to bottom, are the ranks that have added their data.
     """
     pen.text(ax, left + 0.03, top + 0.14, word, color=MUTED)
     for rank, contents in enumerate(held):
@@ -218,7 +218,7 @@ def schedules(
 
     A column is a round, a row a rank, an arrow a message. An arrow is thicker where it holds more
     of `numel` elements, and half as thick where four or more arrive together. Its colour says
-    whether the receiver adds it to what it has. Rounds in which all rest are left out.
+    whether the receiver adds the message to its own data. Rounds in which all rest are left out.
     """
     shown: dict[str, list[tuple[Round, ...]]] = {}  # by round, what each rank does
     for name, each in plans.items():

@@ -38,7 +38,7 @@ def bits_of(value: float, dtype: torch.dtype) -> str:
 
 
 def bits(value: float, *, title: str = "") -> Figure:
-    """Draw one number in all `FORMATS`: a row of bits for each, and what is really stored."""
+    """Draw one number in all `FORMATS`: a row of bits for each, and the number that is stored."""
     cell, row, left = 0.19, 0.46, 0.95  # inches
     width = left + cell * 32 + 1.6
     height = 0.62 + row * len(FORMATS) + 0.5

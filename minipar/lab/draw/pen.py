@@ -5,7 +5,7 @@ One visual language in all figures of minipar, defined here:
 - work has the colour of its kind (`KIND`), communication the colour of its axis (`AXIS`);
 - communication is pale while computing hides it, and taller and outlined in red where exposed;
 - `WAITS`, a hatched grey, is a rank that computes nothing;
-- memory has the palette `HELD`; a rank whose data is moved has a colour of `RANK`.
+- memory has the palette `HELD`; data that moves has the colour of its rank (`RANK`).
 
 The colours stay apart for readers who see no red or no green (the tests check it).
 
@@ -56,7 +56,7 @@ HELD = {
 """The palette of memory; other parts beside it have quiet colours."""
 HELD_OTHERS = ["#c9d3dd", "#8b8b80", "#d7cfe6", "#cfe3c8"]
 _HELD_AS = {"parameter": "weights", "adam": "optimizer state"}
-RANK = ["#7cc8f0", "#e39a5c", "#c4e3a4", "#c98fbd", "#fbe36a", "#98988f"]  # whose data it is
+RANK = ["#7cc8f0", "#e39a5c", "#c4e3a4", "#c98fbd", "#fbe36a", "#98988f"]  # where data comes from
 SERIES = [KIND["backward"], AXIS["dp"], AXIS["tp"], AXIS["pp"], AXIS["ep"], AXIS["world"]]
 
 WIDTH, DPI = 9.6, 150  # inches; what a notebook and a README show without scaling
@@ -69,7 +69,7 @@ FINDING = "finding"
 
 
 def colour(kind_or_axis: str) -> str:
-    """Return the colour of a kind of work, or of an axis; of joint axes, that of the first.
+    """Return the colour of a kind of work, or of an axis; joint axes have the colour of the first.
 
     "replica+dp" has the colour of all ranks; "host" (`comm.hostcopy`) has the colour of copies.
     """
@@ -178,7 +178,7 @@ def title_width(title: str) -> float:
 
 
 def canvas(figure: Figure) -> Axes:
-    """Return axes over the whole figure whose unit is the inch."""
+    """Return axes over the whole figure, in inches."""
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, figure.get_figwidth()), ylim=(0, figure.get_figheight()))
     ax.set_axis_off()
@@ -186,7 +186,7 @@ def canvas(figure: Figure) -> Axes:
 
 
 def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple[Figure, Axes]:
-    """Return a `figure` with axes over all of it whose unit is the inch."""
+    """Return a `figure` with axes over the whole paper, in inches."""
     paper = figure(width, height, title, note)
     return paper, canvas(paper)
 

@@ -2,8 +2,8 @@
 
 A cell has the colour of its kind of work and, where all cells have room, the number of its
 microbatch. Ticks at its foot count which of the rank's stages it belongs to (none: the first one).
-Measured timelines whose spans are named as actions are drawn in the same way. Where this module is
-imported in a notebook, schedules draw themselves.
+Measured timelines are drawn in the same way, if their spans have names of actions. In a notebook
+that imports this module, schedules draw themselves.
 """
 
 from collections import defaultdict

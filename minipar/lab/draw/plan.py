@@ -41,7 +41,7 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
     A box in the colour of the axis: ranks along it have summands of the gradient. The box says
     which verb adds them up, and the bytes that a rank sends in one step for the whole family. A
     frame: each rank has a piece of its own. Grey: all have the same, and nothing is to be done. On
-    the left stands the whole parameter, and in blue what a rank of tp has of it.
+    the left stands the whole parameter, and in blue the piece of a rank of tp.
     """
     kinds, columns = families(explained), explained.plan.mesh_sizes()
     left, wide, row = 2.95, 1.62, 0.46  # inches

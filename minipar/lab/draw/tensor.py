@@ -1,4 +1,4 @@
-"""Matrices that are cut: whose piece is where, what is still to be summed, and heads by rank."""
+"""Cut matrices: which rank has which piece, which sum is pending, and heads by rank."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ SHEET = 0.13  # inches between the sheets of a pending sum
 class Matrix:
     """One matrix of a formula; `rows` and `columns` are letters, such as T, D and F.
 
-    `cut` says along what ranks have pieces ("rows" or "columns"; "" is all of it on every rank).
+    `cut` says what ranks have a part of: "rows" or "columns"; with "" each has the whole matrix.
     With `pending` every rank has a summand of full size, and the value is their sum.
     """
 
@@ -142,7 +142,7 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
     """
     ranks, copies = range(size), math.lcm(config.num_kv_heads, size) // config.num_kv_heads
     kinds = {"q": (config.num_heads, 1), "k, v": (config.num_kv_heads, copies)}
-    apart, together = {}, {}  # rows of tokens: (whose a block is, the number in it)
+    apart, together = {}, {}  # rows of tokens: (the rank of a block, the number in the block)
     for name, (count, copies) in kinds.items():
         owners = [head * size // (count * copies) for head in range(count * copies)]
         goes = [dict.fromkeys(owners[copies * h : copies * (h + 1)]) for h in range(count)]

@@ -16,7 +16,7 @@ from minipar.observe.timeline import Timeline
 Piece = tuple[float, float, str]  # start and end in milliseconds, name
 Lane = tuple[str, str]  # "work", "waits", "hidden" or "exposed"; and the kind or the axis
 UNEVEN = 0.2
-"""Ranks whose waiting differs by more than this share of the time are the finding."""
+"""If the waiting of ranks differs by more than this share of the time, it is the finding."""
 ACROSS = WIDTH - LEFT - RIGHT  # inches of a panel
 
 
@@ -32,7 +32,7 @@ def timeline(timeline: Timeline, *, title: str = "", unit: str = "a step") -> Fi
 def before_after(timelines: Mapping[str, Timeline], *, unit: str = "a step") -> Figure:
     """Draw timelines one below the other on one time axis: `{"After backward": a, ...}`.
 
-    Arguments and errors are those of `timeline`.
+    Arguments and errors are as in `timeline`.
     """
     for title, t in timelines.items():
         if not t.duration > 0:
