@@ -1,4 +1,4 @@
-"""A training to be proved: the file that describes it, read with care.
+"""A training to be proved: the file that describes it.
 
     def build() -> nn.Module                        # as on one device
     def batch(seed) -> tensors                      # a global batch: tuples, lists, dicts
@@ -9,9 +9,8 @@
 `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
 All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
-    shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
-                             # all get all; a list of the axes on which ranks get rows of their own;
-                             # or a function (batch, mesh) -> this rank's part
+    shares = ["dp"]          # axes whose ranks get rows of their own of every tensor; by default
+                             # dp, fsdp, ep ...; or a function (batch, mesh) -> this rank's part
     def uneven(seed)         # a batch of samples that weigh differently, as with padding
     def optimizer(model)     # called after `parallelize`; AdamW by default
     def clip(model)          # clips gradients, returns their norm from before
@@ -31,7 +30,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ class Job:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     parallelize: Callable[[nn.Module, Mesh], Any]
-    shares: str | list[str] | Callable[[Any, Mesh], Any] = "batch"
+    shares: list[str] | Callable[[Any, Mesh], Any] | None = None
     uneven: Callable[[int], Any] | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     clip: Callable[[nn.Module], Any] | None = None
@@ -89,20 +88,25 @@ class Job:
         given = {name: getattr(module, name) for name in names if hasattr(module, name)}
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
-        shares = given.get("shares", "batch")
-        if not (callable(shares) or shares in ("batch", "whole") or type(shares) is list):
-            words = '"batch", "whole", a list of axes, or a function'
-            raise WrongFile(f"shares is {shares!r}; it must be {words}")
+        shares = given.get("shares", [])
+        if not callable(shares) and type(shares) is not list:
+            raise WrongFile(f"shares is {shares!r}; it must be a list of axes, or a function")
         return Job(**given, file=path)
+
+    def on_one_device(self) -> "Job":
+        """Return the training as one device does it, with the whole batch."""
+        alone = dict(parallelize=lambda model, mesh: model, shares=[], gather=None)
+        alone |= dict(no_sync=contextlib.nullcontext, backward=None, accumulate=None)
+        return replace(self, **alone)
 
     def data_axes(self, sizes: Iterable[str]) -> list[str]:
         """Return the axes on which ranks get rows of their own.
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
-        if self.shares == "whole" or callable(self.shares):
+        if callable(self.shares):
             return []
-        if self.shares != "batch":
+        if self.shares is not None:
             return [axis for axis in sizes if axis in self.shares]
         if strange := [axis for axis in sizes if not axis.startswith(DATA + MODEL)]:
             raise WrongFile(
@@ -151,18 +155,12 @@ def rows(batch: Any, index: int, count: int) -> Any:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all. Raises `WrongFile` if their shapes differ."""
-    columns: list[list[Tensor]] = []
-    for batch in batches:
-        columns.append([])
-        mapped(columns[-1].append, batch)
-    parts = iter(zip(*columns, strict=True))
-
-    def together(tensor: Tensor) -> Tensor:
-        tensors = next(parts)
-        return torch.cat(tensors) if tensor.ndim else tensor
-
-    return mapped(together, batches[0])
+    """Return one batch with the rows of all."""
+    columns: list[list[Tensor]] = [[] for _ in batches]
+    for column, batch in zip(columns, batches, strict=True):
+        mapped(column.append, batch)
+    parts = zip(*columns, strict=True)
+    return mapped(lambda t: torch.cat(next(parts)) if t.ndim else next(parts)[0], batches[0])
 
 
 def with_strategies(result: Any) -> tuple[nn.Module, Callable[[], Any], list[Strategy]]:
@@ -185,9 +183,7 @@ def blamed(file: str, doing: list[str]) -> Iterator[None]:
     """Give errors of the body a report of one line: in which file, where, and doing what."""
     try:
         yield
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
-            raise  # the launcher ends this rank
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(file).name]
         if isinstance(error, SyntaxError):

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from minipar.comm.collectives import all_gather_object
@@ -53,16 +52,12 @@ class Trial:
         """True if one device takes all microbatches at once: the truth, however they are cut."""
         return self.uneven and self.microbatches > 1
 
-    def batches(self, job: Job, step: int) -> list[Any]:
-        """Return the global batch of each microbatch of a step."""
+    def batches(self, job: Job, step: int, alone: bool = False) -> list[Any]:
+        """Return the global batch of each microbatch of a step; `alone`: as one device has them."""
         draw = job.uneven if self.uneven else job.batch
-        seeds = range(step * self.microbatches, (step + 1) * self.microbatches)
-        return [mapped(lambda t: t.double() if t.is_floating_point() else t, draw(seed))
-                for seed in seeds]  # fmt: skip
-
-    def on_one_device(self, batches: list[Any]) -> list[Any]:
-        """Return the microbatches of one device."""
-        return [joined(batches)] if self.is_joined else batches
+        drawn = [draw(step * self.microbatches + m) for m in range(self.microbatches)]
+        drawn = mapped(lambda t: t.double() if t.is_floating_point() else t, drawn)
+        return [joined(drawn)] if alone and self.is_joined else drawn
 
 
 @dataclass
@@ -73,13 +68,13 @@ class Seen(Record):
     outputs: State = field(default_factory=dict)  # by module, in order of execution
     kinds: dict[str, str] = field(default_factory=dict)  # names of modules -> of their classes
     ties: list[tuple[str, ...]] = field(default_factory=list)  # names that are one parameter
-    data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
-    has_uneven: bool = False
-    has_whole_batch: bool = True  # False if the file's function shares it out
-    has_gradients: bool = True  # False if the optimizer's step reduces them
     own_norms: list[float] = field(default_factory=list)  # of what this rank holds, by step
+    # On one device alone:
+    data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
+    has_whole_batch: bool = True  # False if the file's function shares it out
+    has_uneven: bool = False
     parts: list[list[tuple[float, State]]] = field(default_factory=list)
-    """On one device: loss and gradients of each share of each microbatch, for the first step."""
+    """Loss and gradients of each share of each microbatch, for the first step."""
 
 
 def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool) -> Seen:
@@ -93,13 +88,13 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
         with torch.enable_grad(), quiet, variables, blamed(getattr(source, "file", source), doing):
             job = Job.load(source) if isinstance(source, str) else source
             data = job.data_axes(sizes)
-            seen = _Run(job, mesh, trial, alone, doing).train()
-            seen.data, seen.has_uneven = data, job.uneven is not None
-            seen.has_whole_batch = not callable(job.shares)
-            seen.has_gradients = not job.reduced_in_step
-            if alone:
-                doing.append("loss() of a share")
-                seen.parts = _parts(job, trial, math.prod(sizes[a] for a in data), seen)
+            if not alone:
+                return _Run(job, mesh, trial, doing).train()
+            seen = _Run(job.on_one_device(), mesh, trial, doing).train()
+            seen.data, seen.has_whole_batch = data, not callable(job.shares)
+            seen.has_uneven = job.uneven is not None
+            doing.append("loss() of a share")
+            seen.parts = _parts(job, trial, math.prod(sizes[axis] for axis in data), seen)
             return seen
     finally:
         torch.set_default_dtype(usual)
@@ -123,36 +118,31 @@ def _build(job: Job, seed: int) -> nn.Module:
 class _Run:
     """A trial on one rank, or on one device."""
 
-    def __init__(self, job: Job, mesh: Mesh, trial: Trial, alone: bool, doing: list[str]) -> None:
-        self.job, self.mesh, self.trial, self.alone, self.doing = job, mesh, trial, alone, doing
+    def __init__(self, job: Job, mesh: Mesh, trial: Trial, doing: list[str]) -> None:
+        self.job, self.mesh, self.trial, self.doing = job, mesh, trial, doing
         doing.append("build()")
         model = _build(job, SEED + mesh.rank)
-        persistent = {_clean(name) for name in model.state_dict()}
-        built = {n: t for n, t in _copies(_named(model, _clean)).items() if n in persistent}
+        saved = {_clean(name) for name in model.state_dict()}
+        built = {n: t for n, t in _copies(_named(model)).items() if n in saved}
         self.buffers = {_clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-        self.trainable = sum(p.requires_grad for p in model.parameters())
-        self.after: Callable[[], Any] = lambda: None
-        self.strategies: list[Strategy] = []
-        if not alone:
-            doing.append("parallelize()")
-            parallel = job.parallelize(model, mesh)
-            model, self.after, self.strategies = with_strategies(parallel)
-            _without_mixed_precision(model)
-        self.model, self.clean = model, _cleaner(model, built)
+        doing.append("parallelize()")
+        parallel = job.parallelize(model, mesh)
+        self.model, self.after, self.strategies = with_strategies(parallel)
+        _without_mixed_precision(self.model)
+        self.clean = partial(_clean, prefix=_prefix(self.model, built))
         doing.append("optimizer()")
-        self.optimizer = _optimizer(job, model, self.strategies)
+        self.optimizer = _optimizer(job, self.model, self.strategies)
         doing.append("gathering the initial weights")
-        before = built if alone else self.whole(_named(model, self.clean), "full_state_dict")
-        self.seen = Seen(before, {}, built=built)
-        modules = model.named_modules()
+        self.seen = Seen({}, {}, built=built, ties=_ties(self.model, self.clean))
+        self.seen.before = self.weights()
+        modules = self.model.named_modules()
         self.seen.kinds = {self.clean(name): type(module).__name__ for name, module in modules}
-        self.seen.ties = _ties(model, self.clean)
         torch.manual_seed(SEED + mesh.rank)  # for numbers that the model draws from here on
-        self.outputs = _record_outputs(model, self.clean)
+        self.outputs = _record_outputs(self.model, self.clean)
 
     def train(self) -> Seen:
         """Take the steps of the trial, and write down what each computes."""
-        seen, doing = self.seen, self.doing
+        seen, doing, has_gradients = self.seen, self.doing, not self.job.reduced_in_step
         for step in range(self.trial.steps):
             at = f"step {step + 1}"
             self.optimizer.zero_grad()
@@ -160,65 +150,74 @@ class _Run:
             doing.append(f"what follows backward in {at}")
             self.after()
             doing.append(f"gathering the gradients of {at}")
-            gradients = _gradients(self.model, self.clean)
-            own = {name: g for name, g in gradients.items() if g is not None}
-            shards = [g.to_local() if _is_torchs(g) else g for g in own.values()]
+            gradients = {self.clean(n): p.grad for n, p in self.model.named_parameters()}
+            shards = [_local(g) for g in gradients.values() if g is not None]
             seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in shards)))
-            seen.gradients.append(self.whole(gradients, "full_gradients"))
-            for name, gradient in seen.gradients[-1].items() if self.alone else ():
-                if gradient is not None and not gradient.isfinite().all():
-                    raise WrongFile(
-                        f"the gradient of {name} on one device is not finite in {at}: nothing can "
-                        f"be compared"
-                    )
+            seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
             doing.append(f"clipping in {at}")
-            seen.norms.append(self.norm(own))
+            norm = self.norm()
+            seen.norms.append(norm if has_gradients else None)
             doing.append(f"the optimizer's {at}")
             self.optimizer.step()
             doing.append(f"gathering the weights after {at}")
-            state = self.whole(_named(self.model, self.clean), "full_state_dict")
-            state = {n: t for n, t in state.items() if n in seen.built or not self.alone}
+            state = self.weights()
             seen.weights.append({n: t for n, t in state.items() if n not in self.buffers})
             seen.buffers.append({n: t for n, t in state.items() if n in self.buffers})
         return seen
 
     def forward_and_backward(self, step: int, at: str) -> float:
         """Accumulate the gradients of a step's microbatches, and return the loss of the step."""
-        job, batches, total = self.job, self.trial.batches(self.job, step), 0.0
-        if self.alone:
-            batches = self.trial.on_one_device(batches)
-        elif job.accumulate is not None:
-            self.doing.append(f"accumulate() of {at}")
-            own = [job.share(batch, self.mesh) for batch in batches]
+        job, doing, total = self.job, self.doing, 0.0
+        batches = self.trial.batches(job, step, alone=self.mesh.size == 1)
+        own = [job.share(batch, self.mesh) for batch in batches]
+        if job.accumulate is not None:
+            doing.append(f"accumulate() of {at}")
             with AllDigits():
-                total = _number(job.accumulate(self.model, own), "accumulate()")
-            batches = []
-        for m, batch in enumerate(batches):
-            self.doing.append(f"forward and loss of {at}")
-            with contextlib.ExitStack() as stack:
-                if m < len(batches) - 1 and not self.alone:
-                    for context in self.unsynced():
-                        stack.enter_context(context)
-                own = batch if self.alone else job.share(batch, self.mesh)
+                return _number(job.accumulate(self.model, own), "accumulate()")
+        for m, batch in enumerate(own):
+            doing.append(f"forward and loss of {at}")
+            with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
-                    loss = job.loss(self.model, own)
-                total += _number(loss, "loss()") / len(batches)
-                if (step, m) == (0, 0):
-                    self.seen.outputs = self.whole(dict(self.outputs), "")
-                if self.alone and not math.isfinite(total):
-                    raise WrongFile(
-                        f"the loss on one device is {total} in {at}: nothing can be compared"
-                    )
-                self.doing.append(f"backward of {at}")
-                if self.alone or job.backward is None:
-                    _backward(loss / len(batches))
-                else:
-                    given = (loss, len(batches)) if job.divides() else (loss / len(batches),)
-                    with AllDigits(in_backward=True):
-                        job.backward(*given)
+                    loss = job.loss(self.model, batch)
+                total += _number(loss, "loss()") / len(own)
+                if step == m == 0:
+                    self.seen.outputs = self.whole(self.outputs)
+                doing.append(f"backward of {at}")
+                with AllDigits(in_backward=True):
+                    if job.backward is None:
+                        torch.autograd.backward(loss / len(own))
+                    elif job.divides():
+                        job.backward(loss, len(own))
+                    else:
+                        job.backward(loss / len(own))
         return total
 
-    def whole(self, named: State, by_strategy: str) -> State:
+    def unsynced(self) -> contextlib.ExitStack:
+        """Return the context of a microbatch that others follow."""
+        if self.job.no_sync is not None:
+            return self.job.no_sync(self.model)
+        contexts = contextlib.ExitStack()
+        for each in self.strategies or [self.model]:
+            if hasattr(each, "no_sync"):
+                contexts.enter_context(each.no_sync())
+        return contexts
+
+    def norm(self) -> float | None:
+        """Return the norm of all gradients as the file or our strategies know it, else None."""
+        if self.job.clip is not None:
+            norm = self.job.clip(self.model)
+        elif self.strategies:
+            norm = self.strategies[-1].clip_grad_norm_(math.inf)
+        else:  # one device holds all gradients; torch's function may take a rank's pieces alone
+            norm = self.seen.own_norms[-1] if self.mesh.size == 1 else None
+        return None if norm is None else float(_whole_tensor(norm))
+
+    def weights(self) -> State:
+        """Return the parameters and buffers that one device has, too."""
+        named = _named(self.model, self.clean)
+        return self.whole({n: named[n] for n in self.seen.built if n in named}, "full_state_dict")
+
+    def whole(self, named: State, by_strategy: str = "") -> State:
         """Return copies of tensors; DTensors and shards of our strategies become whole.
 
         The file's own `gather` is asked for every name that any rank has, on all ranks.
@@ -226,49 +225,23 @@ class _Run:
         if self.strategies and by_strategy:
             found = getattr(self.strategies[-1], by_strategy)()
             return {self.clean(name): value for name, value in found.items()}
-        if self.alone:
-            return _copies(named)
         logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of slow gathers
         gather = self.job.gather if by_strategy else None
-        theirs = {name: _is_torchs(tensor) for name, tensor in named.items()}
-        of_ranks = all_gather_object(theirs, self.mesh.world)
-        found = dict(named)
+        is_torchs = {name: hasattr(tensor, "full_tensor") for name, tensor in named.items()}
+        of_ranks, found = all_gather_object(is_torchs, self.mesh.world), _copies(named)
         for name in sorted(set().union(*of_ranks)):
             if all(has.get(name, True) for has in of_ranks) and name in named:
-                found[name] = _whole_tensor(found[name].detach())
+                found[name] = _whole_tensor(found[name])
             if gather is not None:
                 found[name] = gather(name, found.get(name), self.mesh)
-        local = {n: t.to_local() if _is_torchs(t) else t for n, t in found.items()}
-        return _copies(local)
-
-    def unsynced(self) -> list[Any]:
-        """Return the contexts for a microbatch that others follow."""
-        if self.job.no_sync is not None:
-            return [self.job.no_sync(self.model)]
-        models = self.strategies or [self.model]
-        return [each.no_sync() for each in models if hasattr(each, "no_sync")]
-
-    def norm(self, own: dict[str, Tensor]) -> float | None:
-        """Return the norm of all gradients as the file reckons it; None where it does not say."""
-        if self.job.clip is not None:
-            norm = self.job.clip(self.model)
-            return None if norm is None else float(_whole_tensor(norm))
-        if self.strategies:
-            return float(self.strategies[-1].clip_grad_norm_(math.inf))
-        meshes, built = {getattr(g, "device_mesh", None) for g in own.values()}, self.seen.built
-        is_whole = all(g.shape == built[name].shape for name, g in own.items() if name in built)
-        is_whole &= self.alone or len(own) == self.trainable  # others may be on other ranks
-        if len(meshes) == 1 and (is_whole or None not in meshes):
-            return float(_whole_tensor(torch.nn.utils.get_total_norm(list(own.values()))))
-        return None  # torch's function would take this rank's pieces alone, or refuse
+        return {n: None if tensor is None else _local(tensor) for n, tensor in found.items()}
 
 
 def _number(loss: Any, what: str) -> float:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        found = list(getattr(loss, "shape", [type(loss).__name__]))
-        found = f"{loss.dtype} {found}" if isinstance(loss, Tensor) else str(found)
-        raise WrongFile(f"{what} returned {found}; it must be one real number, []")
-    return float(_whole_tensor(loss.detach()))
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return float(_whole_tensor(loss.detach()))
+    found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise WrongFile(f"{what} returned {found}; it must be one real number, []")
 
 
 def _optimizer(job: Job, model: nn.Module, strategies: list[Strategy]) -> Any:
@@ -283,30 +256,30 @@ def _optimizer(job: Job, model: nn.Module, strategies: list[Strategy]) -> Any:
 
 def _parts(job: Job, trial: Trial, data_ranks: int, seen: Seen) -> list[list[tuple[float, State]]]:
     """Return loss and gradients of every share, on one device. Refuse what is random."""
-    model = _build(job, SEED)
-    named = _copies(_named(model, _clean))
-    again = {name: value for name, value in named.items() if name in seen.built}
-    if odd := differing(again, seen.built):
+    model, parts = _build(job, SEED), []
+    again = _named(model)
+    if odd := differing({name: again.get(name) for name in seen.built}, seen.built):
         raise WrongFile(f"build() under one seed differs in {next(iter(odd))}; draw from torch")
     torch.manual_seed(SEED - 1)  # another one than before
-    batches, found = trial.batches(job, 0), []
-    whole = trial.on_one_device(batches)
+    batches = trial.batches(job, 0, alone=True)
     with AllDigits():
-        total = sum(job.loss(model, batch).item() / len(whole) for batch in whole)
+        total = sum(job.loss(model, batch).item() / len(batches) for batch in batches)
     if abs(total - seen.losses[0]) > 1e-10 * abs(total):
         raise WrongFile(
             f"the loss of one batch is {seen.losses[0]:.6g} and then {total:.6g}: what is random "
             f"cannot be compared; build() without dropout, and draw batch(seed) from its seed"
         )
-    for batch in batches:
-        found.append([])
+    for batch in trial.batches(job, 0):
+        parts.append([])
         for index in range(data_ranks):
             model.zero_grad()
             with AllDigits():
                 loss = job.loss(model, rows(batch, index, data_ranks))
-            _backward(loss)
-            found[-1].append((loss.item(), _copies(_gradients(model, _clean))))
-    return found
+            with AllDigits(in_backward=True):
+                torch.autograd.backward(loss)
+            gradients = {_clean(name): p.grad for name, p in model.named_parameters()}
+            parts[-1].append((loss.item(), _copies(gradients)))
+    return parts
 
 
 class AllDigits(TorchFunctionMode):
@@ -323,7 +296,7 @@ class AllDigits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.in_backward or torch.is_grad_enabled():  # recomputed; hooks have no gradients
-            if func in _CASTS:
+            if func in (Tensor.float, Tensor.bfloat16, Tensor.half):
                 func = Tensor.double
             elif func in (Tensor.to, Tensor.type):
                 args = tuple(torch.float64 if _is_short(a) else a for a in args)
@@ -332,14 +305,8 @@ class AllDigits(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _backward(loss: Tensor) -> None:
-    """``loss.backward()``, which would run outside of the mode: it is a function that this sees."""
-    with AllDigits(in_backward=True):
-        given = (loss,), (torch.ones_like(loss),), False, False, ()
-        _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
-
-
-_CASTS = Tensor.float, Tensor.bfloat16, Tensor.half
+def _is_short(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < 8
 
 
 def _without_mixed_precision(model: nn.Module) -> None:
@@ -354,39 +321,30 @@ def _without_mixed_precision(model: nn.Module) -> None:
                 group.mp_policy = MixedPrecisionPolicy()
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < 8
-
-
 # ---------------------------------------------------------------------- tensors by name
 _WRAPPERS = r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)"
 
 
-def _clean(name: str) -> str:
-    """Return the name of a parameter or module without the names of torch's wrappers."""
-    return re.sub(_WRAPPERS, "", name).removeprefix(".")
+def _clean(name: str, prefix: str = "") -> str:
+    """Return the name of a parameter or module without the names of wrappers."""
+    name = re.sub(_WRAPPERS, "", name).removeprefix(".")
+    return f"{name}.".removeprefix(prefix)[:-1]
 
 
-def _cleaner(model: nn.Module, built: Iterable[str]) -> Callable[[str], str]:
-    """Return what also strips the prefix of a wrapper, if all names have it: "model." of
-    "model.0.weight" where build() had "0.weight"."""
+def _prefix(model: nn.Module, built: State) -> str:
+    """Return what a wrapper puts before all names: "model." of "model.0.weight"."""
     names = [_clean(name) for name, _ in model.named_parameters()]
-    ends = [name for name in built if names and names[0].endswith(f".{name}")]
-    for prefix in [names[0].removesuffix(name) for name in ends]:
-        if all(n.startswith(prefix) and n.removeprefix(prefix) in built for n in names):
-            return lambda name: _clean(name).removeprefix(prefix[:-1]).removeprefix(".")
-    return _clean
+    ends = [name for name in built if f".{''.join(names[:1])}".endswith(f".{name}")]
+    prefixes = [names[0].removesuffix(name) for name in ends]
+    fitting = [p for p in prefixes if all(n.removeprefix(p) in built for n in names)]
+    return min(fitting, key=len, default="")
 
 
-def _named(model: nn.Module, clean: Callable[[str], str]) -> State:
+def _named(model: nn.Module, clean: Callable[[str], str] = _clean) -> State:
     """Return parameters, those that are tied too, and buffers of real numbers."""
     named = dict(model.named_parameters(remove_duplicate=False))
     named |= dict(model.named_buffers(remove_duplicate=False))
     return {clean(name): value for name, value in named.items() if value.is_floating_point()}
-
-
-def _gradients(model: nn.Module, clean: Callable[[str], str]) -> State:
-    return {clean(name): p.grad for name, p in model.named_parameters()}
 
 
 def _copies(named: State) -> State:
@@ -401,12 +359,11 @@ def _ties(model: nn.Module, clean: Callable[[str], str]) -> list[tuple[str, ...]
 
 
 def _whole_tensor(value: Tensor) -> Tensor:
-    return value.full_tensor() if _is_torchs(value) else value
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _is_torchs(value: Any) -> bool:
-    """Return True for a DTensor; that module takes a second to import, and may not be needed."""
-    return hasattr(value, "full_tensor")
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _record_outputs(model: nn.Module, clean: Callable[[str], str]) -> State:
