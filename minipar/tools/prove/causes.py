@@ -68,6 +68,12 @@ class Suspect:
         together = sum(f * column for f, column in zip(factors, columns, strict=True))
         return factors if self.are(together, 1e-8) else None
 
+    def bias(self) -> Tensor:
+        """Return the bias that a module adds into its output; zeros where none is."""
+        bias = self.device.before.get(f"{self.name}.bias") if self.stage == "output" else None
+        has_bias = bias is not None and bias.shape == self.expected.shape[-1:]
+        return bias.expand_as(self.expected) if has_bias else torch.zeros_like(self.expected)
+
     def axes(self) -> Iterator[tuple[str, int]]:
         """Yield axes of several ranks, and all together."""
         several = {axis: size for axis, size in self.sizes.items() if size > 1}
@@ -96,47 +102,48 @@ def cause_of(s: Suspect) -> Cause:
         with contextlib.suppress(ArithmeticError, AttributeError, LookupError, RuntimeError):
             if (cause := suspicion(s)) is not None:
                 return cause
-    if len(s.ranks) < len(s.found):
-        return "only some ranks", "the others are right"
-    return "unknown", "all ranks are wrong, in no way that is known here"
+    if s.stage in OTHERWISE:
+        return OTHERWISE[s.stage]
+    who = "all ranks are wrong" if len(s.ranks) == len(s.found) else "the other ranks are right"
+    return "unknown", f"{who}; no cause that is known here has these numbers"
 
 
 def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> list[float] | None:
-    """Return the factors with which `columns` sum up to a tensor; None if there are none, or many."""
+    """Return the factors with which columns sum up to a tensor; None if there are none, or many."""
     matrix, vector = torch.stack([c.flatten() for c in columns], 1), tensor.flatten()[:, None]
     if torch.linalg.matrix_rank(matrix) < len(columns):
         return None
     factors = torch.linalg.lstsq(matrix, vector).solution
-    return (
-        factors.flatten().tolist() if is_close(matrix @ factors, vector, max(1e-8, rtol)) else None
-    )
+    fits = is_close(matrix @ factors, vector, max(1e-8, rtol))
+    return factors.flatten().tolist() if fits else None
 
 
 # ---------------------------------------------------------------------- any tensor
 def _rounding(s: Suspect) -> Cause | None:
-    for dtype, rtol, forgives in (
-        (torch.float32, 3e-6, "1e-5"),
-        (torch.bfloat16, 3e-2, "0.05"),
-        (torch.float16, 5e-3, "1e-2"),
-    ):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rtol, name = 16 * torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
         # What is far off is taken for rounded only where it has no more digits than that.
-        has_few = all(t.to(dtype).to(t.dtype).equal(t) for t in (s.found[r] for r in s.ranks))
+        has_few = all(s.found[r].to(dtype).double().equal(s.found[r]) for r in s.ranks)
         if s.expected.any() and s.are(s.expected, rtol) and (has_few or dtype == torch.float32):
-            why = f"as {str(dtype).removeprefix('torch.')} loses: somewhere numbers are cast; if "
-            return "rounding", why + f"they are meant to be, --rtol {forgives} forgives it"
+            return (
+                "rounding",
+                f"as {name} loses; if it is meant to be, --rtol {rtol:.0e} forgives it",
+            )
     return None
 
 
-def _bias(s: Suspect) -> Tensor:
-    """Return the bias that is added into an output; zeros where none is."""
-    bias = s.device.before.get(f"{s.name}.bias") if s.stage == "output" else None
-    has_bias = bias is not None and bias.shape == s.expected.shape[-1:]
-    return bias.expand_as(s.expected) if has_bias else torch.zeros_like(s.expected)
+def _tie_lost(s: Suspect) -> Cause | None:
+    """Look for a gradient under a name that one device knows as another name of a parameter."""
+    alone = s.device.gradients[0]
+    for name in s.seen[s.ranks[0]].gradients[0]:
+        if name in s.device.before and name not in alone:
+            return "tie lost", f"{name} is tied on one device, and a parameter of its own here"
+    return None
 
 
 def _factor(s: Suspect) -> Cause | None:
     """Solve for how often the right value is in it; of a linear layer, product and bias apart."""
-    factors = s.solve(s.expected - _bias(s), _bias(s)) or s.solve(s.expected)
+    factors = s.solve(s.expected - s.bias(), s.bias()) or s.solve(s.expected)
     if factors is None:
         return None
     factor, biases = factors[0], factors[-1]
@@ -150,117 +157,87 @@ def _factor(s: Suspect) -> Cause | None:
     if m > 1 and is_exactly(1 / m):
         return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
     for axis, n in s.axes():
-        is_data, over = s.over_data(axis), " or ".join(a for a, size in s.axes() if size == n)
+        over = " or ".join(a for a, size in s.axes() if size == n)
         if is_exactly(1) and math.isclose(biases, n):
-            why = f"the bias is in the sum {n} times, once for each rank of {over}: add it after"
-            return "bias on every rank", why
-        if is_exactly(n) and is_data:
-            return "summed, not averaged", f"exactly {n} times too large: summed over {over}"
+            return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
         if is_exactly(n):
-            why = f"exactly {n} times too large: once for each rank of {over}"
-            return "counted on every rank", why
-        if is_exactly(1 / n) and not is_data:
-            return "averaged, not summed", f"exactly 1/{n}: averaged over {over}"
-        if is_exactly(1 / n) and _is_sum(s):
-            why = f"exactly 1/{n}: loss() of a batch is the sum of its shares' losses. Divide it, "
-            return "a sum where a mean is meant", f"{why}as gradients are averaged over {over}"
+            why = f"exactly {n} times too large: "
+            if s.over_data(axis):
+                return "summed, not averaged", f"{why}summed over {over}"
+            return "counted on every rank", f"{why}once for each rank of {over}"
         if is_exactly(1 / n):
+            losses = [loss for shares in s.device.parts for loss, _ in shares]
+            is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9)
+            if not s.over_data(axis):
+                return "averaged, not summed", f"exactly 1/{n}: averaged over {over}"
+            if is_sum and len(losses) > m:
+                why = (
+                    "a batch's loss() is the sum of its shares' losses, and gradients are averaged"
+                )
+                return "a sum where a mean is meant", f"exactly 1/{n}: {why} over {over}"
             why = f"exactly 1/{n}: averaged twice, or never summed, over {over}"
             return "divided once too often", why
     if not s.expected.ndim or is_exactly(1):
         return None  # any number is some multiple of another
-    if abs(factor) < 1e-12:
-        return "zero", "detached, never sent, or sent a step late"
-    return "a factor", f"{factor:.9g} x"
-
-
-def _is_sum(s: Suspect) -> bool:
-    """Return True if the losses of the shares of a batch add up to the loss of the batch."""
-    losses = [loss for shares in s.device.parts for loss, _ in shares]
-    together = s.device.losses[0] * len(s.device.parts)
-    return len(losses) > 1 and math.isclose(sum(losses), together, rel_tol=1e-9)
+    return (
+        ("zero", "detached, or never sent")
+        if abs(factor) < 1e-12
+        else ("a factor", f"{factor:.9g} x")
+    )
 
 
 def _summands(s: Suspect) -> Cause | None:
     """Return a missing all-reduce if ranks of an axis have summands of the right value."""
     for axis, n in s.sizes.items():
         how = "mean" if s.over_data(axis) else "sum"
-        together, bias = join(s.found, s.sizes, {axis: how}), _bias(s)
-        if all(is_close(each, s.expected + (n - 1) * bias, s.rtol) for each in together):
+        right = s.expected + (n - 1) * s.bias()  # each rank has added it
+        if all(is_close(each, right, s.rtol) for each in join(s.found, s.sizes, {axis: how})):
+            why = f"each rank of {axis} has a part, and their {how} is right: no all-reduce of it"
             if s.stage == "output":
-                why = f"each rank of {axis} has a part: no all-reduce over {axis}"
                 return "unfinished sum", why
-            why = f"each rank of {axis} has a part, and their {how} is right: an all-reduce over "
-            why += f"{axis} is missing, of this gradient itself"
-            why += ", or of the input's gradient, where a later module is cut" * (s.wrong > 1)
-            return "missing all-reduce", why
+            return "missing all-reduce", why + ", or of the input's gradient of a later, cut module"
     return None
 
 
 def _pieces(s: Suspect) -> Cause | None:
+    """Compare the pieces of the tensor with each other, and with the pieces of the right one."""
     for axis, dim, pieces in s.chunks():
-        right = list(s.expected.chunk(len(pieces), dim))
-        if all(is_close(piece, pieces[0], s.rtol) for piece in pieces):
-            if is_close(pieces[0], right[0], s.rtol):
-                why = f"every rank of {axis} has taken the first piece of dim {dim}"
-                return "first piece everywhere", why
-            if s.stage == "gradient":
-                why = f"cut along dim {dim}, and yet equal on all ranks of {axis}: reduced over "
-                return "pieces were mixed", why + "it, though each rank of it has rows of its own"
-            why = f"the pieces of all ranks of {axis} are equal, along dim {dim}: drawn under one "
-            return "one seed", why + "seed, they never part; draw the whole, then cut"
+        right = s.expected.chunk(len(pieces), dim)
         places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
+        if all(place == [0] for place in places):
+            return "first piece everywhere", f"all ranks of {axis} have the first, along dim {dim}"
         if all(len(place) == 1 for place in places):
             order = ", ".join(str(place[0]) for place in places)
             return "pieces in another order", f"the ranks of {axis} have {order} of dim {dim}"
+        if all(is_close(piece, pieces[0], s.rtol) for piece in pieces):
+            why = f"pieces along dim {dim} are equal on all ranks of {axis}: "
+            if s.stage == "gradient":
+                return "pieces were mixed", f"{why}reduced over it, though each has rows of its own"
+            return "one seed", f"{why}drawn under one seed; draw the whole, then cut"
     return None
 
 
-def _tie_lost(s: Suspect) -> Cause | None:
-    for tie in s.device.ties:
-        if s.name in tie and tie not in s.seen[s.ranks[0]].ties:
-            return "tie lost", f"{' and '.join(tie)} are one on one device, and two here"
-    return None
-
-
-# ---------------------------------------------------------------------- initial weights
 def _not_broadcast(s: Suspect) -> Cause | None:
     """Look for the numbers that build() drew on this rank, on another, or in pieces on all."""
-    own = [seen.built[s.name] for seen in s.seen]
-    drawn = {r: [q for q, t in enumerate(own) if is_close(s.found[r], t, s.rtol)] for r in s.ranks}
-    who, where = "", ""
-    if s.are(own):
-        who = "that rank"
-    elif all(drawn.values()):
-        sources = sorted({ranks[0] for ranks in drawn.values()})
-        places = [coordinates(rank, s.sizes) for rank in sources]
-        apart = " x ".join(axis for axis in s.sizes if any(at[axis] for at in places))
-        who, where = (
-            f"rank {', '.join(map(str, sources))}",
-            f"alike over some axes, never over {apart}: ",
-        )
+    own, who = [seen.built[s.name] for seen in s.seen], ""
+    drawn = [[q for q, t in enumerate(own) if is_close(s.found[r], t, s.rtol)] for r in s.ranks]
+    if all(drawn):
+        sources = sorted({ranks[0] for ranks in drawn})
+        who = "that rank" if s.are(own) else f"rank {', '.join(map(str, sources))}"
     for axis, dim, pieces in s.chunks() if not who else ():
         group = next(g for g in groups_along([axis], s.sizes) if s.ranks[0] in g)
         theirs = [own[r].chunk(len(group), dim)[i] for i, r in enumerate(group)]
         if all(is_close(a, b, s.rtol) for a, b in zip(pieces, theirs, strict=True)):
             who = f"each rank of {axis}"
-    why = f"{where}drawn by build() on {who}, under its own seed, and never made alike: broadcast, "
-    why += "load a checkpoint, or seed build() (torch's fully_shard sends no weights)"
+    why = f"drawn by build() on {who}, under its own seed, and never made alike: broadcast, load a "
+    why += "checkpoint, or seed build() (torch's fully_shard sends no weights)"
     return ("never broadcast", why) if who else None
 
 
-def _made_anew(s: Suspect) -> Cause | None:
-    why = "no rank has the value of build(), nor a piece of it: drawn again after build(), loaded "
-    return "made anew", why + "from elsewhere, or changed by parallelize()"
-
-
-# ---------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------- gradients, and the loss
 def _microbatches(s: Suspect) -> Cause | None:
-    if not s.trial.is_joined:
-        return None
-    why = "such samples in one batch were equal; here each microbatch counts alike. Divide by the "
-    why += "tokens of the step; accumulate(model, batches) in the file can say how"
-    return "microbatches weigh alike", why
+    why = "such samples in one batch were equal; divide by the tokens of the step: see accumulate()"
+    return ("microbatches weigh alike", why) if s.trial.is_joined else None
 
 
 def _none(s: Suspect) -> Cause | None:
@@ -272,68 +249,59 @@ def _none(s: Suspect) -> Cause | None:
 def _kept(s: Suspect) -> Cause | None:
     if s.step == 0:
         return None
-    before = s.device.gradients[s.step - 1].get(s.name) if s.stage == "gradient" else None
-    if before is not None and s.are(before):
-        why = f"exactly the gradient of step {s.step}: a bucket that is not filled anew, or sent "
-        return "of the step before", why + "late"
-    if s.stage == "gradient" and (missing := _summands(s)) is not None:
-        return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
-    why = f"equal weights before step {s.step + 1}, and step 1 was equal: something stays from step"
-    return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
+    if s.stage == "gradient":
+        before = s.device.gradients[s.step - 1][s.name]
+        if before is not None and s.are(before):
+            return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
+        if (missing := _summands(s)) is not None:
+            return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
+    why = "weights and step 1 were equal: something stays, as a buffer, a handle, an error fed back"
+    return "kept between steps", why
 
 
 def _shares(s: Suspect) -> Cause | None:
     """Solve for how often each share of each microbatch is in the gradient."""
-    if s.step > 0:
-        return None
     parts = [gradients.get(s.name) for shares in s.device.parts for _, gradients in shares]
     columns = [torch.zeros_like(s.expected) if p is None else p for p in parts]
     own, m, n = s.ranks[0], len(s.device.parts), len(s.device.parts[0])
     here, there = (_solve(columns, tensor, s.rtol) for tensor in (s.found[own], s.expected))
-    if here is None or len(columns) == 1:
+    if s.step > 0 or here is None or len(columns) == 1:
         return None
     if there is None:
         first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
         where = f"{first} ({s.device.kinds[first]})" if first else "loss() or a module"
-        why = f"no sum of the shares' gradients is one device's: {where} looks at several samples, "
-        why += (
-            "as BatchNorm, a contrastive or a balance loss does, and each rank sees its own alone"
-        )
-        return "samples see each other", why
+        why = f"{where} looks at several samples, and each rank sees its own alone: as BatchNorm, "
+        return "samples see each other", why + "a contrastive or a balance loss"
     factors = torch.tensor(here, dtype=torch.float64).view(m, n)
-    before, mine = factors[:-1], torch.arange(n) == s.share_of(own)
+    mine, before, last, even = (
+        torch.arange(n) == s.share_of(own),
+        factors[:-1],
+        factors[-1],
+        1 / (m * n),
+    )
 
     def is_nothing(factors: Tensor) -> bool:
         return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
 
-    sent = [share for share in range(n) if is_nothing(factors[:, torch.arange(n) != share])]
-    are_apart = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
-    is_own, is_even = is_nothing(factors[:, ~mine]), is_nothing(factors - 1 / (m * n))
-    again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - 1 / (m * n))
-    alone = f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"
-    for holds, name, why in (
-        (n > 1 and sent and are_apart, "broadcast, not reduced",
-            f"all ranks have share {sent}'s gradient: sent by one rank, and not summed"),
-        (n > 1 and is_own and is_nothing(factors[:, mine] - 1 / (m * n)),
-            "divided, but never summed", alone),
-        (n > 1 and is_own, "not reduced", alone),
-        (m > 1 and is_nothing(before), "last microbatch only",
-            "the gradients accumulated before are lost"),
-        (m > 1 and is_nothing(before[:, ~mine]), "accumulated gradients are not reduced",
+    is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
+    is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
+    is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(last - even)
+    causes = {
+        "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
+        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]), "its own share alone: there was no "
+            f"all-reduce over {' x '.join(s.device.data)}"),
+        "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
+        "accumulated gradients are not reduced": (m > 1 and is_nothing(before[:, ~mine]),
             "those before the last stay here"),
-        (m > 1 and again, "accumulated gradients reduced again",
+        "accumulated gradients reduced again": (m > 1 and is_summed_again,
             "a sum over the ranks is summed again with the next microbatch"),
-        (is_even, "mean of means", "each share counts alike, whatever its tokens: divide by all "
-            "tokens of the batch, or weigh each rank by its own"),
-        (True, "shares weighed wrongly",
-            "as where each rank clips, or divides by a count of its own, before the sum"),
-    ):  # fmt: skip
-        if holds:
-            return (
-                name,
-                f"{why}. rank {own} has {_times(here, m)}; one device has {_times(there, m)}",
-            )
-    return None
+        "mean of means": (is_nothing(factors - even), "each share counts alike, whatever its tokens: "
+            "divide by all tokens of the batch, or weigh each rank by its own"),
+        "shares weighed wrongly": (True, "as where each rank clips or divides on its own, too early"),
+    }  # fmt: skip
+    name = next(name for name, (holds, _) in causes.items() if holds)
+    told = f"rank {own} has {_times(here, m)}; one device has {_times(there, m)}"
+    return name, f"{causes[name][1]}. {told}"
 
 
 def _times(factors: list[float], m: int) -> str:
@@ -347,19 +315,17 @@ def _times(factors: list[float], m: int) -> str:
 
 # ---------------------------------------------------------------------- norm, weights, buffers
 def _norms(s: Suspect) -> Cause | None:
-    alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
-    pieces = [seen.gradients[s.step] for seen in s.seen]
     own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
     if s.are(own):
         return "norm of own pieces", "each rank has the norm of its own pieces"
-    whole = {n for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)}
+    alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
+    pieces = [seen.gradients[s.step] for seen in s.seen]
+    whole = [g for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)]
     for axis, n in s.axes():
-        for kind, names in (("replicated", whole), ("cut", alone.keys() - whole)):
-            part = sum(alone[name].square().sum() for name in names)
-            for factor, words in ((n, f"counted {n} times"), (0, "left out")):
-                if names and s.are((s.expected.square() + (factor - 1) * part).sqrt(), 1e-9):
-                    why = f"squares of parameters that are {kind} along {axis} are {words}"
-                    return f"norm: {kind} parameters {words.split()[0]}", why
+        more = (n - 1) * sum(g.square().sum() for g in whole)
+        if s.are((s.expected.square() + more).sqrt(), 1e-9):
+            why = f"squares of parameters that all ranks of {axis} have are counted {n} times"
+            return "norm: replicated parameters counted", why
     return None
 
 
@@ -367,8 +333,7 @@ def _update(s: Suspect) -> Cause | None:
     """Solve for how often the right step, and the weight itself, are in the weight."""
     before = (s.device.weights[s.step - 1] if s.step else s.device.before)[s.name]
     if len(s.ranks) < len(s.found) and s.are(before):
-        why = "there it did not move, and elsewhere it did: what its owner has updated was not sent"
-        return "updated on some ranks only", why
+        return "updated on some ranks only", "there it did not move: its owner has not sent it"
     if s.step > 0:
         why = f"step 1 was equal, and so are the gradients of step {s.step + 1}: it is what the "
         return "optimizer state", why + "optimizer keeps, or its schedule"
@@ -381,78 +346,55 @@ def _update(s: Suspect) -> Cause | None:
     if abs(times - 1) < 1e-7:
         how = f"{abs(kept - 1):.3g} of itself {'less' if kept > 1 else 'more'}"
         return "another weight decay", f"it shrinks by {how}, a step"
-    return "another update", "gradients and their norm are right; the optimizer does another step"
+    return None
 
 
-def _buffer(s: Suspect) -> Cause | None:
-    why = "forward fills it on each rank, from the samples of that rank alone"
-    for axis in s.sizes:
-        if all(is_close(t, s.expected, s.rtol) for t in join(s.found, s.sizes, {axis: "mean"})):
-            why += f"; the mean over {axis} is right"
-    return "a buffer of own samples", why
-
-
-# ---------------------------------------------------------------------- outputs, and the loss
+# ---------------------------------------------------------------------- outputs
 def _ran_before(s: Suspect) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
-    names = list(s.device.outputs)
+    names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
     at = names.index(s.name) if s.stage == "output" else len(names)
-    before, kind = names[at - 1] if at else "", s.device.kinds.get(s.name, "")
+    before = names[at - 1] if at else ""
     for axis, how in (s.form_of(before) or {}).items():
         if how == "sum":
-            why = f"{before}, which ran before, has a part on each rank of {axis}, and the sum of "
-            return "unfinished sum", why + f"them is right: an all-reduce over {axis} is missing"
-        if s.stage == "loss" or s.over_data(axis):
-            continue
-        why = (
-            f"{before}, which ran before, is right, in pieces along dim {how} on ranks of {axis}: "
-        )
-        if _ROW_BY_ROW.search(kind):
-            why += (
-                f"a {kind} needs no more, so what is added in between is wrong. Do positions, or "
-            )
-            why += f"a mask, begin at 0 on every rank of {axis}?"
+            why = f"{before}, which ran before, is a part on each rank of {axis}: no all-reduce"
+            return "unfinished sum", why
+        if s.stage == "output" and not s.over_data(axis):
+            why = f"{before}, which ran before, is right, in pieces along dim {how} over {axis}: "
+            if not _ROW_BY_ROW.search(kind):
+                return "pieces kept apart", f"{why}this module needs the other ranks' pieces"
+            why += f"a {kind} needs no more. Do positions, or a mask, begin at 0 on every rank?"
             return "positions, or another piece", why
-        return "pieces kept apart", why + "this module needs the other ranks' pieces"
     return None
 
 
 _ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity")
 
 
-def _inside(s: Suspect) -> Cause | None:
-    """Blame the first wrong module: its input was right, unless it is the first of all."""
+def _input(s: Suspect) -> Cause | None:
+    """Blame the input if the first of all modules is wrong, and its weights are right."""
     own = {n: t for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
-    found = [(seen.before.get(name), tensor) for seen in s.seen for name, tensor in own.items()]
-    is_untouched = all(a is not None and a.shape == t.shape for a, t in found)
-    if s.name == next(iter(s.device.outputs)) and is_untouched:
-        why = "the first module that runs, and its weights are right: ranks have other samples "
-        return "another input", why + "than their shares of the batch, or use them otherwise"
-    why = "modules before it returned the right values, and weights are right: this module "
-    return "in this module", why + "does, or what else it is given"
-
-
-def _in_the_loss(s: Suspect) -> Cause | None:
-    why = "what every module returned is right: it is loss() itself, as its targets, its "
-    return "in the loss", why + "denominator, or a softmax over words that are cut"
+    is_untouched = all(one.before[n].shape == t.shape for one in s.seen for n, t in own.items())
+    why = "ranks have other samples than their shares of the batch, or use them otherwise"
+    is_first = s.name == next(iter(s.device.outputs))
+    return ("another input", why) if is_first and is_untouched else None
 
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
-    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces, _made_anew],
-    "output": [_factor, _summands, _rounding, _pieces, _ran_before, _inside],
-    "loss": [_microbatches, _rounding, _ran_before, _kept, _factor, _in_the_loss],
-    "gradient": [
-        _microbatches,
-        _none,
-        _rounding,
-        _tie_lost,
-        _kept,
-        _factor,
-        _shares,
-        _summands,
-        _pieces,
-    ],
+    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces],
+    "output": [_factor, _summands, _rounding, _pieces, _ran_before, _input],
+    "loss": [_microbatches, _rounding, _ran_before, _kept, _factor],
+    "gradient": [_microbatches, _none, _rounding, _tie_lost, _kept, _factor, _shares, _summands]
+    + [_pieces],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_rounding, _tie_lost, _update],
-    "buffer": [_rounding, _buffer],
+    "buffer": [_rounding],
 }
+OTHERWISE: dict[str, Cause] = {
+    "initial weights": ("made anew", "no rank has what build() made: drawn again, loaded, changed?"),
+    "output": ("in this module", "modules before it and weights are right: what else is it given?"),
+    "loss": ("in the loss", "all modules are right: loss() itself, its denominator, or a softmax over "
+        "words that are cut"),
+    "weights": ("another update", "gradients are right; the optimizer does another step"),
+    "buffer": ("a buffer of own samples", "forward fills it on each rank, from its samples alone"),
+}  # fmt: skip

@@ -26,7 +26,7 @@ All is in float64, whatever the model casts to or FSDP2 is told to. The rest is 
 
 import contextlib
 import importlib.util
-import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.mesh import RESERVED, Mesh, whole_number
+from minipar.comm.mesh import RESERVED, Mesh
 from minipar.parallel.base.strategy import Strategy
 
 DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
@@ -77,6 +77,8 @@ class Job:
         Raises `WrongFile` where one is missing, and whatever the file raises.
         """
         spec = importlib.util.spec_from_file_location("minipar_proved", path)
+        if spec is None:
+            raise WrongFile("it is no Python file")
         module = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE` would
         sys.modules[spec.name] = module  # dataclasses look their module up
@@ -122,10 +124,6 @@ class Job:
             return self.shares(batch, mesh)
         axis = mesh.joint(*self.data_axes(mesh.sizes))
         return rows(batch, axis.rank, axis.size)
-
-    def divides(self) -> bool:
-        """Return True if the file's backward() divides by the number of microbatches."""
-        return self.backward is not None and len(inspect.signature(self.backward).parameters) > 1
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -179,38 +177,35 @@ def with_strategies(result: Any) -> tuple[nn.Module, Callable[[], Any], list[Str
 
 
 @contextlib.contextmanager
-def blamed(file: str, doing: list[str]) -> Iterator[None]:
-    """Give errors of the body a report of one line: in which file, where, and doing what."""
+def blamed(file: str) -> Iterator[None]:
+    """Give errors of the body a report of one line: in which file, line and function."""
     try:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if Path(f.filename).name == Path(file).name]
-        if isinstance(error, SyntaxError):
-            lines = [error.lineno] if error.lineno else []
-        at = f", line {lines[-1]}" if lines else ""
-        kind = "" if isinstance(error, WrongFile) else f"{type(error).__name__}: "
+        own = [f for f in frames if Path(f.filename).name == Path(file).name]
+        if isinstance(error, WrongFile):
+            at = ""
+        elif isinstance(error, SyntaxError):
+            at = f", line {error.lineno}: SyntaxError"
+        elif own:
+            at = f", line {own[-1].lineno}, in {own[0].name}: {type(error).__name__}"
+        else:  # in a library that we have called
+            here = [f.line for f in frames if Path(f.filename).parent == Path(__file__).parent]
+            at = f", in {here[-1]}: {type(error).__name__}"
         said = next((line for line in str(error).splitlines() if line.strip()), "")
         wrong = WrongFile(str(error))
-        wrong.report = f"{file}{at}, in {doing[-1]}: {kind}{said}"  # which a rank hands on
+        wrong.report = f"{file}{at}: {said}"  # which a rank hands on
         raise wrong from error
 
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Return {"dp": 2, "tp": 2} for "dp=2,tp=2". Raises `ValueError` for other text."""
-    sizes: dict[str, int] = {}
-    for part in text.replace(" ", "").split(","):
-        axis, _, digits = part.partition("=")
-        sizes[axis] = 0 if axis in (*sizes, *RESERVED) else whole_number(digits) or 0
-        if not axis.isidentifier() or sizes[axis] < 1:
-            raise ValueError(
-                f"--mesh {text!r}: {part!r} is not axis=size, with a new name (none of "
-                f"{', '.join(RESERVED)}) and a size from 1 up; try dp=2,tp=2"
-            )
-    return sizes
-
-
-def check_file(path: str) -> None:
-    """Raise `WrongFile` for a path that is not a Python file."""
-    if not Path(path).is_file() or Path(path).suffix != ".py":
-        raise WrongFile(f"{path} is no Python file; it must have build, batch, loss, parallelize")
+    sizes = dict(re.findall(r"([A-Za-z_]\w*)=([1-9]\d{0,8})", text))
+    read = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    if read != text.replace(" ", "") or not sizes.keys().isdisjoint(RESERVED):
+        raise ValueError(
+            f"--mesh {text!r} is not axis=size, with new names (none of {', '.join(RESERVED)}) and "
+            f"sizes from 1 up; try dp=2,tp=2"
+        )
+    return {axis: int(size) for axis, size in sizes.items()}

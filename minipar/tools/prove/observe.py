@@ -6,13 +6,13 @@ luck: what ranks are to have alike must have been made alike.
 """
 
 import contextlib
-import logging
+import inspect
 import math
 import os
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,17 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
-from minipar.parallel.base.strategy import Strategy
 from minipar.tools.prove.compare import Record, State, differing
-from minipar.tools.prove.job import (
-    Job,
-    WrongFile,
-    blamed,
-    joined,
-    mapped,
-    rows,
-    with_strategies,
-)
+from minipar.tools.prove.job import Job, WrongFile, blamed, joined, mapped, rows, with_strategies
 
 SEED = 1000  # of rank 0, and of one device; rank r has SEED + r
 
@@ -52,12 +43,11 @@ class Trial:
         """True if one device takes all microbatches at once: the truth, however they are cut."""
         return self.uneven and self.microbatches > 1
 
-    def batches(self, job: Job, step: int, alone: bool = False) -> list[Any]:
-        """Return the global batch of each microbatch of a step; `alone`: as one device has them."""
+    def batches(self, job: Job, step: int) -> list[Any]:
+        """Return the global batch of each microbatch of a step."""
         draw = job.uneven if self.uneven else job.batch
         drawn = [draw(step * self.microbatches + m) for m in range(self.microbatches)]
-        drawn = mapped(lambda t: t.double() if t.is_floating_point() else t, drawn)
-        return [joined(drawn)] if alone and self.is_joined else drawn
+        return mapped(lambda t: t.double() if t.is_floating_point() else t, drawn)
 
 
 @dataclass
@@ -67,7 +57,6 @@ class Seen(Record):
     built: State = field(default_factory=dict)  # by build(), here, before parallelize
     outputs: State = field(default_factory=dict)  # by module, in order of execution
     kinds: dict[str, str] = field(default_factory=dict)  # names of modules -> of their classes
-    ties: list[tuple[str, ...]] = field(default_factory=list)  # names that are one parameter
     own_norms: list[float] = field(default_factory=list)  # of what this rank holds, by step
     # On one device alone:
     data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
@@ -79,23 +68,15 @@ class Seen(Record):
 
 def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool) -> Seen:
     """Run a trial on this rank of a mesh; `alone`: as one device, and each share by itself too."""
-    usual, doing = torch.get_default_dtype(), ["reading it"]
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     mesh = Mesh() if alone else Mesh(**sizes)
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
     variables = mock.patch.dict(os.environ, _of_torchrun(mesh))
     try:
-        with torch.enable_grad(), quiet, variables, blamed(getattr(source, "file", source), doing):
+        with torch.enable_grad(), quiet, variables, blamed(getattr(source, "file", source)):
             job = Job.load(source) if isinstance(source, str) else source
-            data = job.data_axes(sizes)
-            if not alone:
-                return _Run(job, mesh, trial, doing).train()
-            seen = _Run(job.on_one_device(), mesh, trial, doing).train()
-            seen.data, seen.has_whole_batch = data, not callable(job.shares)
-            seen.has_uneven = job.uneven is not None
-            doing.append("loss() of a share")
-            seen.parts = _parts(job, trial, math.prod(sizes[axis] for axis in data), seen)
-            return seen
+            return _alone(job, sizes, mesh, trial) if alone else _Run(job, mesh, trial).train()
     finally:
         torch.set_default_dtype(usual)
 
@@ -107,92 +88,98 @@ def _of_torchrun(mesh: Mesh) -> dict[str, str]:
     return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def _build(job: Job, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = job.build()
-    if not isinstance(model, nn.Module):
-        raise WrongFile(f"build() returned {type(model).__name__}, which is not an nn.Module")
-    return model.double()
+def _alone(job: Job, sizes: dict[str, int], mesh: Mesh, trial: Trial) -> Seen:
+    """Train on one device; then on each share of each microbatch. Refuse what is random."""
+    data, device = job.data_axes(sizes), job.on_one_device()
+    seen, again = (_Run(device, mesh, trial).train() for _ in range(2))
+    if odd := differing(again.built, seen.built):
+        raise WrongFile(f"build() under one seed differs in {next(iter(odd))}; draw from torch")
+    one, other = seen.losses[0], again.losses[0]
+    if abs(one - other) > 1e-10 * abs(one):
+        raise WrongFile(
+            f"the loss of one batch is {one:.6g} and then {other:.6g}: what is random cannot be "
+            f"compared; build() without dropout, and draw batch(seed) from its seed"
+        )
+    seen.data, seen.has_whole_batch = data, not callable(job.shares)
+    seen.has_uneven = job.uneven is not None
+    count = math.prod(sizes[axis] for axis in data)
+    for batch in trial.batches(job, 0):
+        shares = [
+            replace(device, batch=lambda _, b=batch, i=i: rows(b, i, count)) for i in range(count)
+        ]
+        parts = [_Run(share, mesh, Trial("a share")).train() for share in shares]
+        seen.parts.append([(part.losses[0], part.gradients[0]) for part in parts])
+    return seen
 
 
 class _Run:
     """A trial on one rank, or on one device."""
 
-    def __init__(self, job: Job, mesh: Mesh, trial: Trial, doing: list[str]) -> None:
-        self.job, self.mesh, self.trial, self.doing = job, mesh, trial, doing
-        doing.append("build()")
-        model = _build(job, SEED + mesh.rank)
+    def __init__(self, job: Job, mesh: Mesh, trial: Trial) -> None:
+        self.job, self.mesh, self.trial, self.is_alone = job, mesh, trial, mesh.size == 1
+        torch.manual_seed(SEED + mesh.rank)
+        model = job.build()
+        if not isinstance(model, nn.Module):
+            raise WrongFile(f"build() returned {type(model).__name__}, which is not an nn.Module")
+        model = model.double()
         saved = {_clean(name) for name in model.state_dict()}
         built = {n: t for n, t in _copies(_named(model)).items() if n in saved}
         self.buffers = {_clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-        doing.append("parallelize()")
-        parallel = job.parallelize(model, mesh)
-        self.model, self.after, self.strategies = with_strategies(parallel)
+        self.model, self.after, self.strategies = with_strategies(job.parallelize(model, mesh))
         _without_mixed_precision(self.model)
         self.clean = partial(_clean, prefix=_prefix(self.model, built))
-        doing.append("optimizer()")
-        self.optimizer = _optimizer(job, self.model, self.strategies)
-        doing.append("gathering the initial weights")
-        self.seen = Seen({}, {}, built=built, ties=_ties(self.model, self.clean))
+        self.optimizer = self.make_optimizer()
+        self.seen = Seen({}, {}, built=built)
         self.seen.before = self.weights()
-        modules = self.model.named_modules()
-        self.seen.kinds = {self.clean(name): type(module).__name__ for name, module in modules}
-        torch.manual_seed(SEED + mesh.rank)  # for numbers that the model draws from here on
-        self.outputs = _record_outputs(self.model, self.clean)
+        torch.seed()  # whatever the model draws from here on is another number in each run
 
     def train(self) -> Seen:
         """Take the steps of the trial, and write down what each computes."""
-        seen, doing, has_gradients = self.seen, self.doing, not self.job.reduced_in_step
+        seen, is_reduced = self.seen, not self.job.reduced_in_step
+        outputs = self.record_outputs()
         for step in range(self.trial.steps):
-            at = f"step {step + 1}"
             self.optimizer.zero_grad()
-            seen.losses.append(self.forward_and_backward(step, at))
-            doing.append(f"what follows backward in {at}")
+            seen.losses.append(self.forward_and_backward(step))
+            if step == 0:
+                seen.outputs = self.whole(outputs)
             self.after()
-            doing.append(f"gathering the gradients of {at}")
             gradients = {self.clean(n): p.grad for n, p in self.model.named_parameters()}
             shards = [_local(g) for g in gradients.values() if g is not None]
             seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in shards)))
-            seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
-            doing.append(f"clipping in {at}")
+            seen.gradients.append(self.whole(gradients, "full_gradients") if is_reduced else {})
             norm = self.norm()
-            seen.norms.append(norm if has_gradients else None)
-            doing.append(f"the optimizer's {at}")
+            seen.norms.append(norm if is_reduced else None)
             self.optimizer.step()
-            doing.append(f"gathering the weights after {at}")
             state = self.weights()
             seen.weights.append({n: t for n, t in state.items() if n not in self.buffers})
             seen.buffers.append({n: t for n, t in state.items() if n in self.buffers})
         return seen
 
-    def forward_and_backward(self, step: int, at: str) -> float:
+    def forward_and_backward(self, step: int) -> float:
         """Accumulate the gradients of a step's microbatches, and return the loss of the step."""
-        job, doing, total = self.job, self.doing, 0.0
-        batches = self.trial.batches(job, step, alone=self.mesh.size == 1)
+        job, total = self.job, 0.0
+        batches = self.trial.batches(job, step)
+        if self.is_alone and self.trial.is_joined:
+            batches = [joined(batches)]
         own = [job.share(batch, self.mesh) for batch in batches]
         if job.accumulate is not None:
-            doing.append(f"accumulate() of {at}")
             with AllDigits():
                 return _number(job.accumulate(self.model, own), "accumulate()")
         for m, batch in enumerate(own):
-            doing.append(f"forward and loss of {at}")
             with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
                     loss = job.loss(self.model, batch)
                 total += _number(loss, "loss()") / len(own)
-                if step == m == 0:
-                    self.seen.outputs = self.whole(self.outputs)
-                doing.append(f"backward of {at}")
                 with AllDigits(in_backward=True):
                     if job.backward is None:
                         torch.autograd.backward(loss / len(own))
-                    elif job.divides():
+                    elif len(inspect.signature(job.backward).parameters) > 1:
                         job.backward(loss, len(own))
                     else:
                         job.backward(loss / len(own))
         return total
 
-    def unsynced(self) -> contextlib.ExitStack:
+    def unsynced(self) -> Any:
         """Return the context of a microbatch that others follow."""
         if self.job.no_sync is not None:
             return self.job.no_sync(self.model)
@@ -209,8 +196,18 @@ class _Run:
         elif self.strategies:
             norm = self.strategies[-1].clip_grad_norm_(math.inf)
         else:  # one device holds all gradients; torch's function may take a rank's pieces alone
-            norm = self.seen.own_norms[-1] if self.mesh.size == 1 else None
-        return None if norm is None else float(_whole_tensor(norm))
+            norm = self.seen.own_norms[-1] if self.is_alone else None
+        return None if norm is None else float(_full(norm))
+
+    def make_optimizer(self) -> Any:
+        """Return the optimizer of the file, or of our strategies, or AdamW."""
+        if self.job.optimizer is not None:
+            return self.job.optimizer(self.model)
+        if own := [each.optimizer for each in self.strategies if hasattr(each, "optimizer")]:
+            return own[0]
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        # An eps that does not blow up the noise of gradients that are zero but for rounding.
+        return torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
 
     def weights(self) -> State:
         """Return the parameters and buffers that one device has, too."""
@@ -225,61 +222,39 @@ class _Run:
         if self.strategies and by_strategy:
             found = getattr(self.strategies[-1], by_strategy)()
             return {self.clean(name): value for name, value in found.items()}
-        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of slow gathers
         gather = self.job.gather if by_strategy else None
         is_torchs = {name: hasattr(tensor, "full_tensor") for name, tensor in named.items()}
         of_ranks, found = all_gather_object(is_torchs, self.mesh.world), _copies(named)
         for name in sorted(set().union(*of_ranks)):
             if all(has.get(name, True) for has in of_ranks) and name in named:
-                found[name] = _whole_tensor(found[name])
+                found[name] = _full(found[name])
             if gather is not None:
                 found[name] = gather(name, found.get(name), self.mesh)
         return {n: None if tensor is None else _local(tensor) for n, tensor in found.items()}
 
+    def record_outputs(self) -> State:
+        """Return what modules return the first time, filled while they run: their first tensor."""
+        outputs: State = {}
+
+        def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+            tensors: list[Tensor] = []
+            mapped(tensors.append, output)
+            numbers = [t for t in tensors if t.is_floating_point()]
+            if numbers and name not in outputs:
+                outputs[name] = numbers[0].detach().clone()
+
+        for full_name, module in self.model.named_modules():
+            name = self.clean(full_name)
+            self.seen.kinds[name] = type(module).__name__
+            module.register_forward_hook(partial(note, name))
+        return outputs
+
 
 def _number(loss: Any, what: str) -> float:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return float(_whole_tensor(loss.detach()))
+        return float(_full(loss.detach()))
     found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise WrongFile(f"{what} returned {found}; it must be one real number, []")
-
-
-def _optimizer(job: Job, model: nn.Module, strategies: list[Strategy]) -> Any:
-    if job.optimizer is not None:
-        return job.optimizer(model)
-    if own := [each.optimizer for each in strategies if hasattr(each, "optimizer")]:
-        return own[0]
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    # An eps that does not blow up the noise of gradients that are zero but for rounding.
-    return torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
-
-
-def _parts(job: Job, trial: Trial, data_ranks: int, seen: Seen) -> list[list[tuple[float, State]]]:
-    """Return loss and gradients of every share, on one device. Refuse what is random."""
-    model, parts = _build(job, SEED), []
-    again = _named(model)
-    if odd := differing({name: again.get(name) for name in seen.built}, seen.built):
-        raise WrongFile(f"build() under one seed differs in {next(iter(odd))}; draw from torch")
-    torch.manual_seed(SEED - 1)  # another one than before
-    batches = trial.batches(job, 0, alone=True)
-    with AllDigits():
-        total = sum(job.loss(model, batch).item() / len(batches) for batch in batches)
-    if abs(total - seen.losses[0]) > 1e-10 * abs(total):
-        raise WrongFile(
-            f"the loss of one batch is {seen.losses[0]:.6g} and then {total:.6g}: what is random "
-            f"cannot be compared; build() without dropout, and draw batch(seed) from its seed"
-        )
-    for batch in trial.batches(job, 0):
-        parts.append([])
-        for index in range(data_ranks):
-            model.zero_grad()
-            with AllDigits():
-                loss = job.loss(model, rows(batch, index, data_ranks))
-            with AllDigits(in_backward=True):
-                torch.autograd.backward(loss)
-            gradients = {_clean(name): p.grad for name, p in model.named_parameters()}
-            parts[-1].append((loss.item(), _copies(gradients)))
-    return parts
 
 
 class AllDigits(TorchFunctionMode):
@@ -351,32 +326,9 @@ def _copies(named: State) -> State:
     return {n: None if value is None else value.detach().clone() for n, value in named.items()}
 
 
-def _ties(model: nn.Module, clean: Callable[[str], str]) -> list[tuple[str, ...]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, []).append(clean(name))
-    return [tuple(same) for same in names.values() if len(same) > 1]
-
-
-def _whole_tensor(value: Tensor) -> Tensor:
+def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
-
-
-def _record_outputs(model: nn.Module, clean: Callable[[str], str]) -> State:
-    """Return what modules return the first time, filled while they run: their first tensor."""
-    outputs: State = {}
-
-    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors: list[Tensor] = []
-        mapped(tensors.append, output)
-        numbers = [t for t in tensors if t.is_floating_point()]
-        if numbers and name not in outputs:
-            outputs[name] = numbers[0].detach().clone()
-
-    for name, module in model.named_modules():
-        module.register_forward_hook(partial(note, clean(name)))
-    return outputs

@@ -160,7 +160,7 @@ def _call(file: str, ranks: Ranks, function: Callable, *args: Any) -> list[Any]:
 def _notes(s: Suspect, is_equal: bool) -> list[str]:
     """Return sentences on what was compared, and what was not."""
     device, own = s.device, s.device.data
-    parameters, buffers = device.weights[0], device.buffers[0]
+    parameters, buffers = device.gradients[0] or device.weights[0], device.buffers[0]
     counts = f"{len(device.outputs)} modules, {len(parameters)} parameters"
     counts += f", buffers: {len(buffers)}" if buffers else ""
     notes = [f"{counts}; float64, ranks seeded differently, equal means to {s.rtol:g}"]
@@ -191,17 +191,14 @@ def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
             break
     else:
         return None, [(name, kinds.get(name, ""), "equal") for name in outputs]
-    if stage == "loss" and step == 0 and not s.trial.is_joined:
-        if bad := {name: t for name, t in outputs.items() if s.form_of(name) is None}:
-            stage, expected = "output", bad
-            found = [dict(one.outputs) for one in s.seen]
-            for name, theirs in bad.items():
-                pieces = whole([state[name] for state in found], s.sizes, theirs)
-                for state, piece in zip(found, pieces, strict=True):
-                    state[name] = piece
-            told = [differing({n: state[n] for n in bad}, bad, s.rtol) for state in found]
     wrong = [name for name in expected if any(name in one for one in told)]
-    owner = {name: name if stage == "output" else _owner(name, outputs) for name in expected}
+    owner = {name: _owner(name, outputs) for name in expected}
+    bad = [name for name in outputs if s.form_of(name) is None]
+    if bad and stage == "loss" and step == 0 and not s.trial.is_joined:
+        stage, expected, wrong, owner = "output", outputs, bad, {name: name for name in outputs}
+        joined = whole([one.outputs[bad[0]] for one in s.seen], s.sizes, outputs[bad[0]])
+        found = [{bad[0]: tensor} for tensor in joined]
+        told = [differing(state, {bad[0]: outputs[bad[0]]}, s.rtol) for state in found]
     order = {module: i for i, module in enumerate(outputs)}
     last_first = -1 if stage == "gradient" else 1
     name = min(wrong, key=lambda name: last_first * order.get(owner[name], -1))
