@@ -38,7 +38,6 @@ class Suspect:
     found: list[Tensor] = field(default_factory=list)  # by rank, whole
     expected: Tensor = field(default_factory=lambda: torch.zeros(()))
     ranks: list[int] = field(default_factory=list)  # those that are wrong
-    wrong: int = 0  # how many names of this stage are
 
     def share_of(self, rank: int) -> int:
         """Return the number of the share of the batch that a rank has, in row-major order."""
@@ -97,6 +96,11 @@ class Suspect:
 
 def cause_of(s: Suspect) -> Cause:
     """Return the first suspicion that the numbers bear out."""
+    if s.trial.is_joined and s.stage in ("loss", "gradient"):
+        why = (
+            "such samples in one batch were equal: divide by the tokens of a step, in accumulate()"
+        )
+        return "microbatches weigh alike", why
     for suspicion in SUSPICIONS[s.stage]:
         # A rank may lack what a suspicion looks at, as another stage of a pipeline does.
         with contextlib.suppress(ArithmeticError, AttributeError, LookupError, RuntimeError):
@@ -157,33 +161,27 @@ def _factor(s: Suspect) -> Cause | None:
     if m > 1 and is_exactly(1 / m):
         return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
     for axis, n in s.axes():
+        names = "counted on every rank", "averaged, not summed"
+        if s.over_data(axis):
+            names = "summed, not averaged", "divided once too often"
         over = " or ".join(a for a, size in s.axes() if size == n)
         if is_exactly(1) and math.isclose(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
         if is_exactly(n):
-            why = f"exactly {n} times too large: "
-            if s.over_data(axis):
-                return "summed, not averaged", f"{why}summed over {over}"
-            return "counted on every rank", f"{why}once for each rank of {over}"
+            return names[0], f"exactly {n} times too large: summed over {over}"
         if is_exactly(1 / n):
             losses = [loss for shares in s.device.parts for loss, _ in shares]
             is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9)
-            if not s.over_data(axis):
-                return "averaged, not summed", f"exactly 1/{n}: averaged over {over}"
             if is_sum and len(losses) > m:
-                why = (
-                    "a batch's loss() is the sum of its shares' losses, and gradients are averaged"
-                )
-                return "a sum where a mean is meant", f"exactly 1/{n}: {why} over {over}"
-            why = f"exactly 1/{n}: averaged twice, or never summed, over {over}"
-            return "divided once too often", why
+                why = f"exactly 1/{n}: a batch's loss() is the sum of its shares' losses"
+                return "a sum where a mean is meant", why
+            return names[1], f"exactly 1/{n}: divided by the ranks of {over} once more"
     if not s.expected.ndim or is_exactly(1):
         return None  # any number is some multiple of another
-    return (
-        ("zero", "detached, or never sent")
-        if abs(factor) < 1e-12
-        else ("a factor", f"{factor:.9g} x")
-    )
+    if abs(factor) > 1e-12:
+        return "a factor", f"{factor:.9g} x"
+    name = "no gradient" if s.stage == "gradient" else "zero"
+    return name, "None, or zero: detached, frozen, not used, or never sent"
 
 
 def _summands(s: Suspect) -> Cause | None:
@@ -192,10 +190,11 @@ def _summands(s: Suspect) -> Cause | None:
         how = "mean" if s.over_data(axis) else "sum"
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
         if all(is_close(each, right, s.rtol) for each in join(s.found, s.sizes, {axis: how})):
-            why = f"each rank of {axis} has a part, and their {how} is right: no all-reduce of it"
-            if s.stage == "output":
-                return "unfinished sum", why
-            return "missing all-reduce", why + ", or of the input's gradient of a later, cut module"
+            why = (
+                f"each rank of {axis} has a part, and their {how} is right: no all-reduce, here or "
+            )
+            why += "of the gradient that enters a later module"
+            return "unfinished sum" if s.stage == "output" else "missing all-reduce", why
     return None
 
 
@@ -235,17 +234,6 @@ def _not_broadcast(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- gradients, and the loss
-def _microbatches(s: Suspect) -> Cause | None:
-    why = "such samples in one batch were equal; divide by the tokens of the step: see accumulate()"
-    return ("microbatches weigh alike", why) if s.trial.is_joined else None
-
-
-def _none(s: Suspect) -> Cause | None:
-    if all(seen.gradients[s.step].get(s.name) is not None for seen in s.seen):
-        return None
-    return "no gradient", "None there: detached, frozen, or not used"
-
-
 def _kept(s: Suspect) -> Cause | None:
     if s.step == 0:
         return None
@@ -288,16 +276,17 @@ def _shares(s: Suspect) -> Cause | None:
     is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(last - even)
     causes = {
         "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
-        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]), "its own share alone: there was no "
-            f"all-reduce over {' x '.join(s.device.data)}"),
+        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
+            f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
         "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
         "accumulated gradients are not reduced": (m > 1 and is_nothing(before[:, ~mine]),
             "those before the last stay here"),
         "accumulated gradients reduced again": (m > 1 and is_summed_again,
             "a sum over the ranks is summed again with the next microbatch"),
-        "mean of means": (is_nothing(factors - even), "each share counts alike, whatever its tokens: "
-            "divide by all tokens of the batch, or weigh each rank by its own"),
-        "shares weighed wrongly": (True, "as where each rank clips or divides on its own, too early"),
+        "mean of means": (is_nothing(factors - even),
+            "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
+            "weigh each rank by its own"),
+        "shares weighed wrongly": (True, "as where each rank clips, or divides, before the sum"),
     }  # fmt: skip
     name = next(name for name, (holds, _) in causes.items() if holds)
     told = f"rank {own} has {_times(here, m)}; one device has {_times(there, m)}"
@@ -383,18 +372,16 @@ def _input(s: Suspect) -> Cause | None:
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces],
     "output": [_factor, _summands, _rounding, _pieces, _ran_before, _input],
-    "loss": [_microbatches, _rounding, _ran_before, _kept, _factor],
-    "gradient": [_microbatches, _none, _rounding, _tie_lost, _kept, _factor, _shares, _summands]
-    + [_pieces],
+    "loss": [_rounding, _ran_before, _kept, _factor],
+    "gradient": [_rounding, _tie_lost, _kept, _factor, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_rounding, _tie_lost, _update],
     "buffer": [_rounding],
 }
 OTHERWISE: dict[str, Cause] = {
-    "initial weights": ("made anew", "no rank has what build() made: drawn again, loaded, changed?"),
-    "output": ("in this module", "modules before it and weights are right: what else is it given?"),
-    "loss": ("in the loss", "all modules are right: loss() itself, its denominator, or a softmax over "
-        "words that are cut"),
+    "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
+    "output": ("in this module", "modules before it and weights are right: what is it given?"),
+    "loss": ("in the loss", "all modules are right: loss(), or a softmax over words that are cut"),
     "weights": ("another update", "gradients are right; the optimizer does another step"),
     "buffer": ("a buffer of own samples", "forward fills it on each rank, from its samples alone"),
-}  # fmt: skip
+}

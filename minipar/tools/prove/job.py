@@ -178,24 +178,24 @@ def with_strategies(result: Any) -> tuple[nn.Module, Callable[[], Any], list[Str
 
 @contextlib.contextmanager
 def blamed(file: str) -> Iterator[None]:
-    """Give errors of the body a report of one line: in which file, line and function."""
+    """Give errors of the body a report of one line, which a rank hands on: where in the file?"""
     try:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if Path(f.filename).name == Path(file).name]
+        at = f"{type(error).__name__}: "
         if isinstance(error, WrongFile):
             at = ""
         elif isinstance(error, SyntaxError):
-            at = f", line {error.lineno}: SyntaxError"
+            at = f"line {error.lineno}, {at}"
         elif own:
-            at = f", line {own[-1].lineno}, in {own[0].name}: {type(error).__name__}"
+            at = f"line {own[-1].lineno}, in {own[0].name}: {at}"
         else:  # in a library that we have called
             here = [f.line for f in frames if Path(f.filename).parent == Path(__file__).parent]
-            at = f", in {here[-1]}: {type(error).__name__}"
-        said = next((line for line in str(error).splitlines() if line.strip()), "")
+            at = f"in {here[-1]}: {at}"
         wrong = WrongFile(str(error))
-        wrong.report = f"{file}{at}: {said}"  # which a rank hands on
+        wrong.report = at + next((line for line in str(error).splitlines() if line.strip()), "")
         raise wrong from error
 
 

@@ -7,6 +7,7 @@ luck: what ranks are to have alike must have been made alike.
 
 import contextlib
 import inspect
+import logging
 import math
 import os
 import re
@@ -91,7 +92,7 @@ def _of_torchrun(mesh: Mesh) -> dict[str, str]:
 def _alone(job: Job, sizes: dict[str, int], mesh: Mesh, trial: Trial) -> Seen:
     """Train on one device; then on each share of each microbatch. Refuse what is random."""
     data, device = job.data_axes(sizes), job.on_one_device()
-    seen, again = (_Run(device, mesh, trial).train() for _ in range(2))
+    seen, again = (_Run(device, mesh, t).train() for t in (trial, replace(trial, steps=1)))
     if odd := differing(again.built, seen.built):
         raise WrongFile(f"build() under one seed differs in {next(iter(odd))}; draw from torch")
     one, other = seen.losses[0], again.losses[0]
@@ -222,6 +223,7 @@ class _Run:
         if self.strategies and by_strategy:
             found = getattr(self.strategies[-1], by_strategy)()
             return {self.clean(name): value for name, value in found.items()}
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of slow gathers
         gather = self.job.gather if by_strategy else None
         is_torchs = {name: hasattr(tensor, "full_tensor") for name, tensor in named.items()}
         of_ranks, found = all_gather_object(is_torchs, self.mesh.world), _copies(named)

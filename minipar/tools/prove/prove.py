@@ -13,7 +13,6 @@ that ends in the right loss. Gradients are asked in the order of backward.
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from textwrap import wrap
@@ -27,7 +26,7 @@ from minipar.ranks.launch import RankError, Ranks
 from minipar.tools.prove.causes import Suspect, cause_of
 from minipar.tools.prove.compare import RTOL, State, differing, forms, is_close, whole
 from minipar.tools.prove.job import Job, WrongFile
-from minipar.tools.prove.observe import Trial, observe
+from minipar.tools.prove.observe import Seen, Trial, observe
 
 Module = tuple[str, str, str]  # name, class; "equal", "parts here", "differs", "no parameters" ...
 
@@ -109,8 +108,6 @@ def prove(
     if size < 2:
         raise WrongFile(f"a mesh of {size} rank is one device itself; use dp=2 or more")
     file = source if isinstance(source, str) else source.file
-    if isinstance(source, str):
-        source = os.path.abspath(source)  # the ranks may stand in another folder
     trials = [
         Trial(f"{steps} steps", steps),
         Trial("2 steps of 3 microbatches", 2, 3),
@@ -120,14 +117,13 @@ def prove(
     passed: list[str] = []
     for trial in trials:
         try:
-            device = _call(file, pool(1), observe, source, sizes, trial, True)[0]
-            seen = _call(file, pool(size), observe, source, sizes, trial, False)
+            device = _observe(pool(1), source, sizes, trial, True)[0]
+            seen = _observe(pool(size), source, sizes, trial, False)
             suspect = Suspect(trial, sizes, device, seen, rtol)
             parting, modules = _parting(suspect)
         except WrongFile as error:
             equal = f" (in the trial of {trial.name}; equal by then: {', '.join(passed)})"
-            told = f"{error}" if file in str(error) else f"{file}: {error}"
-            raise WrongFile(f"{told}{equal * bool(passed)}") from None
+            raise WrongFile(f"{file}: {error}{equal * bool(passed)}") from None
         if parting is not None:
             break
         passed.append(trial.name)
@@ -136,25 +132,19 @@ def prove(
     return Verdict(file, sizes, passed, parting, modules, _notes(suspect, parting is None))
 
 
-def _call(file: str, ranks: Ranks, function: Callable, *args: Any) -> list[Any]:
-    """Run on all ranks, and tell what goes wrong in the file in one line."""
+def _observe(ranks: Ranks, *args: Any) -> list[Seen]:
+    """Run a trial on all ranks, and tell in one line what goes wrong in the file."""
     try:
-        return ranks.run(function, *args)
+        return ranks.run(observe, *args)
     except TimeoutError as error:
-        raise WrongFile(f"{file} does not end: {error}") from None
+        raise WrongFile(f"it does not end: {error}") from None
     except RankError as error:
-        told: dict[str, list[str]] = {}
-        for failure in error.failures.values():
-            if "\n" in failure.report:
-                raise  # not the file's fault, but ours
-            report = failure.report.replace(os.path.abspath(file), file)
-            told.setdefault(report, []).append(failure.label)
-        words = "; ".join(f"{', '.join(labels)}: {report}" for report, labels in told.items())
-        if ranks.size == 1:
-            words = f"one device: {next(iter(told))}"
-        if "imed out" in words:
-            words += " (these waited in vain for ranks that did not join the same collective)"
-        raise WrongFile(words) from None
+        if any("\n" in failure.report for failure in error.failures.values()):
+            raise  # not the file's fault, but ours
+        told = "; ".join(report.replace("\n", " ") for report in error.reports())
+        if "imed out" in told:
+            told += " (these waited in vain for ranks that did not join the same collective)"
+        raise WrongFile(told) from None
 
 
 def _notes(s: Suspect, is_equal: bool) -> list[str]:
@@ -183,7 +173,7 @@ def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
     for (stage, step), expected in s.device.stages():
         if odd := differing(expected, expected):  # NaN is close to nothing
             of = f"{stage} of {next(iter(odd))}".removesuffix(" of ")
-            at = f"on one device is not a number in step {step + 1}"
+            at = f"on one device is not a number in step {(step or 0) + 1}"
             raise WrongFile(f"the {of} {at}: nothing can be compared")
         found = _assembled(s, stage, step, expected)
         told = [differing(state, expected, s.rtol) for state in found]
@@ -205,9 +195,9 @@ def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
     tensors = [expected[name], *(state.get(name) for state in found)]
     nothing = torch.zeros_like(next(t for t in tensors if t is not None))
     s.expected, *s.found = (nothing if t is None else t for t in tensors)
-    s.stage, s.step, s.name, s.wrong = stage, step or 0, name, len(wrong)
+    s.stage, s.step, s.name = stage, step or 0, name
     s.ranks = [rank for rank, one in enumerate(told) if name in one]
-    where = stage, s.step + 1, name, owner[name], s.ranks, told[s.ranks[0]][name], s.wrong
+    where = stage, s.step + 1, name, owner[name], s.ranks, told[s.ranks[0]][name], len(wrong)
     others = "equal" if stage == "loss" and step == 0 else "not compared"  # its outputs were
     if stage in ("initial weights", "gradient", "weights", "buffer"):
         others = "no parameters"
@@ -237,41 +227,30 @@ def _assembled(s: Suspect, stage: str, step: int | None, expected: State) -> lis
         return states if all(states) else [expected] * len(states)
     found: list[State] = [{} for _ in states]
     for name, theirs in expected.items():
-        if not any(name in state for state in states):
-            raise WrongFile(
-                f"{stage} {name} cannot be compared: no rank has this name. Was it renamed, "
-                f"replaced, or left out?"
-            )
-        own = _joined(s, f"{stage} {name}", [state.get(name) for state in states], theirs)
-        is_owned = stage == "gradient" and any(tensor is not None for tensor in own)
+        own = [state.get(name) for state in states]
+        if theirs is not None:
+            own = whole(own, s.sizes, theirs)
+        held = [tensor for tensor in own if tensor is not None]
+        odd = [list(t.shape) for t in held if theirs is not None and t.shape != theirs.shape]
+        why = "no rank has this name. Was it renamed, replaced, or left out?"
+        if odd:
+            why = f"pieces of {odd[0]} make no {list(theirs.shape)} in rank order; a function "
+            why += "gather(name, tensor, mesh) in the file can join them"
+        if odd or not any(name in state for state in states):
+            raise WrongFile(f"{stage} {name} cannot be compared: {why}")
         for rank, state in enumerate(states):
             if own[rank] is None:
-                is_right = name not in state or (is_owned and _is_updated(s, step, name, rank))
-                own[rank] = theirs if is_right else None
+                is_sent = stage == "gradient" and held and _is_updated(s, step, name, rank)
+                own[rank] = theirs if name not in state or is_sent else None
             found[rank][name] = own[rank]
-    return found
-
-
-def _joined(
-    s: Suspect, what: str, pieces: list[Tensor | None], expected: Tensor | None
-) -> list[Tensor | None]:
-    """Return the tensor that each rank has a piece of. `WrongFile` where pieces do not fit."""
-    found = pieces if expected is None else whole(pieces, s.sizes, expected)
-    for tensor in found if expected is not None else ():
-        if tensor is not None and tensor.shape != expected.shape:
-            raise WrongFile(
-                f"{what} cannot be compared: pieces of {list(tensor.shape)} make no "
-                f"{list(expected.shape)} in rank order; a function gather(name, tensor, mesh) in "
-                f"the file can join them"
-            )
     return found
 
 
 def _is_updated(s: Suspect, step: int, name: str, rank: int) -> bool:
     """Return True if a rank without this gradient has the right weight after the step."""
     theirs = s.device.weights[step][name]
-    own = _joined(s, f"weights {name}", [one.weights[step].get(name) for one in s.seen], theirs)
-    return own[rank] is not None and is_close(own[rank], theirs, s.rtol)
+    own = whole([one.weights[step].get(name) for one in s.seen], s.sizes, theirs)[rank]
+    return own is not None and is_close(own, theirs, s.rtol)
 
 
 def _losses(s: Suspect, own: list[Tensor], expected: State, step: int) -> list[State]:
