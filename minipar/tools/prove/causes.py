@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minipar.comm.mesh import coordinates, groups_along, rank_at
+from minipar.comm.mesh import coordinates, rank_at
 from minipar.tools.prove.compare import Form, forms, is_close, join
 from minipar.tools.prove.job import DATA
 from minipar.tools.prove.observe import Seen, Trial
@@ -27,7 +27,7 @@ class Suspect:
     """A trial on one device and on every rank of a mesh, and the first tensor that differs."""
 
     trial: Trial
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # of axes with several ranks
     device: Seen
     seen: list[Seen]  # by rank
     rtol: float
@@ -73,23 +73,19 @@ class Suspect:
         has_bias = bias is not None and bias.shape == self.expected.shape[-1:]
         return bias.expand_as(self.expected) if has_bias else torch.zeros_like(self.expected)
 
-    def axes(self) -> Iterator[tuple[str, int]]:
-        """Yield axes of several ranks, and all together."""
-        several = {axis: size for axis, size in self.sizes.items() if size > 1}
-        yield from several.items()
-        if len(several) > 1:
-            yield " x ".join(several), math.prod(several.values())
-
-    def over_data(self, axes: str) -> bool:
-        """Return True if ranks of one of the axes have samples of their own."""
-        return any(a in self.device.data or a.startswith(DATA) for a in axes.split(" x "))
+    def over_data(self, axis: str) -> bool:
+        """Return True if ranks of the axis have samples of their own."""
+        return axis in self.device.data or axis.startswith(DATA)
 
     def chunks(self) -> Iterator[tuple[str, int, list[Tensor]]]:
-        """Yield axis, dim, and the first wrong rank's tensor, in a piece for each rank."""
+        """Yield axis, dim, and the first wrong rank's tensor, in a piece for each rank of the axis.
+
+        First the tensor as one piece; then the axes on which ranks share their samples.
+        """
         found = self.found[self.ranks[0]]
-        # First the axes on which ranks share their samples: tensors are cut for these.
+        yield "", 0, [found]
         for axis, size in sorted(self.sizes.items(), key=lambda item: self.over_data(item[0])):
-            for dim in range(found.ndim if size > 1 else 0):
+            for dim in range(found.ndim):
                 if found.shape[dim] and found.shape[dim] % size == 0:
                     yield axis, dim, list(found.chunk(size, dim))
 
@@ -97,9 +93,7 @@ class Suspect:
 def cause_of(s: Suspect) -> Cause:
     """Return the first suspicion that the numbers bear out."""
     if s.trial.is_joined and s.stage in ("loss", "gradient"):
-        why = (
-            "such samples in one batch were equal: divide by the tokens of a step, in accumulate()"
-        )
+        why = "such samples in one batch were equal: divide by the tokens of a step"
         return "microbatches weigh alike", why
     for suspicion in SUSPICIONS[s.stage]:
         # A rank may lack what a suspicion looks at, as another stage of a pipeline does.
@@ -129,10 +123,7 @@ def _rounding(s: Suspect) -> Cause | None:
         # What is far off is taken for rounded only where it has no more digits than that.
         has_few = all(s.found[r].to(dtype).double().equal(s.found[r]) for r in s.ranks)
         if s.expected.any() and s.are(s.expected, rtol) and (has_few or dtype == torch.float32):
-            return (
-                "rounding",
-                f"as {name} loses; if it is meant to be, --rtol {rtol:.0e} forgives it",
-            )
+            return "rounding", f"as {name} loses; if it is meant, --rtol {rtol:.0e} forgives it"
     return None
 
 
@@ -160,11 +151,11 @@ def _factor(s: Suspect) -> Cause | None:
         return "not divided by microbatches", f"{m} times too large: of {m} microbatches"
     if m > 1 and is_exactly(1 / m):
         return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
-    for axis, n in s.axes():
+    for axis, n in s.sizes.items():
         names = "counted on every rank", "averaged, not summed"
         if s.over_data(axis):
             names = "summed, not averaged", "divided once too often"
-        over = " or ".join(a for a, size in s.axes() if size == n)
+        over = " or ".join(a for a, size in s.sizes.items() if size == n)
         if is_exactly(1) and math.isclose(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
         if is_exactly(n):
@@ -190,47 +181,38 @@ def _summands(s: Suspect) -> Cause | None:
         how = "mean" if s.over_data(axis) else "sum"
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
         if all(is_close(each, right, s.rtol) for each in join(s.found, s.sizes, {axis: how})):
-            why = (
-                f"each rank of {axis} has a part, and their {how} is right: no all-reduce, here or "
-            )
-            why += "of the gradient that enters a later module"
+            why = f"each rank of {axis} has a part, and their {how} is right: no all-reduce, here "
+            why += "or of the gradient that enters a later module"
             return "unfinished sum" if s.stage == "output" else "missing all-reduce", why
     return None
 
 
 def _pieces(s: Suspect) -> Cause | None:
-    """Compare the pieces of the tensor with each other, and with the pieces of the right one."""
+    """Look for what a rank's tensor, or each piece of it, is: of the right one, or of a build()?"""
+    built = [one.built[s.name] for one in s.seen] if s.stage == "initial weights" else []
     for axis, dim, pieces in s.chunks():
-        right = s.expected.chunk(len(pieces), dim)
-        places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
+        of = [t.chunk(len(pieces), dim) if axis else [t] for t in (s.expected, *built)]
+        same = [[is_close(p, t[i], s.rtol) for t in of[1:]] for i, p in enumerate(pieces)]
+        if built and all(any(row) for row in same):
+            sources = sorted({row.index(True) for row in same})
+            who = "that rank" if s.are(built) else f"rank {', '.join(map(str, sources))}"
+            why = (
+                f"drawn by build() on {who}, under its own seed, and never made alike: broadcast, "
+            )
+            why += "load a checkpoint, or seed build() (torch's fully_shard sends no weights)"
+            return "never broadcast", why
+        places = [[j for j, r in enumerate(of[0]) if is_close(p, r, s.rtol)] for p in pieces]
         if all(place == [0] for place in places):
             return "first piece everywhere", f"all ranks of {axis} have the first, along dim {dim}"
         if all(len(place) == 1 for place in places):
             order = ", ".join(str(place[0]) for place in places)
             return "pieces in another order", f"the ranks of {axis} have {order} of dim {dim}"
-        if all(is_close(piece, pieces[0], s.rtol) for piece in pieces):
+        if axis and all(is_close(piece, pieces[0], s.rtol) for piece in pieces):
             why = f"pieces along dim {dim} are equal on all ranks of {axis}: "
             if s.stage == "gradient":
                 return "pieces were mixed", f"{why}reduced over it, though each has rows of its own"
             return "one seed", f"{why}drawn under one seed; draw the whole, then cut"
     return None
-
-
-def _not_broadcast(s: Suspect) -> Cause | None:
-    """Look for the numbers that build() drew on this rank, on another, or in pieces on all."""
-    own, who = [seen.built[s.name] for seen in s.seen], ""
-    drawn = [[q for q, t in enumerate(own) if is_close(s.found[r], t, s.rtol)] for r in s.ranks]
-    if all(drawn):
-        sources = sorted({ranks[0] for ranks in drawn})
-        who = "that rank" if s.are(own) else f"rank {', '.join(map(str, sources))}"
-    for axis, dim, pieces in s.chunks() if not who else ():
-        group = next(g for g in groups_along([axis], s.sizes) if s.ranks[0] in g)
-        theirs = [own[r].chunk(len(group), dim)[i] for i, r in enumerate(group)]
-        if all(is_close(a, b, s.rtol) for a, b in zip(pieces, theirs, strict=True)):
-            who = f"each rank of {axis}"
-    why = f"drawn by build() on {who}, under its own seed, and never made alike: broadcast, load a "
-    why += "checkpoint, or seed build() (torch's fully_shard sends no weights)"
-    return ("never broadcast", why) if who else None
 
 
 # ---------------------------------------------------------------------- gradients, and the loss
@@ -310,7 +292,7 @@ def _norms(s: Suspect) -> Cause | None:
     alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
     pieces = [seen.gradients[s.step] for seen in s.seen]
     whole = [g for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)]
-    for axis, n in s.axes():
+    for axis, n in s.sizes.items():
         more = (n - 1) * sum(g.square().sum() for g in whole)
         if s.are((s.expected.square() + more).sqrt(), 1e-9):
             why = f"squares of parameters that all ranks of {axis} have are counted {n} times"
@@ -343,7 +325,12 @@ def _ran_before(s: Suspect) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
     names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
     at = names.index(s.name) if s.stage == "output" else len(names)
-    before = names[at - 1] if at else ""
+    if at == 0:  # no module ran before
+        own = {n: t.shape for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
+        is_whole = all(one.before[n].shape == shape for one in s.seen for n, shape in own.items())
+        why = "ranks have other samples than their shares of the batch, or use them otherwise"
+        return ("another input", why) if is_whole else None
+    before = names[at - 1]
     for axis, how in (s.form_of(before) or {}).items():
         if how == "sum":
             why = f"{before}, which ran before, is a part on each rank of {axis}: no all-reduce"
@@ -360,18 +347,9 @@ def _ran_before(s: Suspect) -> Cause | None:
 _ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity")
 
 
-def _input(s: Suspect) -> Cause | None:
-    """Blame the input if the first of all modules is wrong, and its weights are right."""
-    own = {n: t for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
-    is_untouched = all(one.before[n].shape == t.shape for one in s.seen for n, t in own.items())
-    why = "ranks have other samples than their shares of the batch, or use them otherwise"
-    is_first = s.name == next(iter(s.device.outputs))
-    return ("another input", why) if is_first and is_untouched else None
-
-
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
-    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces],
-    "output": [_factor, _summands, _rounding, _pieces, _ran_before, _input],
+    "initial weights": [_rounding, _tie_lost, _pieces],
+    "output": [_factor, _summands, _rounding, _pieces, _ran_before],
     "loss": [_rounding, _ran_before, _kept, _factor],
     "gradient": [_rounding, _tie_lost, _kept, _factor, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minipar.comm.mesh import RESERVED, Mesh
-from minipar.parallel.base.strategy import Strategy
 
 DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
 """Beginnings of names of axes on which ranks have samples of their own."""
@@ -161,21 +160,6 @@ def joined(batches: Sequence[Any]) -> Any:
     return mapped(lambda t: torch.cat(next(parts)) if t.ndim else next(parts)[0], batches[0])
 
 
-def with_strategies(result: Any) -> tuple[nn.Module, Callable[[], Any], list[Strategy]]:
-    """Take apart what `parallelize` has returned. Raises `WrongFile` for anything else."""
-    model, after = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    strategies = list(after) if isinstance(after, Sequence) else [after]
-    ours = all(isinstance(strategy, Strategy) for strategy in strategies)
-    if not isinstance(model, nn.Module) or not (ours or after is None or callable(after)):
-        raise WrongFile(
-            f"parallelize() returned {type(result).__name__}; it must return the model, or the "
-            f"model and a function to call after backward"
-        )
-    if ours:
-        return model, lambda: [each.finish_backward() for each in strategies], strategies
-    return model, after or (lambda: None), []
-
-
 @contextlib.contextmanager
 def blamed(file: str) -> Iterator[None]:
     """Give errors of the body a report of one line, which a rank hands on: where in the file?"""
@@ -184,16 +168,13 @@ def blamed(file: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if Path(f.filename).name == Path(file).name]
-        at = f"{type(error).__name__}: "
         if isinstance(error, WrongFile):
             at = ""
-        elif isinstance(error, SyntaxError):
-            at = f"line {error.lineno}, {at}"
         elif own:
-            at = f"line {own[-1].lineno}, in {own[0].name}: {at}"
+            at = f"line {own[-1].lineno}, in {own[0].name}: {type(error).__name__}: "
         else:  # in a library that we have called
             here = [f.line for f in frames if Path(f.filename).parent == Path(__file__).parent]
-            at = f"in {here[-1]}: {at}"
+            at = f"in {here[-1]}: {type(error).__name__}: "
         wrong = WrongFile(str(error))
         wrong.report = at + next((line for line in str(error).splitlines() if line.strip()), "")
         raise wrong from error
@@ -203,7 +184,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Return {"dp": 2, "tp": 2} for "dp=2,tp=2". Raises `ValueError` for other text."""
     sizes = dict(re.findall(r"([A-Za-z_]\w*)=([1-9]\d{0,8})", text))
     read = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    if read != text.replace(" ", "") or not sizes.keys().isdisjoint(RESERVED):
+    if not read or read != text.replace(" ", "") or not sizes.keys().isdisjoint(RESERVED):
         raise ValueError(
             f"--mesh {text!r} is not axis=size, with new names (none of {', '.join(RESERVED)}) and "
             f"sizes from 1 up; try dp=2,tp=2"

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,12 +20,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
+from minipar.parallel.base.strategy import Strategy
 from minipar.tools.prove.compare import Record, State, differing
-from minipar.tools.prove.job import Job, WrongFile, blamed, joined, mapped, rows, with_strategies
+from minipar.tools.prove.job import Job, WrongFile, blamed, joined, mapped, rows
 
 SEED = 1000  # of rank 0, and of one device; rank r has SEED + r
 
@@ -105,11 +107,11 @@ def _alone(job: Job, sizes: dict[str, int], mesh: Mesh, trial: Trial) -> Seen:
     seen.has_uneven = job.uneven is not None
     count = math.prod(sizes[axis] for axis in data)
     for batch in trial.batches(job, 0):
-        shares = [
-            replace(device, batch=lambda _, b=batch, i=i: rows(b, i, count)) for i in range(count)
-        ]
-        parts = [_Run(share, mesh, Trial("a share")).train() for share in shares]
-        seen.parts.append([(part.losses[0], part.gradients[0]) for part in parts])
+        seen.parts.append([])
+        for share in [rows(batch, i, count) for i in range(count)]:
+            one = replace(device, batch=lambda seed, share=share: share)
+            part = _Run(one, mesh, Trial("a share")).train()
+            seen.parts[-1].append((part.losses[0], part.gradients[0]))
     return seen
 
 
@@ -119,14 +121,15 @@ class _Run:
     def __init__(self, job: Job, mesh: Mesh, trial: Trial) -> None:
         self.job, self.mesh, self.trial, self.is_alone = job, mesh, trial, mesh.size == 1
         torch.manual_seed(SEED + mesh.rank)
-        model = job.build()
-        if not isinstance(model, nn.Module):
-            raise WrongFile(f"build() returned {type(model).__name__}, which is not an nn.Module")
-        model = model.double()
+        model = job.build().double()
         saved = {_clean(name) for name in model.state_dict()}
         built = {n: t for n, t in _copies(_named(model)).items() if n in saved}
         self.buffers = {_clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-        self.model, self.after, self.strategies = with_strategies(job.parallelize(model, mesh))
+        result = job.parallelize(model, mesh)
+        self.model, after = result if isinstance(result, tuple) else (result, [])
+        after = after if isinstance(after, Sequence) else [after]
+        self.strategies = [each for each in after if isinstance(each, Strategy)]
+        self.after_backward = [getattr(each, "finish_backward", each) for each in after]
         _without_mixed_precision(self.model)
         self.clean = partial(_clean, prefix=_prefix(self.model, built))
         self.optimizer = self.make_optimizer()
@@ -136,20 +139,21 @@ class _Run:
 
     def train(self) -> Seen:
         """Take the steps of the trial, and write down what each computes."""
-        seen, is_reduced = self.seen, not self.job.reduced_in_step
+        seen, has_gradients = self.seen, not self.job.reduced_in_step
         outputs = self.record_outputs()
         for step in range(self.trial.steps):
             self.optimizer.zero_grad()
             seen.losses.append(self.forward_and_backward(step))
             if step == 0:
                 seen.outputs = self.whole(outputs)
-            self.after()
+            for finish in self.after_backward:
+                finish()
             gradients = {self.clean(n): p.grad for n, p in self.model.named_parameters()}
             shards = [_local(g) for g in gradients.values() if g is not None]
             seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in shards)))
-            seen.gradients.append(self.whole(gradients, "full_gradients") if is_reduced else {})
+            seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
             norm = self.norm()
-            seen.norms.append(norm if is_reduced else None)
+            seen.norms.append(norm if has_gradients else None)
             self.optimizer.step()
             state = self.weights()
             seen.weights.append({n: t for n, t in state.items() if n not in self.buffers})
@@ -165,15 +169,15 @@ class _Run:
         own = [job.share(batch, self.mesh) for batch in batches]
         if job.accumulate is not None:
             with AllDigits():
-                return _number(job.accumulate(self.model, own), "accumulate()")
+                return float(_full(job.accumulate(self.model, own).detach()))
         for m, batch in enumerate(own):
             with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
                     loss = job.loss(self.model, batch)
-                total += _number(loss, "loss()") / len(own)
+                total += float(_full(loss.detach())) / len(own)
                 with AllDigits(in_backward=True):
                     if job.backward is None:
-                        torch.autograd.backward(loss / len(own))
+                        _backward(loss / len(own))
                     elif len(inspect.signature(job.backward).parameters) > 1:
                         job.backward(loss, len(own))
                     else:
@@ -252,13 +256,6 @@ class _Run:
         return outputs
 
 
-def _number(loss: Any, what: str) -> float:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return float(_full(loss.detach()))
-    found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise WrongFile(f"{what} returned {found}; it must be one real number, []")
-
-
 class AllDigits(TorchFunctionMode):
     """While a model runs, float64 takes the place of any shorter type that it casts to.
 
@@ -280,6 +277,12 @@ class AllDigits(TorchFunctionMode):
             if _is_short(kwargs.get("dtype")):
                 kwargs = kwargs | {"dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()``, which would run outside of the mode: it is a function that this sees."""
+    given = (loss,), (torch.ones_like(loss),), False, False, ()
+    _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_short(value: Any) -> bool:

@@ -119,7 +119,8 @@ def prove(
         try:
             device = _observe(pool(1), source, sizes, trial, True)[0]
             seen = _observe(pool(size), source, sizes, trial, False)
-            suspect = Suspect(trial, sizes, device, seen, rtol)
+            several = {axis: size for axis, size in sizes.items() if size > 1}
+            suspect = Suspect(trial, several, device, seen, rtol)
             parting, modules = _parting(suspect)
         except WrongFile as error:
             equal = f" (in the trial of {trial.name}; equal by then: {', '.join(passed)})"
@@ -142,6 +143,7 @@ def _observe(ranks: Ranks, *args: Any) -> list[Seen]:
         if any("\n" in failure.report for failure in error.failures.values()):
             raise  # not the file's fault, but ours
         told = "; ".join(report.replace("\n", " ") for report in error.reports())
+        told = told.replace("rank 0 of 1:", "one device:")
         if "imed out" in told:
             told += " (these waited in vain for ranks that did not join the same collective)"
         raise WrongFile(told) from None
