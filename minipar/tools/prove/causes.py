@@ -62,10 +62,9 @@ class Suspect:
     def solve(self, *columns: Tensor) -> list[float] | None:
         """Return the factors with which `columns` sum up to what all wrong ranks have, if any."""
         factors = _solve(columns, self.found[self.ranks[0]], self.rtol)
-        if factors is None:
+        if factors is None or not self.are(torch.stack(columns, -1) @ factors, 1e-8):
             return None
-        together = sum(f * column for f, column in zip(factors, columns, strict=True))
-        return factors if self.are(together, 1e-8) else None
+        return factors.tolist()
 
     def bias(self) -> Tensor:
         """Return the bias that a module adds into its output; zeros where none is."""
@@ -106,14 +105,13 @@ def cause_of(s: Suspect) -> Cause:
     return "unknown", f"{who}; no cause that is known here has these numbers"
 
 
-def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> list[float] | None:
+def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | None:
     """Return the factors with which columns sum up to a tensor; None if there are none, or many."""
     matrix, vector = torch.stack([c.flatten() for c in columns], 1), tensor.flatten()[:, None]
     if torch.linalg.matrix_rank(matrix) < len(columns):
         return None
     factors = torch.linalg.lstsq(matrix, vector).solution
-    fits = is_close(matrix @ factors, vector, max(1e-8, rtol))
-    return factors.flatten().tolist() if fits else None
+    return factors.flatten() if is_close(matrix @ factors, vector, max(1e-8, rtol)) else None
 
 
 # ---------------------------------------------------------------------- any tensor
@@ -196,11 +194,9 @@ def _pieces(s: Suspect) -> Cause | None:
         if built and all(any(row) for row in same):
             sources = sorted({row.index(True) for row in same})
             who = "that rank" if s.are(built) else f"rank {', '.join(map(str, sources))}"
-            why = (
-                f"drawn by build() on {who}, under its own seed, and never made alike: broadcast, "
-            )
-            why += "load a checkpoint, or seed build() (torch's fully_shard sends no weights)"
-            return "never broadcast", why
+            why = f"drawn by build() on {who}, under its own seed, and never made alike: "
+            why += "broadcast, load a checkpoint, or seed build() (torch's fully_shard sends no "
+            return "never broadcast", why + "weights)"
         places = [[j for j, r in enumerate(of[0]) if is_close(p, r, s.rtol)] for p in pieces]
         if all(place == [0] for place in places):
             return "first piece everywhere", f"all ranks of {axis} have the first, along dim {dim}"
@@ -242,20 +238,15 @@ def _shares(s: Suspect) -> Cause | None:
         where = f"{first} ({s.device.kinds[first]})" if first else "loss() or a module"
         why = f"{where} looks at several samples, and each rank sees its own alone: as BatchNorm, "
         return "samples see each other", why + "a contrastive or a balance loss"
-    factors = torch.tensor(here, dtype=torch.float64).view(m, n)
-    mine, before, last, even = (
-        torch.arange(n) == s.share_of(own),
-        factors[:-1],
-        factors[-1],
-        1 / (m * n),
-    )
+    factors = here.view(m, n)
+    mine, before, even = torch.arange(n) == s.share_of(own), factors[:-1], 1 / (m * n)
 
     def is_nothing(factors: Tensor) -> bool:
         return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
 
     is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
     is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
-    is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(last - even)
+    is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
     causes = {
         "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
         "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
@@ -271,15 +262,15 @@ def _shares(s: Suspect) -> Cause | None:
         "shares weighed wrongly": (True, "as where each rank clips, or divides, before the sum"),
     }  # fmt: skip
     name = next(name for name, (holds, _) in causes.items() if holds)
-    told = f"rank {own} has {_times(here, m)}; one device has {_times(there, m)}"
+    told = f"rank {own} has {_times(factors)}; one device has {_times(there.view(m, n))}"
     return name, f"{causes[name][1]}. {told}"
 
 
-def _times(factors: list[float], m: int) -> str:
-    rows, n = [], len(factors) // m
-    for k in range(m):
-        row = [f if abs(f) > 1e-9 else 0.0 for f in factors[k * n : (k + 1) * n]]
-        of = f" of microbatch {k + 1}" * (m > 1)
+def _times(factors: Tensor) -> str:
+    rows = []
+    for m, row in enumerate(factors.tolist()):
+        of = f" of microbatch {m + 1}" * (len(factors) > 1)
+        row = [f if abs(f) > 1e-9 else 0.0 for f in row]
         rows.append(" + ".join(f"{f:.4g} x share {i}" for i, f in enumerate(row)) + of)
     return ", ".join(rows)
 
@@ -306,11 +297,13 @@ def _update(s: Suspect) -> Cause | None:
     if len(s.ranks) < len(s.found) and s.are(before):
         return "updated on some ranks only", "there it did not move: its owner has not sent it"
     if s.step > 0:
-        why = f"step 1 was equal, and so are the gradients of step {s.step + 1}: it is what the "
-        return "optimizer state", why + "optimizer keeps, or its schedule"
+        why = (
+            f"step 1, and the gradients of step {s.step + 1}, are equal: its memory, or a schedule"
+        )
+        return "optimizer state", why
     if s.are(before):
-        why = "it did not move, though its gradient is right: make the optimizer of the parameters "
-        return "not in the optimizer", why + "that parallelize() leaves, and send what each updates"
+        why = "it did not move: make the optimizer of the parameters that parallelize() leaves"
+        return "not in the optimizer", why
     times, kept = s.solve(s.expected - before, before) or (math.nan, math.nan)
     if abs(kept - 1) < 1e-7:
         return "another learning rate", f"the step is {times:.6g} times as long as it should be"
