@@ -87,13 +87,6 @@ def test_a_library_finds_what_torchrun_would_set(ranks, tmp_path):
     assert [os.environ.get(name) for name in names] == before
 
 
-def test_a_file_of_bytes_that_are_no_text_is_told_without_a_line(ranks, tmp_path):
-    """Mutant: the error has no line, and "line None" is told."""
-    (tmp_path / "mine.py").write_bytes(b"x = 1\0")
-    with pytest.raises(WrongFile, match=r"mine\.py: .*SyntaxError"):
-        prove(str(tmp_path / "mine.py"), {"dp": 2}, ranks)
-
-
 @pytest.mark.slow
 def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):
     file = tmp_path / "mine.py"
