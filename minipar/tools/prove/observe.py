@@ -126,8 +126,8 @@ class _Run:
         built = {n: t for n, t in _copies(_named(model)).items() if n in saved}
         self.buffers = {_clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
         result = job.parallelize(model, mesh)
-        self.model, after = result if isinstance(result, tuple) else (result, [])
-        after = after if isinstance(after, Sequence) else [after]
+        self.model, after = result if isinstance(result, tuple) else (result, None)
+        after = after if isinstance(after, Sequence) else [after or (lambda: None)]
         self.strategies = [each for each in after if isinstance(each, Strategy)]
         self.after_backward = [getattr(each, "finish_backward", each) for each in after]
         _without_mixed_precision(self.model)
