@@ -101,6 +101,27 @@ plain = Job(Net, batch, loss, parallel_in_name_only, file="gallery.py")
 
 
 # ---------------------------------------------------------------------- data parallel
+def average(gradient: Tensor, group=None) -> Tensor:
+    dist.all_reduce(gradient, group=group)
+    return gradient / dist.get_world_size(group)
+
+
+def afterwards(model, change, of=None):
+    """After backward, every gradient of `of` is what `change` makes of the parameter."""
+
+    def after() -> None:
+        for p in (of or model).parameters():
+            p.grad = change(p)
+
+    return model, after
+
+
+def by_hand(model, mesh, change=average):
+    """After backward, every gradient is what `change` makes of it."""
+    replicate(model, mesh.world)
+    return afterwards(model, lambda p: change(p.grad))
+
+
 def torch_ddp(model, mesh):
     return DistributedDataParallel(model, process_group=mesh.dp.group)
 
@@ -112,27 +133,13 @@ def torch_fsdp(model, mesh):
     return model
 
 
-def reduced(model, mesh, factor: float = 0.5):
-    """By hand: one all-reduce per parameter after backward."""
-    replicate(model, mesh.dp)
-
-    def after() -> None:
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=mesh.dp.group)
-            p.grad *= factor
-
-    return model, after
+def summed_by_hand(model, mesh, factor: float = 1.0):
+    return by_hand(model, mesh, lambda gradient: average(gradient) * factor * mesh.dp.size)
 
 
 def unequal_weights(model, mesh):
     """No broadcast: each rank goes on with the weights it drew."""
-
-    def after() -> None:
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=mesh.dp.group)
-            p.grad /= 2
-
-    return model, after
+    return afterwards(model, lambda p: average(p.grad))
 
 
 def averages_weights(model, mesh):
@@ -150,13 +157,7 @@ def averages_weights(model, mesh):
 
 def averages_twice(model, mesh):
     """DDP has averaged; then it is done by hand again."""
-    wrapped = torch_ddp(model, mesh)
-
-    def after() -> None:
-        for p in wrapped.parameters():
-            p.grad /= mesh.dp.size
-
-    return wrapped, after
+    return afterwards(torch_ddp(model, mesh), lambda p: p.grad / mesh.dp.size)
 
 
 SYNC = {"on": True}
@@ -196,37 +197,20 @@ def forgets_microbatches(model, mesh):
     for p in model.parameters():
         p.register_hook(partial(keep, p))
 
-    def after() -> None:
-        for p, gradient in latest.items():
-            dist.all_reduce(gradient, group=mesh.dp.group)
-            p.grad = gradient / 2
-
-    return model, after
+    return afterwards(model, lambda p: average(latest[p]))
 
 
 def keeps_its_bucket(model, mesh):
     """Gradients are added to a bucket that is never zeroed."""
     replicate(model, mesh.dp)
     bucket = {p: torch.zeros_like(p) for p in model.parameters()}
-
-    def after() -> None:
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=mesh.dp.group)
-            bucket[p] += p.grad / 2
-            p.grad = bucket[p].clone()
-
-    return model, after
+    return afterwards(model, lambda p: bucket[p].add_(average(p.grad)).clone())
 
 
 def forgotten_rank(model, mesh):
     """T29: a rank without tokens for a module has no gradient, and leaves it out."""
     wrapped = torch_ddp(model, mesh)
-
-    def after() -> None:
-        if mesh.rank == 1:
-            model.norm.weight.grad = None
-
-    return wrapped, after
+    return afterwards(wrapped, lambda p: None if mesh.rank == 1 else p.grad, of=model.norm)
 
 
 class Forgetful(torch.optim.AdamW):
@@ -353,25 +337,15 @@ def sequence_parallel(model, mesh, reduces: bool = True):
     """T12: what the norm's weights get on each rank is of its own tokens."""
     model = megatron(model, mesh, column={"enter": untouched})
     model.norm = SequenceNorm(model.norm, mesh.tp)
-
-    def after() -> None:
-        for p in model.norm.parameters():
-            if reduces:
-                dist.all_reduce(p.grad, group=mesh.tp.group)
-
-    return model, after
+    keep = (lambda p: 2 * average(p.grad)) if reduces else (lambda p: p.grad)
+    return afterwards(model, keep, of=model.norm)
 
 
 def sums_what_is_whole(model, mesh):
     """Gradients of replicated parameters are equal already."""
     model = megatron(model, mesh)
-
-    def after() -> None:
-        for name, p in model.named_parameters():
-            if not name.startswith(("up", "down.weight")):
-                dist.all_reduce(p.grad, group=mesh.tp.group)
-
-    return model, after
+    cut = {model.up.weight, model.up.bias, model.down.weight}
+    return afterwards(model, lambda p: p.grad if p in cut else 2 * average(p.grad))
 
 
 def unties(model, mesh):

@@ -5,7 +5,7 @@ Each is a `Job` with the sizes of its mesh, and what is to be said of it, see `t
 
 import contextlib
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -17,28 +17,23 @@ from minipar.comm import autograd
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
-from tests.tools.gallery import WIDTH, Column, Net, Row, megatron, plain, torch_ddp
+from tests.tools.gallery import (
+    WIDTH,
+    Column,
+    Net,
+    Row,
+    afterwards,
+    average,
+    by_hand,
+    megatron,
+    plain,
+    torch_ddp,
+)
 
 DP, TP, CP, BOTH = {"dp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}
 
 
-def average(gradient: Tensor, group=None) -> Tensor:
-    dist.all_reduce(gradient, group=group)
-    return gradient / dist.get_world_size(group)
-
-
 # ---------------------------------------------------------------------- gradients
-def by_hand(model, mesh, change):
-    """After backward, every gradient is what `change` makes of it."""
-    replicate(model, mesh.world)
-
-    def after() -> None:
-        for p in model.parameters():
-            p.grad = change(p.grad)
-
-    return model, after
-
-
 def sends_one(gradient: Tensor) -> Tensor:
     dist.broadcast(gradient, 0)
     return gradient
@@ -48,12 +43,7 @@ def fills_once(model, mesh):
     """The bucket is filled in the first step only."""
     bucket: dict[nn.Parameter, Tensor] = {}
     replicate(model, mesh.dp)
-
-    def after() -> None:
-        for p in model.parameters():
-            p.grad = average(bucket.setdefault(p, p.grad.clone()).clone())
-
-    return model, after
+    return afterwards(model, lambda p: average(bucket.setdefault(p, p.grad.clone()).clone()))
 
 
 def sums_again(model, mesh):
@@ -61,12 +51,7 @@ def sums_again(model, mesh):
     replicate(model, mesh.dp)
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
-
-    def after() -> None:
-        for p in model.parameters():
-            p.grad /= 2
-
-    return model, after
+    return afterwards(model, lambda p: p.grad / 2)
 
 
 def divides_again(model, mesh):
@@ -82,17 +67,11 @@ def divides_again(model, mesh):
     return model, after
 
 
-def over_the_world(model, mesh, group=None, parts: int = 4):
+def over_the_world(model, mesh):
     """Pieces of tensor parallelism, averaged over all ranks as if they were copies."""
     replicate(model, mesh.world)
     model.up, model.down = Column(model.up, mesh.tp), Row(model.down, mesh.tp)
-
-    def after() -> None:
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=group(mesh) if group else None)
-            p.grad /= parts
-
-    return model, after
+    return afterwards(model, lambda p: average(p.grad))
 
 
 # ---------------------------------------------------------------------- the optimizer
@@ -100,13 +79,10 @@ class Owned(torch.optim.AdamW):
     """ZeRO-1: every rank updates its own parameters; nothing is sent."""
 
     def step(self, closure=None):
-        params, (rank, ranks) = (
-            self.param_groups[0]["params"],
-            (dist.get_rank(), dist.get_world_size()),
-        )
+        params, ranks = self.param_groups[0]["params"], dist.get_world_size()
         gradients = [p.grad for p in params]
         for i, p in enumerate(params):
-            p.grad = p.grad if i % ranks == rank else None
+            p.grad = p.grad if i % ranks == dist.get_rank() else None
         super().step(closure)
         for p, gradient in zip(params, gradients, strict=True):
             p.grad = gradient
@@ -258,15 +234,12 @@ def running_mean(model, mesh):
     for p in kept:
         p.register_post_accumulate_grad_hook(take)
 
-    def after() -> None:
-        for p, gradients in kept.items():
-            total = gradients[0] * len(gradients)
-            for gradient in gradients[1:]:
-                total = (total + gradient * len(gradients)) / 2
-            p.grad = average(total)
-            gradients.clear()
+    def mean(p) -> Tensor:
+        first, *others = (gradient * len(kept[p]) for gradient in kept[p])
+        kept[p].clear()
+        return average(reduce(lambda total, gradient: (total + gradient) / 2, others, first))
 
-    return model, after
+    return afterwards(model, mean)
 
 
 class Averaging(Net):

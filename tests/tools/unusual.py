@@ -12,8 +12,8 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
-from tests.tools.gallery import WIDTH, Net, torch_ddp
-from tests.tools.mistakes import DP, Sent, average, by_hand, job, owned, summed, tokens_of_all
+from tests.tools.gallery import WIDTH, Net, afterwards, average, by_hand, torch_ddp
+from tests.tools.mistakes import DP, Sent, job, owned, summed, tokens_of_all
 
 
 def dealt_rows(batch, mesh):
@@ -73,13 +73,13 @@ def loss_of_stage(model, batch):
 def owners(model, mesh):
     """ZeRO-2 by hand: each gradient goes to its owner, and is gone elsewhere."""
     replicate(model, mesh.dp)
+    owner = {p: i % mesh.dp.size for i, p in enumerate(model.parameters())}
 
-    def after() -> None:
-        for i, p in enumerate(model.parameters()):
-            total = average(p.grad)
-            p.grad = total if i % mesh.dp.size == mesh.dp.rank else None
+    def send(p) -> Tensor | None:
+        total = average(p.grad)
+        return total if owner[p] == mesh.dp.rank else None
 
-    return model, after
+    return afterwards(model, send)
 
 
 class Reducing(torch.optim.AdamW):

@@ -1,60 +1,145 @@
 """Why it parts, from the numbers alone: a table of suspicions, each tested on the tensors.
 
-The strongest of them: a gradient is a sum over shares of the batch, so the gradient that a rank
-ended with is solved for how often each share is in it. On one device all weigh the same; a rank
-that never reduced has its own share once and the others not at all.
+Most of them solve one equation: with which factors do tensors that are known sum up to the tensor
+that a rank has? A gradient is a sum over shares of the batch, and on one device all shares weigh
+the same. A rank that never reduced has its own share once and the others not at all.
 """
 
 import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from minipar.comm.mesh import coordinates, groups_along
-from minipar.tools.prove.compare import Form, is_close, join
-from minipar.tools.prove.suspect import Suspect
+from minipar.comm.mesh import coordinates, rank_at
+from minipar.tools.prove.compare import Form, forms, is_close, join
+from minipar.tools.prove.job import DATA
+from minipar.tools.prove.observe import Seen, Trial
 
 Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for it
 
 
-def cause_of(suspect: Suspect) -> Cause:
+@dataclass
+class Suspect:
+    """A trial on one device and on every rank of a mesh, and the first tensor that differs."""
+
+    trial: Trial
+    sizes: dict[str, int]  # of axes with several ranks
+    device: Seen
+    seen: list[Seen]  # by rank
+    rtol: float
+
+    stage: str = ""
+    step: int = 0
+    name: str = ""
+    found: list[Tensor] = field(default_factory=list)  # by rank, whole
+    expected: Tensor = field(default_factory=lambda: torch.zeros(()))
+    ranks: list[int] = field(default_factory=list)  # those that are wrong
+
+    def share_of(self, rank: int) -> int:
+        """Return the number of the share of the batch that a rank has, in row-major order."""
+        data = {axis: size for axis, size in self.sizes.items() if axis in self.device.data}
+        return rank_at(coordinates(rank, self.sizes), data)
+
+    def form_of(self, name: str) -> Form | None:
+        """Return how ranks hold the output of a module; None where it is not one device's."""
+        expected, pieces = self.device.outputs[name], [one.outputs.get(name) for one in self.seen]
+        if any(piece is None for piece in pieces):
+            return {}  # a module that is not run, or not there, on some rank
+        for form, joined in forms(pieces, self.sizes, expected.shape, "sum"):
+            if all(is_close(together, expected, self.rtol, 1e-13) for together in joined):
+                return form
+        return None
+
+    def are(self, values: list[Tensor] | Tensor, rtol: float = 0.0) -> bool:
+        """Return True if the wrong ranks have `values`: one tensor for all, or one per rank."""
+        own = values if isinstance(values, list) else [values] * len(self.found)
+        return all(is_close(self.found[r], own[r], max(rtol, self.rtol)) for r in self.ranks)
+
+    def solve(self, *columns: Tensor) -> list[float] | None:
+        """Return the factors with which `columns` sum up to what all wrong ranks have, if any."""
+        factors = _solve(columns, self.found[self.ranks[0]], self.rtol)
+        if factors is None or not self.are(torch.stack(columns, -1) @ factors, 1e-8):
+            return None
+        return factors.tolist()
+
+    def bias(self) -> Tensor:
+        """Return the bias that a module adds into its output; zeros where none is."""
+        bias = self.device.before.get(f"{self.name}.bias") if self.stage == "output" else None
+        has_bias = bias is not None and bias.shape == self.expected.shape[-1:]
+        return bias.expand_as(self.expected) if has_bias else torch.zeros_like(self.expected)
+
+    def over_data(self, axis: str) -> bool:
+        """Return True if ranks of the axis have samples of their own."""
+        return axis in self.device.data or axis.startswith(DATA)
+
+    def chunks(self) -> Iterator[tuple[str, int, list[Tensor]]]:
+        """Yield axis, dim, and the first wrong rank's tensor, in a piece for each rank of the axis.
+
+        First the tensor as one piece; then the axes on which ranks share their samples.
+        """
+        found = self.found[self.ranks[0]]
+        yield "", 0, [found]
+        for axis, size in sorted(self.sizes.items(), key=lambda item: self.over_data(item[0])):
+            for dim in range(found.ndim):
+                if found.shape[dim] and found.shape[dim] % size == 0:
+                    yield axis, dim, list(found.chunk(size, dim))
+
+
+def cause_of(s: Suspect) -> Cause:
     """Return the first suspicion that the numbers bear out."""
-    for suspicion in SUSPICIONS[suspect.stage]:
+    if s.trial.is_joined and s.stage in ("loss", "gradient"):
+        why = "such samples in one batch were equal: divide by the tokens of a step"
+        return "microbatches weigh alike", why
+    for suspicion in SUSPICIONS[s.stage]:
         # A rank may lack what a suspicion looks at, as another stage of a pipeline does.
         with contextlib.suppress(ArithmeticError, AttributeError, LookupError, RuntimeError):
-            if (cause := suspicion(suspect)) is not None:
+            if (cause := suspicion(s)) is not None:
                 return cause
-    if len(suspect.ranks) < len(suspect.found):
-        return "only some ranks", "the others are right"
-    return "unknown", "all ranks are wrong, in no way that is known here"
+    if s.stage in OTHERWISE:
+        return OTHERWISE[s.stage]
+    who = "all ranks are wrong" if len(s.ranks) == len(s.found) else "the other ranks are right"
+    return "unknown", f"{who}; no cause that is known here has these numbers"
+
+
+def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | None:
+    """Return the factors with which columns sum up to a tensor; None if there are none, or many."""
+    matrix, vector = torch.stack([c.flatten() for c in columns], 1), tensor.flatten()[:, None]
+    if torch.linalg.matrix_rank(matrix) < len(columns):
+        return None
+    factors = torch.linalg.lstsq(matrix, vector).solution
+    return factors.flatten() if is_close(matrix @ factors, vector, max(1e-8, rtol)) else None
 
 
 # ---------------------------------------------------------------------- any tensor
 def _rounding(s: Suspect) -> Cause | None:
-    for dtype, rtol, forgives in _ROUNDED:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rtol, name = 16 * torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
         # What is far off is taken for rounded only where it has no more digits than that.
-        has_few = all(t.to(dtype).to(t.dtype).equal(t) for t in (s.found[r] for r in s.ranks))
+        has_few = all(s.found[r].to(dtype).double().equal(s.found[r]) for r in s.ranks)
         if s.expected.any() and s.are(s.expected, rtol) and (has_few or dtype == torch.float32):
-            why = f"as {str(dtype).removeprefix('torch.')} loses: somewhere numbers are cast; if "
-            return "rounding", why + f"they are meant to be, --rtol {forgives} forgives it"
+            return "rounding", f"as {name} loses; if it is meant, --rtol {rtol:.0e} forgives it"
     return None
 
 
-_ROUNDED = (
-    (torch.float32, 3e-6, "1e-5"),
-    (torch.bfloat16, 3e-2, "0.05"),
-    (torch.float16, 5e-3, "1e-2"),
-)
+def _tie_lost(s: Suspect) -> Cause | None:
+    """Look for a gradient under a name that one device knows as another name of a parameter."""
+    alone = s.device.gradients[0]
+    for name in s.seen[s.ranks[0]].gradients[0]:
+        if name in s.device.before and name not in alone:
+            return "tie lost", f"{name} is tied on one device, and a parameter of its own here"
+    return None
 
 
 def _factor(s: Suspect) -> Cause | None:
-    size = s.expected.square().sum().item()
-    factor = (s.found[s.ranks[0]] * s.expected).sum().item() / size if size else math.nan
-    if not s.are(factor * s.expected):
+    """Solve for how often the right value is in it; of a linear layer, product and bias apart."""
+    factors = s.solve(s.expected - s.bias(), s.bias()) or s.solve(s.expected)
+    if factors is None:
         return None
+    factor, biases = factors[0], factors[-1]
 
     def is_exactly(value: float) -> bool:
         return math.isclose(factor, value, rel_tol=max(1e-9, s.rtol))
@@ -64,350 +149,210 @@ def _factor(s: Suspect) -> Cause | None:
         return "not divided by microbatches", f"{m} times too large: of {m} microbatches"
     if m > 1 and is_exactly(1 / m):
         return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
-    for axis, n in s.axes():
-        is_data = s.over_data(*axis.split(" x "))
-        others = [f" or {other}" for other, size in s.axes() if size == n and other != axis]
-        over = axis + "".join(others)
-        if is_exactly(n) and is_data:
-            return "summed, not averaged", f"exactly {n} times too large: summed over {over}"
+    for axis, n in s.sizes.items():
+        names = "counted on every rank", "averaged, not summed"
+        if s.over_data(axis):
+            names = "summed, not averaged", "divided once too often"
+        over = " or ".join(a for a, size in s.sizes.items() if size == n)
+        if is_exactly(1) and math.isclose(biases, n):
+            return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
         if is_exactly(n):
-            why = f"exactly {n} times too large: once for each rank of {over}"
-            return "counted on every rank", why
-        if is_exactly(1 / n) and is_data and _is_sum(s):
-            why = (
-                f"exactly 1/{n}: loss() of a batch is the sum of its shares' losses. Divide it, as "
-            )
-            return "a sum where a mean is meant", why + f"gradients are averaged over {over}"
+            return names[0], f"exactly {n} times too large: summed over {over}"
         if is_exactly(1 / n):
-            verb = "averaged twice, or never summed," if is_data else "averaged where to be summed"
-            return "divided once too often", f"exactly 1/{n}: {verb} over {over}"
-    if not s.expected.ndim:
+            losses = [loss for shares in s.device.parts for loss, _ in shares]
+            is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9)
+            if is_sum and len(losses) > m:
+                why = f"exactly 1/{n}: a batch's loss() is the sum of its shares' losses"
+                return "a sum where a mean is meant", why
+            return names[1], f"exactly 1/{n}: divided by the ranks of {over} once more"
+    if not s.expected.ndim or is_exactly(1):
         return None  # any number is some multiple of another
-    if not factor:
-        return "zero", "detached, never sent, or sent a step late"
-    return "a factor", f"{factor:.9g} x"
+    if abs(factor) > 1e-12:
+        return "a factor", f"{factor:.9g} x"
+    name = "no gradient" if s.stage == "gradient" else "zero"
+    return name, "None, or zero: detached, frozen, not used, or never sent"
 
 
-def _is_sum(s: Suspect) -> bool:
-    """Return True if the losses of the shares of a batch add up to the loss of the batch."""
-    losses = [loss for shares in s.device.parts for loss, _ in shares]
-    together = s.device.losses[0] * len(s.device.parts)
-    return len(losses) > 1 and math.isclose(sum(losses), together, rel_tol=1e-9)
-
-
-def _pending(s: Suspect) -> Cause | None:
+def _summands(s: Suspect) -> Cause | None:
     """Return a missing all-reduce if ranks of an axis have summands of the right value."""
-    for axis in s.sizes:
+    for axis, n in s.sizes.items():
         how = "mean" if s.over_data(axis) else "sum"
-        together = join(s.found, s.sizes, {axis: how})
-        if all(is_close(each, s.expected, s.rtol) for each in together):
-            why = f"each rank of {axis} has a part, and their {how} is right: an all-reduce over "
-            why += f"{axis} is missing, of this gradient itself"
-            why += ", or of the input's gradient, where a later module is cut" * (s.wrong > 1)
-            return "missing all-reduce", why
-    return None
-
-
-# ---------------------------------------------------------------------- initial weights
-def _made_anew(s: Suspect) -> Cause | None:
-    why = "no rank has the value of build(), nor a piece of it: drawn again after build(), loaded "
-    return "made anew", why + "from elsewhere, or changed by parallelize()"
-
-
-def _tie_lost(s: Suspect) -> Cause | None:
-    for tie in s.device.ties:
-        if s.name in tie and tie not in s.seen[s.ranks[0]].ties:
-            return "tie lost", f"{' and '.join(tie)} are one on one device, and two here"
-    return None
-
-
-def _not_broadcast(s: Suspect) -> Cause | None:
-    why = "drawn by build() on {}, under its own seed, and never made alike: broadcast, load a "
-    why += "checkpoint, or seed build() (torch's fully_shard sends no weights)"
-    own = [seen.built.get(s.name) for seen in s.seen]
-    if any(t is None or t.shape != s.expected.shape for t in own):
-        return None
-    if s.are(own):
-        return "never broadcast", why.format("that rank")
-    drawn = {r: [q for q, t in enumerate(own) if is_close(s.found[r], t, s.rtol)] for r in s.ranks}
-    if all(drawn.values()):
-        sources = sorted({ranks[0] for ranks in drawn.values()})
-        places = [coordinates(rank, s.sizes) for rank in sources]
-        apart = " x ".join(axis for axis in s.sizes if any(at[axis] for at in places))
-        who = "rank " + ", ".join(map(str, sources))
-        return "never broadcast", f"alike over some axes, never over {apart}: " + why.format(who)
-    for axis, dim, pieces in s.chunks():
-        group = next(g for g in groups_along([axis], s.sizes) if s.ranks[0] in g)
-        theirs = [own[r].chunk(len(group), dim)[i] for i, r in enumerate(group)]
-        if all(is_close(a, b, s.rtol) for a, b in zip(pieces, theirs, strict=True)):
-            return "never broadcast", why.format(f"each rank of {axis}")
+        right = s.expected + (n - 1) * s.bias()  # each rank has added it
+        if all(is_close(each, right, s.rtol) for each in join(s.found, s.sizes, {axis: how})):
+            why = f"each rank of {axis} has a part, and their {how} is right: no all-reduce, here "
+            why += "or of the gradient that enters a later module"
+            return "unfinished sum" if s.stage == "output" else "missing all-reduce", why
     return None
 
 
 def _pieces(s: Suspect) -> Cause | None:
+    """Look for what a rank's tensor, or each piece of it, is: of the right one, or of a build()?"""
+    built = [one.built[s.name] for one in s.seen] if s.stage == "initial weights" else []
     for axis, dim, pieces in s.chunks():
-        right = list(s.expected.chunk(len(pieces), dim))
-        if all(is_close(piece, pieces[0], s.rtol) for piece in pieces):
-            if is_close(pieces[0], right[0], s.rtol):
-                why = f"every rank of {axis} has taken the first piece of dim {dim}"
-                return "first piece everywhere", why
-            if s.stage == "gradient":
-                why = f"cut along dim {dim}, and yet equal on all ranks of {axis}: reduced over "
-                return "pieces were mixed", why + "it, though each rank of it has rows of its own"
-            why = f"the pieces of all ranks of {axis} are equal, along dim {dim}: drawn under one "
-            return "one seed", why + "seed, they never part; draw the whole, then cut"
-        places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
+        of = [t.chunk(len(pieces), dim) if axis else [t] for t in (s.expected, *built)]
+        same = [[is_close(p, t[i], s.rtol) for t in of[1:]] for i, p in enumerate(pieces)]
+        if built and all(any(row) for row in same):
+            sources = sorted({row.index(True) for row in same})
+            who = "that rank" if s.are(built) else f"rank {', '.join(map(str, sources))}"
+            why = f"drawn by build() on {who}, under its own seed, and never made alike: "
+            why += "broadcast, load a checkpoint, or seed build() (torch's fully_shard sends no "
+            return "never broadcast", why + "weights)"
+        places = [[j for j, r in enumerate(of[0]) if is_close(p, r, s.rtol)] for p in pieces]
+        if all(place == [0] for place in places):
+            return "first piece everywhere", f"all ranks of {axis} have the first, along dim {dim}"
         if all(len(place) == 1 for place in places):
             order = ", ".join(str(place[0]) for place in places)
             return "pieces in another order", f"the ranks of {axis} have {order} of dim {dim}"
+        if axis and all(is_close(piece, pieces[0], s.rtol) for piece in pieces):
+            why = f"pieces along dim {dim} are equal on all ranks of {axis}: "
+            if s.stage == "gradient":
+                return "pieces were mixed", f"{why}reduced over it, though each has rows of its own"
+            return "one seed", f"{why}drawn under one seed; draw the whole, then cut"
     return None
 
 
-# ---------------------------------------------------------------------- gradients
-def _none(s: Suspect) -> Cause | None:
-    if all(seen.gradients[s.step].get(s.name) is not None for seen in s.seen):
-        return None
-    return "no gradient", "None there: detached, frozen, or not used"
-
-
+# ---------------------------------------------------------------------- gradients, and the loss
 def _kept(s: Suspect) -> Cause | None:
     if s.step == 0:
         return None
-    before = s.device.gradients[s.step - 1].get(s.name) if s.stage == "gradient" else None
-    if before is not None and s.are(before):
-        why = f"exactly the gradient of step {s.step}: a bucket that is not filled anew, or sent "
-        return "of the step before", why + "late"
-    if s.stage == "gradient" and (missing := _pending(s)) is not None:
-        return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
-    why = f"equal weights before step {s.step + 1}, and step 1 was equal: something stays from step"
-    return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
-
-
-def _microbatches(s: Suspect) -> Cause | None:
-    if not s.trial.is_joined:
-        return None
-    why = "such samples in one batch were equal; here each microbatch counts alike. Divide by the "
-    why += "tokens of the step; accumulate(model, batches) in the file can say how"
-    return "microbatches weigh alike", why
+    if s.stage == "gradient":
+        before = s.device.gradients[s.step - 1][s.name]
+        if before is not None and s.are(before):
+            return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
+        if (missing := _summands(s)) is not None:
+            return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
+    why = "weights and step 1 were equal: something stays, as a buffer, a handle, an error fed back"
+    return "kept between steps", why
 
 
 def _shares(s: Suspect) -> Cause | None:
     """Solve for how often each share of each microbatch is in the gradient."""
     parts = [gradients.get(s.name) for shares in s.device.parts for _, gradients in shares]
     columns = [torch.zeros_like(s.expected) if p is None else p for p in parts]
-    matrix = torch.stack([column.flatten() for column in columns], 1)  # [N, m n]
-    if s.step > 0 or len(parts) == 1 or torch.linalg.matrix_rank(matrix) < len(parts):
+    own, m, n = s.ranks[0], len(s.device.parts), len(s.device.parts[0])
+    here, there = (_solve(columns, tensor, s.rtol) for tensor in (s.found[own], s.expected))
+    if s.step > 0 or here is None or len(columns) == 1:
         return None
-    m, n, own = len(s.device.parts), len(s.device.parts[0]), s.ranks[0]
-    mine = torch.arange(n) == s.share_of(own)
-
-    def solve(tensor: Tensor) -> Tensor | None:
-        vector = tensor.flatten()[:, None]
-        solution = torch.linalg.lstsq(matrix, vector).solution
-        fits = is_close(matrix @ solution, vector, max(1e-8, s.rtol))
-        return solution.view(m, n) if fits else None
-
-    def is_nothing(weights: Tensor) -> bool:
-        return bool((weights.abs() < max(1e-7, 100 * s.rtol)).all())
-
-    here, there = solve(s.found[own]), solve(s.expected)
-    if here is None:
-        return None
-    if there is None and n > 1:
+    if there is None:
         first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
         where = f"{first} ({s.device.kinds[first]})" if first else "loss() or a module"
-        why = f"no sum of the shares' gradients is one device's: {where} looks at several samples, "
-        why += (
-            "as BatchNorm, a contrastive or a balance loss does, and each rank sees its own alone"
-        )
-        return "samples see each other", why
-    told = f"rank {own} has {_times(here)}; one device has {_times(there)}"
-    for share in range(n if n > 1 and len({s.share_of(r) for r in s.ranks}) > 1 else 0):
-        if all(s.are(s.found[own]) and is_nothing(row[torch.arange(n) != share]) for row in here):
-            why = f"all ranks have share {share}'s gradient: sent by one rank, and not summed. "
-            return "broadcast, not reduced", why + told
-    over = " x ".join(s.device.data)
-    if n > 1 and is_nothing(here[:, ~mine]):
-        divided = is_nothing(here[:, mine] - 1 / (m * n))
-        name = "divided, but never summed" if divided else "not reduced"
-        return name, f"its own share alone: there was no all-reduce over {over}. {told}"
-    if m > 1 and is_nothing(here[:-1]):
-        return "last microbatch only", f"the gradients accumulated before are lost. {told}"
-    if m > 1 and n > 1 and is_nothing(here[:-1, ~mine]):
-        return "accumulated gradients are not reduced", f"those before the last stay here. {told}"
-    if m > 1 and is_nothing(here[:-1] - n * here[1:]) and is_nothing(here[-1] - 1 / (m * n)):
-        why = "a sum over the ranks is summed again with the next microbatch. "
-        return "accumulated gradients reduced again", why + told
-    if is_nothing(here - 1 / (m * n)):
-        why = "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
-        return "mean of means", why + f"weigh each rank by its own. {told}"
-    why = "as where each rank clips, or divides by a count of its own, before the sum. "
-    return "shares weighed wrongly", why + told
+        why = f"{where} looks at several samples, and each rank sees its own alone: as BatchNorm, "
+        return "samples see each other", why + "a contrastive or a balance loss"
+    factors = here.view(m, n)
+    mine, before, even = torch.arange(n) == s.share_of(own), factors[:-1], 1 / (m * n)
+
+    def is_nothing(factors: Tensor) -> bool:
+        return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
+
+    is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
+    is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
+    is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
+    causes = {
+        "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
+        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
+            f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
+        "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
+        "accumulated gradients are not reduced": (m > 1 and is_nothing(before[:, ~mine]),
+            "those before the last stay here"),
+        "accumulated gradients reduced again": (m > 1 and is_summed_again,
+            "a sum over the ranks is summed again with the next microbatch"),
+        "mean of means": (is_nothing(factors - even),
+            "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
+            "weigh each rank by its own"),
+        "shares weighed wrongly": (True, "as where each rank clips, or divides, before the sum"),
+    }  # fmt: skip
+    name = next(name for name, (holds, _) in causes.items() if holds)
+    told = f"rank {own} has {_times(factors)}; one device has {_times(there.view(m, n))}"
+    return name, f"{causes[name][1]}. {told}"
 
 
-def _times(weights: Tensor | None) -> str:
-    if weights is None:
-        return "no sum of shares"
+def _times(factors: Tensor) -> str:
     rows = []
-    for m, row in enumerate(weights.tolist()):
-        of = f" of microbatch {m + 1}" * (len(weights) > 1)
-        row = [w if abs(w) > 1e-9 else 0.0 for w in row]
-        rows.append(" + ".join(f"{w:.4g} x share {i}" for i, w in enumerate(row)) + of)
+    for m, row in enumerate(factors.tolist()):
+        of = f" of microbatch {m + 1}" * (len(factors) > 1)
+        row = [f if abs(f) > 1e-9 else 0.0 for f in row]
+        rows.append(" + ".join(f"{f:.4g} x share {i}" for i, f in enumerate(row)) + of)
     return ", ".join(rows)
 
 
-# ---------------------------------------------------------------------- norm, weights
+# ---------------------------------------------------------------------- norm, weights, buffers
 def _norms(s: Suspect) -> Cause | None:
-    alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
-    pieces = [seen.gradients[s.step] for seen in s.seen]
     own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
     if s.are(own):
         return "norm of own pieces", "each rank has the norm of its own pieces"
-    whole = {n for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)}
-    for axis, n in s.axes():
-        for kind, names in (("replicated", whole), ("cut", alone.keys() - whole)):
-            part = sum(alone[name].square().sum() for name in names)
-            for factor, words in ((n, f"counted {n} times"), (0, "left out")):
-                if names and s.are((s.expected.square() + (factor - 1) * part).sqrt(), 1e-9):
-                    why = f"squares of parameters that are {kind} along {axis} are {words}"
-                    return f"norm: {kind} parameters {words.split()[0]}", why
+    alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
+    pieces = [seen.gradients[s.step] for seen in s.seen]
+    whole = [g for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)]
+    for axis, n in s.sizes.items():
+        more = (n - 1) * sum(g.square().sum() for g in whole)
+        if s.are((s.expected.square() + more).sqrt(), 1e-9):
+            why = f"squares of parameters that all ranks of {axis} have are counted {n} times"
+            return "norm: replicated parameters counted", why
     return None
 
 
 def _update(s: Suspect) -> Cause | None:
+    """Solve for how often the right step, and the weight itself, are in the weight."""
     before = (s.device.weights[s.step - 1] if s.step else s.device.before)[s.name]
     if len(s.ranks) < len(s.found) and s.are(before):
-        why = "there it did not move, and elsewhere it did: what its owner has updated was not sent"
-        return "updated on some ranks only", why
+        return "updated on some ranks only", "there it did not move: its owner has not sent it"
     if s.step > 0:
-        why = f"step 1 was equal, and so are the gradients of step {s.step + 1}: it is what the "
-        return "optimizer state", why + "optimizer keeps, or its schedule"
+        why = (
+            f"step 1, and the gradients of step {s.step + 1}, are equal: its memory, or a schedule"
+        )
+        return "optimizer state", why
     if s.are(before):
-        why = "it did not move, though its gradient is right: make the optimizer of the parameters "
-        return "not in the optimizer", why + "that parallelize() leaves, and send what each updates"
-    # How much of the right step, and of the weight itself?
-    times, decay = _solve([s.expected - before, before], s.found[s.ranks[0]] - before) or (0, 0)
-    if times and s.are(before + times * (s.expected - before) + decay * before, 1e-7):
-        if abs(decay) < 1e-7:
-            return "another learning rate", f"the step is {times:.6g} times as long as it should be"
-        if abs(times - 1) < 1e-7:
-            more = "less" if decay > 0 else "more"
-            why = f"it shrinks by {abs(decay):.3g} of itself {more}, a step"
-            return "another weight decay", why
-    return "another update", "gradients and their norm are right; the optimizer does another step"
-
-
-def _solve(columns: list[Tensor], vector: Tensor) -> list[float] | None:
-    """Return factors of the columns that sum up to the vector; None if they are dependent."""
-    matrix = torch.stack([column.flatten() for column in columns], 1)
-    if torch.linalg.matrix_rank(matrix) < len(columns):
-        return None
-    return torch.linalg.lstsq(matrix, vector.flatten()[:, None]).solution.flatten().tolist()
-
-
-# ---------------------------------------------------------------------- outputs, and the loss
-def _bias(s: Suspect) -> Cause | None:
-    """Solve for how often the product and the bias are in the output."""
-    bias = s.device.before.get(f"{s.name}.bias")
-    if bias is None or bias.shape != s.expected.shape[-1:]:
-        return None
-    bias = bias.expand_as(s.expected)
-    for axis, n in s.axes():
-        products, biases = _solve([s.expected - bias, bias], s.found[s.ranks[0]]) or (0, 0)
-        if s.are(products * (s.expected - bias) + biases * bias):
-            if math.isclose(products, 1) and math.isclose(biases, n):
-                why = f"the bias is in the sum {n} times, once for each rank of {axis}: "
-                return "bias on every rank", why + "add it after"
-            if math.isclose(products, 1 / n):
-                why = f"the product is exactly 1/{n}: averaged over {axis}, where it is to be "
-                return "averaged, not summed", why + "summed"
-            if math.isclose(products, n):
-                return "summed twice", f"the product is {n} times too large, once more over {axis}"
-        summed = join(s.found, s.sizes, {axis: "sum"}) if axis in s.sizes else s.found
-        if all(is_close(together, s.expected + (n - 1) * bias, s.rtol) for together in summed):
-            return "unfinished sum", f"each rank of {axis} has a part: no all-reduce over {axis}"
+        why = "it did not move: make the optimizer of the parameters that parallelize() leaves"
+        return "not in the optimizer", why
+    times, kept = s.solve(s.expected - before, before) or (math.nan, math.nan)
+    if abs(kept - 1) < 1e-7:
+        return "another learning rate", f"the step is {times:.6g} times as long as it should be"
+    if abs(times - 1) < 1e-7:
+        how = f"{abs(kept - 1):.3g} of itself {'less' if kept > 1 else 'more'}"
+        return "another weight decay", f"it shrinks by {how}, a step"
     return None
 
 
-def _ran_before(s: Suspect) -> tuple[str, Form]:
-    """Return the module that ran just before, and how ranks hold its output."""
-    names = list(s.device.outputs)
-    at = names.index(s.name) if s.name in names else len(names)
-    return (names[at - 1], s.form_of(names[at - 1]) or {}) if at else ("", {})
+# ---------------------------------------------------------------------- outputs
+def _ran_before(s: Suspect) -> Cause | None:
+    """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
+    names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
+    at = names.index(s.name) if s.stage == "output" else len(names)
+    if at == 0:  # no module ran before
+        own = {n: t.shape for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
+        is_whole = all(one.before[n].shape == shape for one in s.seen for n, shape in own.items())
+        why = "ranks have other samples than their shares of the batch, or use them otherwise"
+        return ("another input", why) if is_whole else None
+    before = names[at - 1]
+    for axis, how in (s.form_of(before) or {}).items():
+        if how == "sum":
+            why = f"{before}, which ran before, is a part on each rank of {axis}: no all-reduce"
+            return "unfinished sum", why
+        if s.stage == "output" and not s.over_data(axis):
+            why = f"{before}, which ran before, is right, in pieces along dim {how} over {axis}: "
+            if not _ROW_BY_ROW.search(kind):
+                return "pieces kept apart", f"{why}this module needs the other ranks' pieces"
+            why += f"a {kind} needs no more. Do positions, or a mask, begin at 0 on every rank?"
+            return "positions, or another piece", why
+    return None
 
 
-def _unfinished(s: Suspect) -> Cause | None:
-    """Return an unfinished sum if the module that ran just before holds summands."""
-    name, form = _ran_before(s)
-    axis = next((axis for axis, how in form.items() if how == "sum"), None)
-    if axis is None:
-        return None
-    why = f"{name}, which ran before, has a part on each rank of {axis}, and the sum of "
-    return "unfinished sum", why + f"them is right: an all-reduce over {axis} is missing"
-
-
-def _kept_apart(s: Suspect) -> Cause | None:
-    """Return a cause if the output of the module before is right, in pieces."""
-    name, form = _ran_before(s)
-    axis = next((axis for axis, how in form.items() if isinstance(how, int)), None)
-    if axis is None or s.over_data(axis):
-        return None
-    dim, kind = form[axis], s.device.kinds.get(s.name, "")
-    why = f"{name}, which ran before, is right, in pieces along dim {dim} on ranks of {axis}: "
-    if _ROW_BY_ROW.search(kind):
-        why += f"a {kind} needs no more, so what is added in between is wrong. Do positions, or a "
-        return "positions, or another piece", why + f"mask, begin at 0 on every rank of {axis}?"
-    return "pieces kept apart", why + "this module needs the other ranks' pieces"
-
-
-_ROW_BY_ROW = re.compile(
-    r"^(Layer|RMS)Norm|RMSNorm$|LayerNorm$|Linear|Dropout|LU$|Embedding|Identity"
-)
-
-
-def _buffer(s: Suspect) -> Cause | None:
-    why = "forward fills it on each rank, from the samples of that rank alone"
-    for axis in s.sizes:
-        if all(is_close(t, s.expected, s.rtol) for t in join(s.found, s.sizes, {axis: "mean"})):
-            why += f"; the mean over {axis} is right"
-    return "a buffer of own samples", why
-
-
-def _inside(s: Suspect) -> Cause | None:
-    """Blame the first wrong module: its input was right, unless it is the first of all."""
-    own = {n: t for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
-    found = [(seen.before.get(name), tensor) for seen in s.seen for name, tensor in own.items()]
-    is_untouched = all(a is not None and a.shape == t.shape for a, t in found)
-    if s.name == next(iter(s.device.outputs)) and is_untouched:
-        why = "the first module that runs, and its weights are right: ranks have other samples "
-        return "another input", why + "than their shares of the batch, or use them otherwise"
-    why = "modules before it returned the right values, and weights are right: this module "
-    return "in this module", why + "does, or what else it is given"
-
-
-def _in_the_loss(s: Suspect) -> Cause | None:
-    if s.step > 0:
-        return None
-    why = "what every module returned is right: it is loss() itself, as its targets, its "
-    return "in the loss", why + "denominator, or a softmax over words that are cut"
+_ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity")
 
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
-    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces, _factor, _made_anew],
-    "output": [_bias, _unfinished, _rounding, _factor, _pending, _pieces, _kept_apart, _inside],
-    "loss": [_microbatches, _rounding, _unfinished, _kept, _factor, _in_the_loss],
-    "gradient": [
-        _microbatches,
-        _none,
-        _rounding,
-        _tie_lost,
-        _kept,
-        _factor,
-        _shares,
-        _pending,
-        _pieces,
-    ],
+    "initial weights": [_rounding, _tie_lost, _pieces],
+    "output": [_factor, _summands, _rounding, _pieces, _ran_before],
+    "loss": [_rounding, _ran_before, _kept, _factor],
+    "gradient": [_rounding, _tie_lost, _kept, _factor, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_rounding, _tie_lost, _update],
-    "buffer": [_rounding, _buffer],
+    "buffer": [_rounding],
+}
+OTHERWISE: dict[str, Cause] = {
+    "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
+    "output": ("in this module", "modules before it and weights are right: what is it given?"),
+    "loss": ("in the loss", "all modules are right: loss(), or a softmax over words that are cut"),
+    "weights": ("another update", "gradients are right; the optimizer does another step"),
+    "buffer": ("a buffer of own samples", "forward fills it on each rank, from its samples alone"),
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minipar.comm.mesh import groups_along
+from minipar.comm.mesh import coordinates, groups_along
 
 RTOL = 1e-10
 ROUNDING = 1e-14
@@ -86,10 +86,6 @@ def is_close(ours: Tensor, theirs: Tensor, rtol: float = RTOL, floor: float = 0.
     """Return True if two tensors agree, relative to the largest number of `theirs`."""
     if ours.shape != theirs.shape:
         return False
-    if ours.is_floating_point():  # in nearly all comparisons all numbers are finite
-        off, bound = _largest(ours - theirs), rtol * _largest(theirs) + floor
-        if off <= bound < math.inf:
-            return True
     apart = ours != theirs  # equal infinities are not; NaN is close to nothing
     bound = rtol * _largest_finite(theirs) + floor
     return not apart.any() or _largest((ours - theirs)[apart]) <= bound
@@ -143,10 +139,21 @@ def forms(
             yield form, joined
 
 
-def whole(pieces: Sequence[Tensor], sizes: Mapping[str, int], expected: Tensor) -> list[Tensor]:
-    """Return for each rank the tensor that it has a piece of; unchanged where no form fits."""
-    if all(piece.shape == expected.shape for piece in pieces):
+def whole(
+    pieces: Sequence[Tensor | None], sizes: Mapping[str, int], expected: Tensor
+) -> list[Tensor | None]:
+    """Return for each rank the tensor that it has a piece of; unchanged where no form fits.
+
+    A rank without a piece stays without: a stage of a pipeline is on some ranks alone, the ranks
+    of one part of the mesh.
+    """
+    holders = [rank for rank, piece in enumerate(pieces) if piece is not None]
+    held = [pieces[rank] for rank in holders]
+    at = [coordinates(rank, sizes) for rank in holders]
+    part = {axis: len({place[axis] for place in at}) for axis in sizes}
+    if all(t.shape == expected.shape for t in held) or math.prod(part.values()) != len(holders):
         return list(pieces)
-    fitting = [joined for _, joined in forms(pieces, sizes, expected.shape)]
+    fitting = [joined for _, joined in forms(held, part, expected.shape)]
     right = [joined for joined in fitting if all(is_close(w, expected) for w in joined)]
-    return (right or fitting or [list(pieces)])[0]
+    found = dict(zip(holders, (right or fitting or [held])[0], strict=True))
+    return [found.get(rank) for rank in range(len(pieces))]

@@ -1,4 +1,4 @@
-"""A training to be proved: the file that describes it, read with care.
+"""A training to be proved: the file that describes it.
 
     def build() -> nn.Module                        # as on one device
     def batch(seed) -> tensors                      # a global batch: tuples, lists, dicts
@@ -9,9 +9,8 @@
 `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
 All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
-    shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
-                             # all get all; a list of the axes on which ranks get rows of their own;
-                             # or a function (batch, mesh) -> this rank's part
+    shares = ["dp"]          # axes whose ranks get rows of their own of every tensor; by default
+                             # dp, fsdp, ep ...; or a function (batch, mesh) -> this rank's part
     def uneven(seed)         # a batch of samples that weigh differently, as with padding
     def optimizer(model)     # called after `parallelize`; AdamW by default
     def clip(model)          # clips gradients, returns their norm from before
@@ -27,11 +26,11 @@ All is in float64, whatever the model casts to or FSDP2 is told to. The rest is 
 
 import contextlib
 import importlib.util
-import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.mesh import RESERVED, Mesh, whole_number
-from minipar.parallel.base.strategy import Strategy
+from minipar.comm.mesh import RESERVED, Mesh
 
 DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
 """Beginnings of names of axes on which ranks have samples of their own."""
@@ -60,7 +58,7 @@ class Job:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     parallelize: Callable[[nn.Module, Mesh], Any]
-    shares: str | list[str] | Callable[[Any, Mesh], Any] = "batch"
+    shares: list[str] | Callable[[Any, Mesh], Any] | None = None
     uneven: Callable[[int], Any] | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     clip: Callable[[nn.Module], Any] | None = None
@@ -78,6 +76,8 @@ class Job:
         Raises `WrongFile` where one is missing, and whatever the file raises.
         """
         spec = importlib.util.spec_from_file_location("minipar_proved", path)
+        if spec is None:
+            raise WrongFile("it is no Python file")
         module = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE` would
         sys.modules[spec.name] = module  # dataclasses look their module up
@@ -89,20 +89,25 @@ class Job:
         given = {name: getattr(module, name) for name in names if hasattr(module, name)}
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
-        shares = given.get("shares", "batch")
-        if not (callable(shares) or shares in ("batch", "whole") or type(shares) is list):
-            words = '"batch", "whole", a list of axes, or a function'
-            raise WrongFile(f"shares is {shares!r}; it must be {words}")
+        shares = given.get("shares", [])
+        if not callable(shares) and type(shares) is not list:
+            raise WrongFile(f"shares is {shares!r}; it must be a list of axes, or a function")
         return Job(**given, file=path)
+
+    def on_one_device(self) -> "Job":
+        """Return the training as one device does it, with the whole batch."""
+        alone = dict(parallelize=lambda model, mesh: model, shares=[], gather=None)
+        alone |= dict(no_sync=contextlib.nullcontext, backward=None, accumulate=None)
+        return replace(self, **alone)
 
     def data_axes(self, sizes: Iterable[str]) -> list[str]:
         """Return the axes on which ranks get rows of their own.
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
-        if self.shares == "whole" or callable(self.shares):
+        if callable(self.shares):
             return []
-        if self.shares != "batch":
+        if self.shares is not None:
             return [axis for axis in sizes if axis in self.shares]
         if strange := [axis for axis in sizes if not axis.startswith(DATA + MODEL)]:
             raise WrongFile(
@@ -118,10 +123,6 @@ class Job:
             return self.shares(batch, mesh)
         axis = mesh.joint(*self.data_axes(mesh.sizes))
         return rows(batch, axis.rank, axis.size)
-
-    def divides(self) -> bool:
-        """Return True if the file's backward() divides by the number of microbatches."""
-        return self.backward is not None and len(inspect.signature(self.backward).parameters) > 1
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -151,70 +152,41 @@ def rows(batch: Any, index: int, count: int) -> Any:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all. Raises `WrongFile` if their shapes differ."""
-    columns: list[list[Tensor]] = []
-    for batch in batches:
-        columns.append([])
-        mapped(columns[-1].append, batch)
-    parts = iter(zip(*columns, strict=True))
-
-    def together(tensor: Tensor) -> Tensor:
-        tensors = next(parts)
-        return torch.cat(tensors) if tensor.ndim else tensor
-
-    return mapped(together, batches[0])
-
-
-def with_strategies(result: Any) -> tuple[nn.Module, Callable[[], Any], list[Strategy]]:
-    """Take apart what `parallelize` has returned. Raises `WrongFile` for anything else."""
-    model, after = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    strategies = list(after) if isinstance(after, Sequence) else [after]
-    ours = all(isinstance(strategy, Strategy) for strategy in strategies)
-    if not isinstance(model, nn.Module) or not (ours or after is None or callable(after)):
-        raise WrongFile(
-            f"parallelize() returned {type(result).__name__}; it must return the model, or the "
-            f"model and a function to call after backward"
-        )
-    if ours:
-        return model, lambda: [each.finish_backward() for each in strategies], strategies
-    return model, after or (lambda: None), []
+    """Return one batch with the rows of all."""
+    columns: list[list[Tensor]] = [[] for _ in batches]
+    for column, batch in zip(columns, batches, strict=True):
+        mapped(column.append, batch)
+    parts = zip(*columns, strict=True)
+    return mapped(lambda t: torch.cat(next(parts)) if t.ndim else next(parts)[0], batches[0])
 
 
 @contextlib.contextmanager
-def blamed(file: str, doing: list[str]) -> Iterator[None]:
-    """Give errors of the body a report of one line: in which file, where, and doing what."""
+def blamed(file: str) -> Iterator[None]:
+    """Give errors of the body a report of one line, which a rank hands on: where in the file?"""
     try:
         yield
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
-            raise  # the launcher ends this rank
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if Path(f.filename).name == Path(file).name]
-        if isinstance(error, SyntaxError):
-            lines = [error.lineno] if error.lineno else []
-        at = f", line {lines[-1]}" if lines else ""
-        kind = "" if isinstance(error, WrongFile) else f"{type(error).__name__}: "
-        said = next((line for line in str(error).splitlines() if line.strip()), "")
+        own = [f for f in frames if Path(f.filename).name == Path(file).name]
+        if isinstance(error, WrongFile):
+            at = ""
+        elif own:
+            at = f"line {own[-1].lineno}, in {own[0].name}: {type(error).__name__}: "
+        else:  # in a library that we have called
+            here = [f.line for f in frames if Path(f.filename).parent == Path(__file__).parent]
+            at = f"in {here[-1]}: {type(error).__name__}: "
         wrong = WrongFile(str(error))
-        wrong.report = f"{file}{at}, in {doing[-1]}: {kind}{said}"  # which a rank hands on
+        wrong.report = at + next((line for line in str(error).splitlines() if line.strip()), "")
         raise wrong from error
 
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Return {"dp": 2, "tp": 2} for "dp=2,tp=2". Raises `ValueError` for other text."""
-    sizes: dict[str, int] = {}
-    for part in text.replace(" ", "").split(","):
-        axis, _, digits = part.partition("=")
-        sizes[axis] = 0 if axis in (*sizes, *RESERVED) else whole_number(digits) or 0
-        if not axis.isidentifier() or sizes[axis] < 1:
-            raise ValueError(
-                f"--mesh {text!r}: {part!r} is not axis=size, with a new name (none of "
-                f"{', '.join(RESERVED)}) and a size from 1 up; try dp=2,tp=2"
-            )
-    return sizes
-
-
-def check_file(path: str) -> None:
-    """Raise `WrongFile` for a path that is not a Python file."""
-    if not Path(path).is_file() or Path(path).suffix != ".py":
-        raise WrongFile(f"{path} is no Python file; it must have build, batch, loss, parallelize")
+    sizes = dict(re.findall(r"([A-Za-z_]\w*)=([1-9]\d{0,8})", text))
+    read = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    if not read or read != text.replace(" ", "") or not sizes.keys().isdisjoint(RESERVED):
+        raise ValueError(
+            f"--mesh {text!r} is not axis=size, with new names (none of {', '.join(RESERVED)}) and "
+            f"sizes from 1 up; try dp=2,tp=2"
+        )
+    return {axis: int(size) for axis, size in sizes.items()}

@@ -13,7 +13,6 @@ that ends in the right loss. Gradients are asked in the order of backward.
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from textwrap import wrap
@@ -24,11 +23,10 @@ from torch import Tensor
 
 from minipar.comm.mesh import coordinates
 from minipar.ranks.launch import RankError, Ranks
-from minipar.tools.prove.causes import cause_of
-from minipar.tools.prove.compare import RTOL, Stage, State, differing, forms, is_close, whole
+from minipar.tools.prove.causes import Suspect, cause_of
+from minipar.tools.prove.compare import RTOL, State, differing, forms, is_close, whole
 from minipar.tools.prove.job import Job, WrongFile
-from minipar.tools.prove.observe import Trial, observe
-from minipar.tools.prove.suspect import Both, Suspect
+from minipar.tools.prove.observe import Seen, Trial, observe
 
 Module = tuple[str, str, str]  # name, class; "equal", "parts here", "differs", "no parameters" ...
 
@@ -70,8 +68,9 @@ class Verdict:
         lines = [f"{self.file} on {mesh}: {verdict} one device", ""]
         lines += [f"{'equal':>16}  {trial}" for trial in self.trials]
         if (p := self.parting) is not None:
-            where = [f"rank {r} ({_at(r, self.sizes)})" for r in p.ranks]
-            who = "all ranks" if len(where) == math.prod(self.sizes.values()) else ", ".join(where)
+            who = "all ranks"
+            if len(p.ranks) < math.prod(self.sizes.values()):
+                who = ", ".join(f"rank {r} ({_at(r, self.sizes)})" for r in p.ranks)
             others = f"; so are {p.wrong - 1} more at this stage" if p.wrong > 1 else ""
             rows = {
                 "not equal": f"{p.trial}, from step {p.step} on",
@@ -87,14 +86,6 @@ class Verdict:
                 mark = "->" * (state == "parts here")
                 lines.append(f"{mark:>16}  {name or 'the model':32} {kind:20} {state}")
         return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
-
-
-def _owner(name: str, modules: State) -> str:
-    """Return the innermost module around a parameter that was called: others read its weights."""
-    owner = name.rpartition(".")[0]
-    while owner and owner not in modules:
-        owner = owner.rpartition(".")[0]
-    return owner
 
 
 def _at(rank: int, sizes: dict[str, int]) -> str:
@@ -117,166 +108,166 @@ def prove(
     if size < 2:
         raise WrongFile(f"a mesh of {size} rank is one device itself; use dp=2 or more")
     file = source if isinstance(source, str) else source.file
-    if isinstance(source, str):
-        source = os.path.abspath(source)  # the ranks may stand in another folder
-    trials = [Trial(f"{steps} steps", steps), Trial("2 steps of 3 microbatches", 2, 3)]
-    uneven = [
+    trials = [
+        Trial(f"{steps} steps", steps),
+        Trial("2 steps of 3 microbatches", 2, 3),
         Trial("samples that weigh differently", uneven=True),
         Trial("3 microbatches that weigh differently", 1, 3, uneven=True),
     ]
     passed: list[str] = []
-    notes: list[str] = []
     for trial in trials:
         try:
-            device = _call(file, pool(1), observe, source, sizes, trial, True)[0]
-            seen = _call(file, pool(size), observe, source, sizes, trial, False)
-            both = Both(trial, sizes, device, seen, rtol)
-            parting, modules = _parting(both)
+            device = _observe(pool(1), source, sizes, trial, True)[0]
+            seen = _observe(pool(size), source, sizes, trial, False)
+            several = {axis: size for axis, size in sizes.items() if size > 1}
+            suspect = Suspect(trial, several, device, seen, rtol)
+            parting, modules = _parting(suspect)
         except WrongFile as error:
             equal = f" (in the trial of {trial.name}; equal by then: {', '.join(passed)})"
-            raise WrongFile(f"{error}{equal * bool(passed)}") from None
-        notes = notes or _notes(both)
+            raise WrongFile(f"{file}: {error}{equal * bool(passed)}") from None
         if parting is not None:
             break
         passed.append(trial.name)
-        if device.has_uneven and uneven[0] not in trials:
-            trials += uneven
-    return Verdict(file, sizes, passed, parting, modules, notes)
+        if len(passed) == 2 and not device.has_uneven:
+            break
+    return Verdict(file, sizes, passed, parting, modules, _notes(suspect, parting is None))
 
 
-def _notes(both: Both) -> list[str]:
+def _observe(ranks: Ranks, *args: Any) -> list[Seen]:
+    """Run a trial on all ranks, and tell in one line what goes wrong in the file."""
+    try:
+        return ranks.run(observe, *args)
+    except TimeoutError as error:
+        raise WrongFile(f"it does not end: {error}") from None
+    except RankError as error:
+        if any("\n" in failure.report for failure in error.failures.values()):
+            raise  # not the file's fault, but ours
+        told = "; ".join(report.replace("\n", " ") for report in error.reports())
+        told = told.replace("rank 0 of 1:", "one device:")
+        if "imed out" in told:
+            told += " (these waited in vain for ranks that did not join the same collective)"
+        raise WrongFile(told) from None
+
+
+def _notes(s: Suspect, is_equal: bool) -> list[str]:
     """Return sentences on what was compared, and what was not."""
-    device, own = both.device, both.device.data
-    counts = f"{len(device.outputs)} modules, {len(device.gradients[0])} parameters"
-    counts += f", buffers: {len(device.buffers[0])}" if device.buffers[0] else ""
-    notes = [f"{counts}; float64, ranks seeded differently, equal means to {both.rtol:g}"]
-    shared = [axis for axis in both.sizes if axis not in own]
+    device, own = s.device, s.device.data
+    parameters, buffers = device.gradients[0] or device.weights[0], device.buffers[0]
+    counts = f"{len(device.outputs)} modules, {len(parameters)} parameters"
+    counts += f", buffers: {len(buffers)}" if buffers else ""
+    notes = [f"{counts}; float64, ranks seeded differently, equal means to {s.rtol:g}"]
     rows = [f"ranks of {' x '.join(own)} have rows of their own"] if own else []
-    if own or both.seen[0].has_whole_batch:
-        rows += [f"ranks of {' x '.join(shared)} have the same rows"] if shared else []
-        notes.append("; ".join(rows))
-    if not both.seen[0].has_gradients:
+    if (shared := [axis for axis in s.sizes if axis not in own]) and device.has_whole_batch:
+        rows.append(f"ranks of {' x '.join(shared)} have the same rows")
+    notes += ["; ".join(rows)] if rows else []
+    has_pieces = any(not math.isclose(one.own_norms[0], device.own_norms[0]) for one in s.seen)
+    if not device.gradients[0]:
         notes.append("gradients and their norms were not compared: step() reduces them")
-    elif both.seen[0].norms[0] is None:
+    elif is_equal and has_pieces and s.seen[0].norms[0] is None:
         notes.append("gradient norms were not compared; clip(model) in the file returns them")
     return notes
 
 
-def _call(file: str, ranks: Ranks, function: Callable, *args: Any) -> list[Any]:
-    """Run on all ranks, and tell what goes wrong in the file in one line."""
-    try:
-        return ranks.run(function, *args)
-    except TimeoutError as error:
-        raise WrongFile(f"{file} does not end: {error}") from None
-    except RankError as error:
-        told: dict[str, list[str]] = {}
-        for failure in error.failures.values():
-            if "\n" in failure.report:
-                raise  # not the file's fault, but ours
-            report = failure.report.replace(os.path.abspath(file), file)
-            told.setdefault(report, []).append(failure.label)
-        words = [f"{', '.join(labels)}: {report}" for report, labels in told.items()]
-        here = f"one device: {next(iter(told))}" if ranks.size == 1 else "; ".join(words)
-        if "imed out" in here:
-            here += " (these waited in vain for ranks that did not join the same collective)"
-        raise WrongFile(here if file in here else f"{file}: {here}") from None
+# ---------------------------------------------------------------------- stage by stage
+def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
+    """Return the first difference of any rank; and the modules, each equal or not."""
+    outputs, kinds = s.device.outputs, s.device.kinds
+    for (stage, step), expected in s.device.stages():
+        if odd := differing(expected, expected):  # NaN is close to nothing
+            of = f"{stage} of {next(iter(odd))}".removesuffix(" of ")
+            at = f"on one device is not a number in step {(step or 0) + 1}"
+            raise WrongFile(f"the {of} {at}: nothing can be compared")
+        found = _assembled(s, stage, step, expected)
+        told = [differing(state, expected, s.rtol) for state in found]
+        if any(told):
+            break
+    else:
+        return None, [(name, kinds.get(name, ""), "equal") for name in outputs]
+    wrong = [name for name in expected if any(name in one for one in told)]
+    owner = {name: _owner(name, outputs) for name in expected}
+    bad = [name for name in outputs if s.form_of(name) is None]
+    if bad and stage == "loss" and step == 0 and not s.trial.is_joined:
+        stage, expected, wrong, owner = "output", outputs, bad, {name: name for name in outputs}
+        joined = whole([one.outputs[bad[0]] for one in s.seen], s.sizes, outputs[bad[0]])
+        found = [{bad[0]: tensor} for tensor in joined]
+        told = [differing(state, {bad[0]: outputs[bad[0]]}, s.rtol) for state in found]
+    order = {module: i for i, module in enumerate(outputs)}
+    last_first = -1 if stage == "gradient" else 1
+    name = min(wrong, key=lambda name: last_first * order.get(owner[name], -1))
+    tensors = [expected[name], *(state.get(name) for state in found)]
+    nothing = torch.zeros_like(next(t for t in tensors if t is not None))
+    s.expected, *s.found = (nothing if t is None else t for t in tensors)
+    s.stage, s.step, s.name = stage, step or 0, name
+    s.ranks = [rank for rank, one in enumerate(told) if name in one]
+    where = stage, s.step + 1, name, owner[name], s.ranks, told[s.ranks[0]][name], len(wrong)
+    others = "equal" if stage == "loss" and step == 0 else "not compared"  # its outputs were
+    if stage in ("initial weights", "gradient", "weights", "buffer"):
+        others = "no parameters"
+    states = dict.fromkeys(outputs, others) | dict.fromkeys(owner.values(), "equal")
+    states |= {owner[name]: "differs" for name in wrong} | {owner[name]: "parts here"}
+    modules = [(name, kinds.get(name, ""), states[name]) for name in outputs]
+    return Parting(s.trial.name, *where, *cause_of(s)), modules
 
 
-def _assembled(both: Both, stage: Stage, pieces: list[State], expected: State) -> list[State]:
+def _owner(name: str, modules: State) -> str:
+    """Return the innermost module around a parameter that was called: others read its weights."""
+    owner = name.rpartition(".")[0]
+    while owner and owner not in modules:
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
+def _assembled(s: Suspect, stage: str, step: int | None, expected: State) -> list[State]:
     """Return for each rank what it has as one device would: pieces joined, losses of the batch.
 
     Where a rank holds nothing and need not, as another stage of a pipeline, it has what is right.
     """
-    what, step = stage
-    is_off = what.startswith("gradient") and not both.seen[0].has_gradients
-    if is_off or (what == "gradient norm" and not all(pieces)):
-        return [expected] * len(pieces)
-    if what == "loss":
-        return _losses(both, [state[""] for state in pieces], expected, step)
-    if what == "gradient norm":
-        return pieces
-    found: list[State] = [{} for _ in pieces]
+    states = [dict(one.stages())[stage, step] for one in s.seen]
+    if stage == "loss":
+        return _losses(s, [state[""] for state in states], expected, step)
+    if stage == "gradient norm":
+        return states if all(states) else [expected] * len(states)
+    found: list[State] = [{} for _ in states]
     for name, theirs in expected.items():
-        if not any(name in state for state in pieces):
-            raise WrongFile(
-                f"{what} {name} cannot be compared: no rank has this name. Was it renamed, "
-                f"replaced, or left out?"
-            )
-        own = [state.get(name) for state in pieces]
-        if theirs is not None and any(piece is not None for piece in own):
-            own = both.held(own, theirs, f"{what} {name}")
-        for rank, state in enumerate(pieces):
-            if own[rank] is None and (name not in state or _is_elsewhere(both, stage, name, rank)):
-                own[rank] = theirs
+        own = [state.get(name) for state in states]
+        if theirs is not None:
+            own = whole(own, s.sizes, theirs)
+        held = [tensor for tensor in own if tensor is not None]
+        odd = [list(t.shape) for t in held if theirs is not None and t.shape != theirs.shape]
+        why = "no rank has this name. Was it renamed, replaced, or left out?"
+        if odd:
+            why = f"pieces of {odd[0]} make no {list(theirs.shape)} in rank order; a function "
+            why += "gather(name, tensor, mesh) in the file can join them"
+        if odd or not any(name in state for state in states):
+            raise WrongFile(f"{stage} {name} cannot be compared: {why}")
+        for rank, state in enumerate(states):
+            if own[rank] is None:
+                is_sent = stage == "gradient" and held and _is_updated(s, step, name, rank)
+                own[rank] = theirs if name not in state or is_sent else None
             found[rank][name] = own[rank]
     return found
 
 
-def _is_elsewhere(both: Both, stage: Stage, name: str, rank: int) -> bool:
+def _is_updated(s: Suspect, step: int, name: str, rank: int) -> bool:
     """Return True if a rank without this gradient has the right weight after the step."""
-    if stage[0] != "gradient" or all(s.gradients[stage[1]].get(name) is None for s in both.seen):
-        return False
-    theirs = both.device.weights[stage[1]][name]
-    own = [seen.weights[stage[1]].get(name) for seen in both.seen]
-    own = both.held(own, theirs, f"weights {name}")
-    return own[rank] is not None and is_close(own[rank], theirs, both.rtol)
+    theirs = s.device.weights[step][name]
+    own = whole([one.weights[step].get(name) for one in s.seen], s.sizes, theirs)[rank]
+    return own is not None and is_close(own, theirs, s.rtol)
 
 
-def _losses(both: Both, own: list[Tensor], expected: State, step: int) -> list[State]:
+def _losses(s: Suspect, own: list[Tensor], expected: State, step: int) -> list[State]:
     """Return what the ranks' losses are: of the batch, summands of it, or of each rank's share.
 
     Whether shares are weighed rightly is seen in the gradients.
     """
-    loss, parts = expected[""], both.device.parts
-    shares = [both.share_of(rank) for rank in range(len(own))]
-    theirs = [sum(of[share][0] for of in parts) / len(parts) for share in shares]
-    is_mean = math.isclose(sum(theirs) / len(theirs), both.device.losses[0], rel_tol=both.rtol)
-    pairs = zip(own, theirs, strict=True)
-    if all(math.isclose(a, b, rel_tol=both.rtol) for a, b in pairs) if step == 0 else not is_mean:
-        return [expected] * len(own)  # unless it is a mean, later ones cannot be told
-    joined = [joined for _, joined in forms(own, both.sizes, loss.shape, "mean", "sum")]
+    loss, parts = expected[""], s.device.parts
+    shares = [sum(of[s.share_of(rank)][0] for of in parts) / len(parts) for rank in range(len(own))]
+    if step == 0:
+        is_right = all(math.isclose(a, b, rel_tol=s.rtol) for a, b in zip(own, shares, strict=True))
+    else:  # of later steps nobody knows the shares' losses: only if a mean is meant, it can be told
+        is_right = not math.isclose(sum(shares) / len(own), s.device.losses[0], rel_tol=s.rtol)
+    if is_right:
+        return [expected] * len(own)
+    joined = [joined for _, joined in forms(own, s.sizes, loss.shape, "mean", "sum")]
     nearest = min(joined, key=lambda values: max(abs(value - loss) for value in values))
     return [{"": value} for value in nearest]
-
-
-def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
-    """Return the first difference of any rank; and the modules, each equal or not."""
-    device, rtol = both.device, both.rtol
-    parts = [dict(one.stages()) for one in both.seen]
-    for (stage, step), theirs in device.stages():
-        states = [part[stage, step] for part in parts]
-        found = _assembled(both, (stage, step), states, theirs)
-        told = [differing(state, theirs, rtol) for state in found]
-        wrong = [name for name in theirs if any(name in one for one in told)]
-        if wrong:
-            break
-    else:
-        return None, [(name, device.kinds.get(name, ""), "equal") for name in device.outputs]
-    owner = {name: _owner(name, device.outputs) for name in theirs}
-    if stage == "loss" and step == 0 and not both.trial.is_joined:
-        bad = [name for name in device.outputs if both.form_of(name) is None]
-        if bad:
-            stage, wrong, theirs = "output", bad, device.outputs
-            owner = {name: name for name in theirs}
-            own = whole([one.outputs[bad[0]] for one in both.seen], both.sizes, theirs[bad[0]])
-            found = [{bad[0]: tensor} for tensor in own]
-            told = [differing(state, {bad[0]: theirs[bad[0]]}, rtol) for state in found]
-    order = {module: i for i, module in enumerate(device.outputs)}
-    last_first = -1 if stage == "gradient" else 1
-    name = min(wrong, key=lambda name: last_first * order.get(owner[name], -1))
-    tensors, expected, module = [state.get(name) for state in found], theirs[name], owner[name]
-    if expected is None:
-        expected = next(torch.zeros_like(tensor) for tensor in tensors if tensor is not None)
-    values = [torch.zeros_like(expected) if t is None else t for t in tensors]
-    ranks, step = [rank for rank, one in enumerate(told) if name in one], max(step or 0, 0)
-    where = dict(stage=stage, name=name, ranks=ranks, wrong=len(wrong))
-    suspect = Suspect(**vars(both), **where, step=step, found=values, expected=expected)
-    cause, why = cause_of(suspect)
-    said = dict(module=module, words=told[ranks[0]][name], cause=cause, why=why)
-    parting = Parting(both.trial.name, step=step + 1, **where, **said)
-    states = dict.fromkeys(owner.values(), "equal") | {owner[n]: "differs" for n in wrong}
-    states[module] = "parts here"
-    has_names = stage in ("initial weights", "gradient", "weights", "buffer")
-    others = "no parameters" if has_names else "not compared"
-    others = "equal" if stage == "loss" and step == 0 else others  # its outputs were
-    return parting, [(n, device.kinds.get(n, ""), states.get(n, others)) for n in device.outputs]
