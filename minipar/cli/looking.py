@@ -22,7 +22,7 @@ from minipar.tools import dumps
 from minipar.tools import hang as prove_hang
 from minipar.tools.overlap import breakdown
 from minipar.tools.prove.compare import RTOL
-from minipar.tools.prove.job import parse_mesh
+from minipar.tools.prove.job import check_file, parse_mesh
 from minipar.tools.prove.prove import prove as judge
 from minipar.tools.traces import from_profiler
 
@@ -143,6 +143,7 @@ def hang(command: Hang) -> None:
 
 def prove(command: Prove) -> None:
     """Print whether a training equals one device; where it parts, draw that and exit with 1."""
+    check_file(command.file)
     sizes = parse_mesh(command.mesh)
     for name, value in (("steps", command.steps), ("timeout", command.timeout)):
         if not 1 <= value < 1e6:

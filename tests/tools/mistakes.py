@@ -305,6 +305,32 @@ def undivided(loss, microbatches):
     loss.backward()
 
 
+def summed_up(gradient: Tensor) -> Tensor:
+    return average(gradient) * dist.get_world_size()
+
+
+def halves_what_it_has(model, mesh):
+    """Each forward halves the gradients of the microbatches before."""
+    replicate(model, mesh.tp)
+    have = lambda model: (p.grad for p in model.parameters() if p.grad is not None)  # noqa: E731
+    model.register_forward_pre_hook(lambda model, _: [grad.div_(2) for grad in have(model)])
+    return model
+
+
+class Outside(gallery.Net):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        y = self.down(self.act(self.up(self.norm(x))))
+        return self.head(x + autograd.all_reduce(y, self.up.axis, to="I"))
+
+
+def sums_outside(model, mesh):
+    """Each rank has added the bias when the model sums up, outside of the module."""
+    model = megatron(model, mesh, row={"early": True, "leave": untouched})
+    model.__class__ = Outside
+    return model
+
+
 def job(parallelize, **changes):
     return replace(plain, parallelize=parallelize, **changes)
 
@@ -356,5 +382,9 @@ WRONG = {
         "microbatches weigh alike", loss=tokens_of_all, uneven=gallery.uneven),
     "not divided": told(torch_ddp, DP, "gradient of head", "not divided by microbatches",
         backward=undivided),
+    "summed over two axes": told(partial(by_hand, change=summed_up), {"replicate": 2, "shard": 2},
+        "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3]),
+    "halved again": told(halves_what_it_has, TP, "gradient of head", "shares weighed wrongly"),
+    "a bias in each summand": told(sums_outside, TP, "output of down", "bias on every rank"),
     "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
 }  # fmt: skip

@@ -72,6 +72,13 @@ class Suspect:
         has_bias = bias is not None and bias.shape == self.expected.shape[-1:]
         return bias.expand_as(self.expected) if has_bias else torch.zeros_like(self.expected)
 
+    def is_alike_after(self) -> bool:
+        """Return True if all ranks have one output of the module that runs next."""
+        names = list(self.device.outputs)
+        after = names[names.index(self.name) + 1 :]
+        outputs = [one.outputs.get(after[0]) for one in self.seen] if after else [None]
+        return all(t is not None and is_close(t, outputs[0], self.rtol) for t in outputs)
+
     def over_data(self, axis: str) -> bool:
         """Return True if ranks of the axis have samples of their own."""
         return axis in self.device.data or axis.startswith(DATA)
@@ -149,11 +156,13 @@ def _factor(s: Suspect) -> Cause | None:
         return "not divided by microbatches", f"{m} times too large: of {m} microbatches"
     if m > 1 and is_exactly(1 / m):
         return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
-    for axis, n in s.sizes.items():
+    several = {axis: n for axis, n in s.sizes.items() if n > 1}
+    together = {" x ".join(several): math.prod(several.values())} if len(several) > 1 else {}
+    for axis, n in (several | together).items():
         names = "counted on every rank", "averaged, not summed"
-        if s.over_data(axis):
+        if any(map(s.over_data, axis.split(" x "))):
             names = "summed, not averaged", "divided once too often"
-        over = " or ".join(a for a, size in s.sizes.items() if size == n)
+        over = " or ".join(a for a, size in (several | together).items() if size == n)
         if is_exactly(1) and math.isclose(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
         if is_exactly(n):
@@ -179,6 +188,8 @@ def _summands(s: Suspect) -> Cause | None:
         how = "mean" if s.over_data(axis) else "sum"
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
         if all(is_close(each, right, s.rtol) for each in join(s.found, s.sizes, {axis: how})):
+            if s.bias().any() and s.is_alike_after():
+                return "bias on every rank", f"the sum over {axis} has it {n} times: add it after"
             why = f"each rank of {axis} has a part, and their {how} is right: no all-reduce, here "
             why += "or of the gradient that enters a later module"
             return "unfinished sum" if s.stage == "output" else "missing all-reduce", why
@@ -252,9 +263,9 @@ def _shares(s: Suspect) -> Cause | None:
         "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
         "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
-        "accumulated gradients are not reduced": (m > 1 and is_nothing(before[:, ~mine]),
+        "accumulated gradients are not reduced": (m > 1 < n and is_nothing(before[:, ~mine]),
             "those before the last stay here"),
-        "accumulated gradients reduced again": (m > 1 and is_summed_again,
+        "accumulated gradients reduced again": (m > 1 < n and is_summed_again,
             "a sum over the ranks is summed again with the next microbatch"),
         "mean of means": (is_nothing(factors - even),
             "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "

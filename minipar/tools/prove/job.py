@@ -9,8 +9,9 @@
 `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
 All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
-    shares = ["dp"]          # axes whose ranks get rows of their own of every tensor; by default
-                             # dp, fsdp, ep ...; or a function (batch, mesh) -> this rank's part
+    shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
+                             # all get all; or a list of the axes on which ranks get their own rows;
+                             # or a function (batch, mesh) -> this rank's part
     def uneven(seed)         # a batch of samples that weigh differently, as with padding
     def optimizer(model)     # called after `parallelize`; AdamW by default
     def clip(model)          # clips gradients, returns their norm from before
@@ -58,7 +59,7 @@ class Job:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     parallelize: Callable[[nn.Module, Mesh], Any]
-    shares: list[str] | Callable[[Any, Mesh], Any] | None = None
+    shares: str | list[str] | Callable[[Any, Mesh], Any] = "batch"
     uneven: Callable[[int], Any] | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     clip: Callable[[nn.Module], Any] | None = None
@@ -76,8 +77,6 @@ class Job:
         Raises `WrongFile` where one is missing, and whatever the file raises.
         """
         spec = importlib.util.spec_from_file_location("minipar_proved", path)
-        if spec is None:
-            raise WrongFile("it is no Python file")
         module = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE` would
         sys.modules[spec.name] = module  # dataclasses look their module up
@@ -90,8 +89,9 @@ class Job:
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
         shares = given.get("shares", [])
-        if not callable(shares) and type(shares) is not list:
-            raise WrongFile(f"shares is {shares!r}; it must be a list of axes, or a function")
+        if not (callable(shares) or shares in ("batch", "whole") or type(shares) is list):
+            words = '"batch", "whole", a list of axes, or a function'
+            raise WrongFile(f"shares is {shares!r}; it must be {words}")
         return Job(**given, file=path)
 
     def on_one_device(self) -> "Job":
@@ -105,9 +105,9 @@ class Job:
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
-        if callable(self.shares):
+        if self.shares == "whole" or callable(self.shares):
             return []
-        if self.shares is not None:
+        if self.shares != "batch":
             return [axis for axis in sizes if axis in self.shares]
         if strange := [axis for axis in sizes if not axis.startswith(DATA + MODEL)]:
             raise WrongFile(
@@ -190,3 +190,9 @@ def parse_mesh(text: str) -> dict[str, int]:
             f"sizes from 1 up; try dp=2,tp=2"
         )
     return {axis: int(size) for axis, size in sizes.items()}
+
+
+def check_file(path: str) -> None:
+    """Raise `WrongFile` for a path that is not a Python file."""
+    if not Path(path).is_file() or Path(path).suffix != ".py":
+        raise WrongFile(f"{path} is no Python file; it must have build, batch, loss, parallelize")
