@@ -125,10 +125,13 @@ class LinkWork(dist.Work):
         return self.ended.then(lambda _: self.result())
 
 
-def _method(verb: str, gloo: str, options: type, piece: int = 0) -> Callable[..., LinkWork]:
+def _method(
+    verb: str, gloo: str, options: type, piece: int = 0, each: bool = False
+) -> Callable[..., LinkWork]:
     """Return the method of a process group that does `verb` by the method `gloo` of gloo.
 
-    Argument number `piece` is what one rank holds: it is alike on all ranks.
+    Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`, arguments
+    are lists: gloo is called once per pair of tensors, and the link carries all as one transfer.
     """
 
     def method(group: "LinkGroup", *args: Any, opts: Any = None) -> LinkWork:
@@ -137,8 +140,9 @@ def _method(verb: str, gloo: str, options: type, piece: int = 0) -> Callable[...
         opts = opts or options()
 
         def launch(args: Sequence[Any]) -> None:
-            # Not is_completed(), which gloo's reduce-scatter never reports.
-            getattr(group.inner, gloo)(*args, opts).wait()
+            calls = zip(*args, strict=True) if each else [args]
+            for work in [getattr(group.inner, gloo)(*call, opts) for call in calls]:
+                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
 
         return group._collective(verb, launch, args, opts, args[piece : piece + 1])
 
@@ -242,15 +246,21 @@ class LinkGroup(dist.ProcessGroup):
             raise self._failed(verb, self._reason)
 
     # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
-    # A method that is missing goes by gloo, and takes no time of the link.
+    # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
     allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions)
     broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions)
     reduce = _method("reduce", "reduce", c10d.ReduceOptions)
     allgather = _method("all_gather", "allgather", c10d.AllgatherOptions, 1)
     all_gather_single = _method("all_gather", "_allgather_base", c10d.AllgatherOptions, 1)
+    all_gather_single_coalesced = _method(
+        "all_gather", "_allgather_base", c10d.AllgatherOptions, 1, each=True
+    )
     reduce_scatter = _method("reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions)
     reduce_scatter_single = _method(
         "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions
+    )
+    reduce_scatter_single_coalesced = _method(
+        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, each=True
     )
     all_to_all_single = _method("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1)
     gather = _method("gather", "gather", c10d.GatherOptions, 1)
