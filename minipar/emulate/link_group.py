@@ -1,7 +1,7 @@
 """The backend ``link``: a `torch.distributed` process group over gloo with a clock of its own.
 
 Gloo moves the data; a thread per lane then sleeps until the link of `minipar.emulate.link` would
-have carried it. It also does what gloo does not: `LinkGroup.abort` frees every blocked rank at
+have carried it. It also does what gloo does not: `LinkGroup.shutdown` frees every blocked rank at
 once, and ranks that call different things get a `Mismatch` that says who called what, instead of a
 hang.
 """
@@ -174,22 +174,22 @@ class LinkGroup(dist.ProcessGroup):
         self._lanes: dict[Any, queue.SimpleQueue] = {}
         self._pending: set[LinkWork] = set()
         self._lock, self._stopped = threading.RLock(), threading.Event()
-        self._reason: str | None = None
 
     def getBackendName(self) -> str:
         return "link"
 
-    def abort(self, reason: str = "the process group was aborted") -> None:
-        """Make every pending and every later operation raise `RuntimeError(reason)`, at once.
+    def shutdown(self) -> None:
+        """Make every pending and every later operation raise `RuntimeError`, and end the threads.
 
-        Callable from any thread. The group is of no use afterwards.
+        Any thread may call this; blocked ones are freed at once.
         """
         with self._lock:
-            self._reason = self._reason or reason
+            self._stopped.set()
             pending = list(self._pending)
         for work in pending:
-            self._finish(work, self._failed(work.verb, self._reason))
-        self._stopped.set()
+            self._finish(work, self._failed(work.verb))
+        for works in self._lanes.values():
+            works.put(None)
 
     @property
     def moving(self) -> bool:
@@ -197,16 +197,10 @@ class LinkGroup(dist.ProcessGroup):
         with self._lock:
             return any(work.t_start is not None for work in self._pending)
 
-    def shutdown(self) -> None:
-        """Abort all pending operations and end the threads."""
-        self.abort("the process group was destroyed")
-        for works in self._lanes.values():
-            works.put(None)
-
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
         with self._lock:
-            self._raise_if_aborted(work.verb)
+            self._raise_if_stopped(work.verb)
             if lane not in self._lanes:
                 works = self._lanes[lane] = queue.SimpleQueue()
                 thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
@@ -220,7 +214,7 @@ class LinkGroup(dist.ProcessGroup):
         free = 0.0  # when the link has carried the last operation
         while (work := works.get()) is not None:
             try:
-                self._raise_if_aborted(work.verb)
+                self._raise_if_stopped(work.verb)
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
                 end = work.t_start + duration + strict.delay()
                 free = end - work.latency
@@ -238,12 +232,12 @@ class LinkGroup(dist.ProcessGroup):
             self._pending.discard(work)
         work.finish(error)
 
-    def _failed(self, verb: str, why: Any) -> RuntimeError:
+    def _failed(self, verb: str, why: Any = "the process group was destroyed") -> RuntimeError:
         return RuntimeError(f"{verb} on rank {self.ranks[self.rank()]}: {why}")
 
-    def _raise_if_aborted(self, verb: str) -> None:
-        if self._reason is not None:
-            raise self._failed(verb, self._reason)
+    def _raise_if_stopped(self, verb: str) -> None:
+        if self._stopped.is_set():
+            raise self._failed(verb)
 
     # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
     # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
@@ -369,7 +363,7 @@ class LinkGroup(dist.ProcessGroup):
     ) -> LinkWork:
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
-        self._raise_if_aborted(verb)
+        self._raise_if_stopped(verb)
         device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])

@@ -66,7 +66,7 @@ def init(backend: str, timeout: float, **where: Any) -> None:
     Mesh.label = f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
-_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "was aborted", "destroyed")
+_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "destroyed")
 
 
 def is_lost_connection(error: BaseException) -> bool:
