@@ -130,6 +130,10 @@ class Recorder(Tap):
         self._piece(frame, now)
         frame.name, frame.start = name, now
 
+    def running(self) -> Frame | None:
+        """Return the innermost open span."""
+        return self.stack[-1] if self.stack else None
+
     def go_on(self, stack: list[Frame]) -> None:
         """Record this thread from here on; `stack` holds the spans that it has open."""
         self.stack, self._thread = stack, threading.get_ident()
@@ -258,7 +262,8 @@ def _hook_module(recorder: Recorder, name: str, module: nn.Module, is_block: boo
                 node.register_prehook(enters_backward)
 
     def enters_backward(_: Any) -> None:
-        if recorder.stack and recorder.stack[-1].kind == "backward":
+        running = recorder.running()
+        if running is not None and running.kind == "backward":
             recorder.rename(name)
         else:
             frame = recorder.open("backward", name)
