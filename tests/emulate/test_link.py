@@ -500,9 +500,7 @@ def test_shutdown_ends_an_emulated_transfer():
         dist.barrier()
         start = time.monotonic()
         threading.Timer(0.1, group.shutdown).start()
-        with pytest.raises(
-            RuntimeError, match="all_reduce on rank .: .* destroyed"
-        ):
+        with pytest.raises(RuntimeError, match="all_reduce on rank .: .* destroyed"):
             work.wait()
         failed = work.get_future()
         with pytest.raises(RuntimeError, match="destroyed"):

@@ -198,3 +198,13 @@ def test_recording_does_not_wait_for_a_gpu():
         patch.setattr(threading.Thread, "start", lambda t: started.append(t) or start(t))
         collectives.exchange(sends, [(torch.empty(3), 1 - axis.rank)], axis)
     assert [span.name for span in spans] == ["exchange"] and not started
+
+
+def test_ranks_that_torchrun_starts_again_see_no_address_of_the_dead(monkeypatch):
+    shared = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
+    for start in "0", "1":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        store = backends._meet(5)
+        assert not store.check(["address"])
+        store.set("address", "of this start")
