@@ -30,8 +30,8 @@ from itertools import zip_longest
 
 Span = tuple[int, int]
 
-CHUNK_BYTES = 4 << 20
-"""Messages are cut to this size where the algorithm can work on pieces."""
+CHUNK = 1 << 20
+"""Elements per message in trees, where one chunk goes down while the next still comes up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,6 @@ def cut(span: Span, pieces: int) -> list[Span]:
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def num_chunks(length: int, chunk: int | None) -> int:
-    """Return in how many messages of up to `chunk` elements `length` elements travel."""
-    return 1 if chunk is None else max(1, -(-length // chunk))
-
-
 def _round(sends: Sequence[tuple[int, Span]], recvs: Sequence[tuple[int, Span]]) -> Round:
     return Round(
         tuple(Message(peer, lo, hi) for peer, (lo, hi) in sends if lo < hi),
@@ -110,24 +105,14 @@ def together(*plans: Plan) -> Plan:
 
 
 # ---------------------------------------------------------------------- spreading: all-gather
-def ring_gather(
-    parts: Sequence[Span], rank: int, size: int, chunk: int | None = None, step: int = 1
-) -> Plan:
-    """Pass on to the right what came from the left: n-1 rounds. ``step=-1`` turns the ring around.
-
-    Longer parts travel in chunks, so that a rank can pass on the first while the next arrives.
-    """
-    pieces = num_chunks(max(hi - lo for lo, hi in parts), chunk)
-    plan = []
-    for k in range(size - 1):
-        sent = cut(parts[(rank - k * step) % size], pieces)
-        received = cut(parts[(rank - (k + 1) * step) % size], pieces)
-        left, right = (rank - step) % size, (rank + step) % size
-        plan += [_round([(right, s)], [(left, r)]) for s, r in zip(sent, received, strict=True)]
-    return plan
+def ring_gather(parts: Sequence[Span], rank: int, size: int, step: int = 1) -> Plan:
+    """Pass on to the right what came from the left: n-1 rounds. ``step=-1`` turns it around."""
+    left, right = (rank - step) % size, (rank + step) % size
+    at = [(rank - k * step) % size for k in range(size)]  # the parts in the order of their arrival
+    return [_round([(right, parts[at[k]])], [(left, parts[at[k + 1]])]) for k in range(size - 1)]
 
 
-def bruck_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
+def bruck_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
     """Double the parts that a rank has: with h parts, it fetches h more from rank + h. Any n."""
     plan, have = [], 1
     while have < size:
@@ -219,13 +204,13 @@ def tree_all_reduce(chunks: Sequence[Span], rank: int, size: int, shift: int = 0
 
 
 # ---------------------------------------------------------------------- all-reduce
-def ring(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+def ring(numel: int, rank: int, size: int) -> Plan:
     """Reduce-scatter round the ring, then all-gather: 2(n-1) rounds, the fewest bytes."""
-    spread = ring_gather(cut((0, numel), size), rank, size, chunk)
+    spread = ring_gather(cut((0, numel), size), rank, size)
     return dual(spread) + spread
 
 
-def bidirectional(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+def bidirectional(numel: int, rank: int, size: int) -> Plan:
     """Run two rings, one each way round, with half of the data each.
 
     They gain where the links to the two neighbours are different wires. On one port they cost as
@@ -233,13 +218,13 @@ def bidirectional(numel: int, rank: int, size: int, chunk: int | None = None) ->
     """
     halves = [cut(part, 2) for part in cut((0, numel), size)]
     spread = together(
-        ring_gather([first for first, _ in halves], rank, size, chunk),
-        ring_gather([second for _, second in halves], rank, size, chunk, step=-1),
+        ring_gather([first for first, _ in halves], rank, size),
+        ring_gather([second for _, second in halves], rank, size, step=-1),
     )
     return dual(spread) + spread
 
 
-def bruck(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+def bruck(numel: int, rank: int, size: int) -> Plan:
     """Run Bruck's all-gather backwards, then forwards: 2 ceil(log2 n) rounds, the ring's bytes.
 
     For powers of two it costs as much as halving-doubling; it needs no fold for other n.
@@ -248,7 +233,7 @@ def bruck(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
     return dual(spread) + spread
 
 
-def halving_doubling(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+def halving_doubling(numel: int, rank: int, size: int) -> Plan:
     """Halve recursively, then double, among the largest power of two p of the ranks.
 
     The n - p others fold in before, in pairs (0, 1), (2, 3) ...: each of a pair reduces one half.
@@ -272,7 +257,7 @@ def halving_doubling(numel: int, rank: int, size: int, chunk: int | None = None)
     return before + dual(spread) + spread + after
 
 
-def double_tree(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+def double_tree(numel: int, rank: int, size: int, chunk: int = CHUNK) -> Plan:
     """Reduce and broadcast in two trees with half of the data each: 2 depth + g - 1 rounds.
 
     A single tree lets its leaves, half of all ranks, send only half of the time. A leaf of one tree
@@ -281,14 +266,14 @@ def double_tree(numel: int, rank: int, size: int, chunk: int | None = None) -> P
     reduction and scan".
     """
     first, second = cut((0, numel), 2)
-    chunks = num_chunks(first[1] - first[0], chunk)
+    chunks = max(1, -(-first[1] // chunk))
     return together(
         tree_all_reduce(cut(first, chunks), rank, size),
         tree_all_reduce(cut(second, chunks), rank, size, shift=1),
     )
 
 
-def direct(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+def direct(numel: int, rank: int, size: int) -> Plan:
     """Send everything to all other ranks: one round, n-1 times the bytes.
 
     Each rank adds in the order of the ranks, itself included, so that all get the same bits.

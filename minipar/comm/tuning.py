@@ -11,7 +11,6 @@ import torch.distributed as dist
 from minipar.comm import collectives as comm
 from minipar.comm import plans
 from minipar.comm.mesh import Axis
-from minipar.comm.plans import CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,10 @@ class Tuning:
     sharing: float = 1.0
 
     def seconds(self, algorithm: str, num_bytes: int) -> float:
-        """Return the predicted time of an all-reduce."""
-        make = plans.pick(algorithm)
-        every = [make(num_bytes, rank, self.size, CHUNK_BYTES) for rank in range(self.size)]
-        return plans.seconds(every, 1, self.alpha, self.beta, self.gamma, self.sharing)
+        """Return the predicted time of an all-reduce of float32."""
+        make, numel = plans.pick(algorithm), -(-num_bytes // 4)
+        every = [make(numel, rank, self.size) for rank in range(self.size)]
+        return plans.seconds(every, 4, self.alpha, self.beta, self.gamma, self.sharing)
 
     @functools.cache  # noqa: B019 (a Tuning is small and lives as long as its axis)
     def best(self, num_bytes: int) -> str:

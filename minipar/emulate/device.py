@@ -50,7 +50,7 @@ from minipar.emulate import operations
 
 LATE = 0.05
 """A rank warns if it was late by this share of a recording."""
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device, self.at, self.thread = device, time.monotonic(), threading.local()
-        self.began = self.latest = 0.0
+        self.latest = 0.0  # seconds by which this rank was late at most, in a recording
         self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
         self.stepping = 0.0  # seconds of the step that begins
         self.known: dict[Any, float] = {}
@@ -234,10 +234,10 @@ class _Clock(TorchDispatchMode, calls.Tap):
         """Count how late this rank is in the body. Warn where it was too late."""
         self.come_true()
         self.catch_up()
-        self.latest, self.began = 0.0, self.at
+        self.latest, began = 0.0, self.at
         yield
         self.come_true()
-        took, late = self.at - self.began, self.latest
+        took, late = self.at - began, self.latest
         if late > LATE * took:
             warnings.warn(
                 f"this machine was up to {late:.2f} s late with what the emulated device does in "

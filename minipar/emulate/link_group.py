@@ -1,7 +1,7 @@
 """The backend ``link``: a `torch.distributed` process group over gloo with a clock of its own.
 
 Gloo moves the data; a thread per lane then sleeps until the link of `minipar.emulate.link` would
-have carried it. It also does what gloo does not: `LinkGroup.abort` frees every blocked rank at
+have carried it. It also does what gloo does not: `LinkGroup.shutdown` frees every blocked rank at
 once, and ranks that call different things get a `Mismatch` that says who called what, instead of a
 hang.
 """
@@ -86,13 +86,10 @@ class LinkWork(dist.Work):
         return (self.t_issue if self.t_start is None else self.t_start), self.t_end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until done; raise what went wrong. Signals get through."""
+        """Block until done, or until the time of the group is up; raise what went wrong."""
         self.waits.append(time.monotonic())
-        limit = timeout.total_seconds()
-        deadline = time.monotonic() + limit if limit > 0 else math.inf
-        while not self._done.wait(0.1):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.verb} did not end within {limit:g} s")
+        while not self._done.wait(0.1):  # in slices: signals get through
+            pass
         self.result()
         clock.reach(self.t_end)
         return True
@@ -129,7 +126,7 @@ class LinkWork(dist.Work):
 
 
 def _method(
-    verb: str, gloo: str, options: type, piece: int, each: bool = False
+    verb: str, gloo: str, options: type, piece: int = 0, each: bool = False
 ) -> Callable[..., LinkWork]:
     """Return the method of a process group that does `verb` by the method `gloo` of gloo.
 
@@ -152,6 +149,14 @@ def _method(
     return method
 
 
+def _held(name: str, args: Any, read: list, written: list) -> tuple[Any, strict.Handle | None]:
+    """Return the tensors to move, and the handle that finds races, if there is one."""
+    if not strict.is_on():
+        return args, None
+    hold = strict.Handle(name, args, read, written)
+    return hold.travelling, hold
+
+
 # ---------------------------------------------------------------------- the process group
 class LinkGroup(dist.ProcessGroup):
     """A gloo group whose operations take as long as on the link in `use`."""
@@ -165,26 +170,26 @@ class LinkGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._calls = Calls(options.store, size)
-        self._num_collectives, self._num_messages = 0, Counter()
+        self._numbers = Counter()  # of operations, by lane
         self._lanes: dict[Any, queue.SimpleQueue] = {}
         self._pending: set[LinkWork] = set()
         self._lock, self._stopped = threading.RLock(), threading.Event()
-        self._reason: str | None = None
 
     def getBackendName(self) -> str:
         return "link"
 
-    def abort(self, reason: str = "the process group was aborted") -> None:
-        """Make every pending and every later operation raise `RuntimeError(reason)`, at once.
+    def shutdown(self) -> None:
+        """Make every pending and every later operation raise `RuntimeError`, and end the threads.
 
-        Callable from any thread. The group is of no use afterwards.
+        Any thread may call this; blocked ones are freed at once.
         """
         with self._lock:
-            self._reason = self._reason or reason
+            self._stopped.set()
             pending = list(self._pending)
         for work in pending:
-            self._finish(work, self._failed(work.verb, self._reason))
-        self._stopped.set()
+            self._finish(work, self._failed(work.verb))
+        for works in self._lanes.values():
+            works.put(None)
 
     @property
     def moving(self) -> bool:
@@ -192,16 +197,10 @@ class LinkGroup(dist.ProcessGroup):
         with self._lock:
             return any(work.t_start is not None for work in self._pending)
 
-    def shutdown(self) -> None:
-        """Abort all pending operations and end the threads."""
-        self.abort("the process group was destroyed")
-        for works in self._lanes.values():
-            works.put(None)
-
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
         with self._lock:
-            self._raise_if_aborted(work.verb)
+            self._raise_if_stopped(work.verb)
             if lane not in self._lanes:
                 works = self._lanes[lane] = queue.SimpleQueue()
                 thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
@@ -215,7 +214,7 @@ class LinkGroup(dist.ProcessGroup):
         free = 0.0  # when the link has carried the last operation
         while (work := works.get()) is not None:
             try:
-                self._raise_if_aborted(work.verb)
+                self._raise_if_stopped(work.verb)
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
                 end = work.t_start + duration + strict.delay()
                 free = end - work.latency
@@ -233,37 +232,34 @@ class LinkGroup(dist.ProcessGroup):
             self._pending.discard(work)
         work.finish(error)
 
-    def _failed(self, verb: str, why: Any) -> RuntimeError:
+    def _failed(self, verb: str, why: Any = "the process group was destroyed") -> RuntimeError:
         return RuntimeError(f"{verb} on rank {self.ranks[self.rank()]}: {why}")
 
-    def _raise_if_aborted(self, verb: str) -> None:
-        if self._reason is not None:
-            raise self._failed(verb, self._reason)
+    def _raise_if_stopped(self, verb: str) -> None:
+        if self._stopped.is_set():
+            raise self._failed(verb)
 
     # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
     # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
-    allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions, 0)
-    allreduce_coalesced = _method(
-        "all_reduce", "allreduce_coalesced", c10d.AllreduceCoalescedOptions, 0
-    )
-    broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions, 0)
-    reduce = _method("reduce", "reduce", c10d.ReduceOptions, 0)
+    allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions)
+    broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions)
+    reduce = _method("reduce", "reduce", c10d.ReduceOptions)
     allgather = _method("all_gather", "allgather", c10d.AllgatherOptions, 1)
     all_gather_single = _method("all_gather", "_allgather_base", c10d.AllgatherOptions, 1)
     all_gather_single_coalesced = _method(
         "all_gather", "_allgather_base", c10d.AllgatherOptions, 1, each=True
     )
-    reduce_scatter = _method("reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions, 0)
+    reduce_scatter = _method("reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions)
     reduce_scatter_single = _method(
-        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, 0
+        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions
     )
     reduce_scatter_single_coalesced = _method(
-        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, 0, each=True
+        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, each=True
     )
     all_to_all_single = _method("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1)
     gather = _method("gather", "gather", c10d.GatherOptions, 1)
-    scatter = _method("scatter", "scatter", c10d.ScatterOptions, 0)
-    barrier = _method("barrier", "barrier", c10d.BarrierOptions, 0)
+    scatter = _method("scatter", "scatter", c10d.ScatterOptions)
+    barrier = _method("barrier", "barrier", c10d.BarrierOptions)
 
     def _collective(
         self,
@@ -275,35 +271,35 @@ class LinkGroup(dist.ProcessGroup):
     ) -> LinkWork:
         device.synchronize()  # the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), [0] * 2 * self.size()
-        dtype = _type_of(args)
         if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
-            sent = device.counted(sum(flows[:size]) - flows[rank], dtype)
-            busiest = _busiest(flows, rank, size)
-            whole = device.counted(busiest * size // max(size - 1, 1), dtype)
+            sent = sum(flows[:size]) - flows[rank]
+            whole = _busiest(flows, rank, size) * size // max(size - 1, 1)
         else:
             is_split = verb in ("all_gather", "reduce_scatter", "gather", "scatter")
             whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
-            whole = device.counted(whole, dtype)
             sent = wire_bytes(verb, whole, size)
-        wires, checks, call = link.in_use(), link.checks, stands_for.get()
-        name, seconds = call.partition("(")[0] or verb, wires.seconds_among(verb, whole, self.ranks)
+        whole, sent = (device.counted(num_bytes, _type_of(args)) for num_bytes in (whole, sent))
+        wires, checks, call = link.in_use(), link.checks, stands_for.get() or verb
+        seconds, name = wires.seconds_among(verb, whole, self.ranks), call.partition("(")[0]
         everyone = [(0, each, each) for each in range(size)]
-        result, hold = tensors_in(args[:1]), None
-        if strict.is_on():
-            hold = strict.Handle(name, args, *self._read_and_written(verb, args, opts))
-            args = hold.travelling
+        result = tensors_in(args[:1])
+        args, hold = _held(name, args, *self._read_and_written(verb, args, opts))
 
         def run(ready: float) -> Transfer:
             if checks:
-                self._compare(self._describe(call or verb, pieces, opts), flows)
-            self._num_collectives += 1
-            number, mine = self._num_collectives, Transfer(ready, seconds)
+                self._compare(self._describe(call, pieces, opts), flows)
+            number, mine = self._next("collectives"), Transfer(ready, seconds)
             self._calls.post((0, rank, rank), number, mine)
             launch(args)
             return self._calls.latest(everyone, number, mine)  # as long as the busiest rank needs
 
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
+
+    def _next(self, lane: Any) -> int:
+        """Return the number of the next operation in a lane; both ends of a message count alike."""
+        self._numbers[lane] += 1
+        return self._numbers[lane]
 
     def _read_and_written(self, verb: str, args: Sequence[Any], opts: Any) -> list[list]:
         """Return the tensors that an operation reads, and the tensors that it fills."""
@@ -366,33 +362,26 @@ class LinkGroup(dist.ProcessGroup):
         self, verb: str, cell: Cell, tensors: list[torch.Tensor], peer: int, tag: int
     ) -> LinkWork:
         if tag:
-            raise ValueError(
-                f"{verb} with tag={tag}: an emulated link numbers messages without one"
-            )
-        self._raise_if_aborted(verb)
+            raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
+        self._raise_if_stopped(verb)
         device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
-        other_end = (1 - end, src, dst)
-        pair = self.ranks[src], self.ranks[dst]
-        self._num_messages[verb, peer] += 1
-        num_bytes, call = _num_bytes(tensors), self._num_messages[verb, peer]
+        other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
+        num_bytes, number = _num_bytes(tensors), self._next((verb, peer))
         wires, counted = link.in_use(), device.counted(num_bytes, _type_of(tensors))
         mine = Transfer(clock.now(), wires.seconds_among(verb, counted, pair), num_bytes)
-        self._calls.post(cell, call, mine)
-        other = self._calls.read(other_end, call)  # the rank that comes second knows both
+        self._calls.post(cell, number, mine)
+        other = self._calls.read(other_end, number)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
             sizes = num_bytes, int(other.num_bytes)
             raise self._wrong_size(src, dst, *(sizes if verb == "send" else sizes[::-1]))
-        hold, moved = None, tensors
-        if strict.is_on():
-            read, written = (tensors, []) if verb == "send" else ([], tensors)
-            hold = strict.Handle(verb, tensors, read, written)
-            moved = hold.travelling
+        ends = (tensors, []) if verb == "send" else ([], tensors)
+        moved, hold = _held(verb, tensors, *ends)
         inner = getattr(self.inner, verb)(moved, peer, tag)
 
         def run(ready: float) -> Transfer:
             inner.wait()
-            return self._calls.latest([other_end], call, mine._replace(start=ready))
+            return self._calls.latest([other_end], number, mine._replace(start=ready))
 
         latency = wires.between(pair).latency
         work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, latency, hold)

@@ -7,7 +7,6 @@ free. `fused_norms` makes a norm one operation, as on a GPU.
 """
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -129,29 +128,19 @@ def is_view(op: Any) -> bool:
 
 
 # ---------------------------------------------------------------------- norms, as GPUs do them
-_lock = threading.Lock()
-_fused: list[Any] = []
-"""The original `F.rms_norm`, once for each `fused_norms` that runs, on whatever thread."""
-
-
 @contextmanager
 def fused_norms() -> Iterator[None]:
     """Make `F.rms_norm` one operation in the body, and its gradient one, as torch does on CUDA.
 
     On a CPU torch runs a dozen operations, which keep float32 beside 16 bits. CUDA does so too if
-    the weight and the input differ in type. Values are the same, bit for bit. All threads see the
-    change; it ends with the last body.
+    the weight and the input differ in type. Values are the same, bit for bit.
     """
     _define()
-    with _lock:
-        _fused.append(_fused[0] if _fused else F.rms_norm)
-        F.rms_norm = _rms_norm
+    before, F.rms_norm = F.rms_norm, _rms_norm
     try:
         yield
     finally:
-        with _lock:
-            spelled_out = _fused.pop()
-            F.rms_norm = _rms_norm if _fused else spelled_out
+        F.rms_norm = before
 
 
 def _rms_norm(

@@ -183,7 +183,7 @@ def _look() -> None:
         number = known.get(name)
         title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
         said = f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
-        worker.notify("stuck", (work.verb, said))
+        worker.say("stuck", (work.verb, said))
 
 
 # ---------------------------------------------------------------------- called by the notebook

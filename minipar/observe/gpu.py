@@ -42,23 +42,34 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
     # Kineto reads the wall clock, the recorder the monotonic one. Their difference is constant.
     base = document.get("baseTimeNanoseconds", 0)
     to_monotonic = 1e-9 * (base - time.time_ns() + time.monotonic_ns())
-    found = _kernels(document["traceEvents"], rank, to_monotonic)
-    if all(kernel.kind == "copy" for kernel, _ in found):
+    launched = _kernels(document["traceEvents"], rank, to_monotonic)
+    kernels = [kernel for _, kernel in launched]
+    if all(kernel.kind == "copy" for kernel in kernels):
         return host
-    in_order = sorted(host, key=lambda span: span.start)
-    ledger = [span for span in in_order if span.kind == "comm"]
-    work = [span for span in in_order if span.kind != "comm"]
-    _name_computing(found, work)
-    has_comm = _name_communication(found, ledger)
+    host = sorted(host, key=lambda span: span.start)
+    work = [span for span in host if span.kind != "comm"]
+    starts = [span.start for span in work]
+    for at, kernel in launched:
+        i = bisect_right(starts, at) - 1
+        if kernel.kind == "compute" and i >= 0 and at <= work[i].end:
+            kernel.meta["kernel"] = kernel.name
+            kernel.kind, kernel.name = work[i].kind, work[i].name
+    comm = [kernel for kernel in kernels if kernel.kind == "comm"]
+    ledger = [span for span in host if span.kind == "comm"]
+    if len(comm) == len(ledger):
+        for kernel, entry in zip(comm, ledger, strict=True):
+            kernel.name, kernel.axis, kernel.num_bytes = entry.name, entry.axis, entry.num_bytes
     # Ranks that share a GPU communicate over gloo: the host's ledger has the times.
-    return [kernel for kernel, _ in found] + ([] if has_comm else ledger)
+    return kernels if comm else kernels + ledger
 
 
-Launched = tuple[Span, float | None]
-"""A kernel, and the time at which the host launched it; None if the profiler does not know."""
+def _kernels(
+    events: list[dict[str, Any]], rank: int, to_monotonic: float
+) -> list[tuple[float, Span]]:
+    """Return the kernels in the order of their launches by the host, with the time of each.
 
-
-def _kernels(events: list[dict[str, Any]], rank: int, to_monotonic: float) -> list[Launched]:
+    On the GPU, two communicators may run kernels in another order.
+    """
     launches = {
         event.get("args", {}).get("correlation"): 1e-6 * event["ts"] + to_monotonic
         for event in events
@@ -74,27 +85,5 @@ def _kernels(events: list[dict[str, Any]], rank: int, to_monotonic: float) -> li
         kernel = Span(kind, name, rank, start, start + 1e-6 * event["dur"])
         if kind == "comm":
             kernel.axis = args.get("Process Group Description", "").removeprefix("mesh_")
-        found.append((kernel, launches.get(args.get("correlation"))))
-    return found
-
-
-def _name_computing(found: list[Launched], work: list[Span]) -> None:
-    starts = [span.start for span in work]
-    for kernel, launched in found:
-        if launched is not None and kernel.kind == "compute":
-            i = bisect_right(starts, launched) - 1
-            if i >= 0 and launched <= work[i].end:
-                kernel.meta["kernel"] = kernel.name
-                kernel.kind, kernel.name = work[i].kind, work[i].name
-
-
-def _name_communication(found: list[Launched], ledger: list[Span]) -> bool:
-    """Give NCCL's kernels the names, axes and bytes of the ledger; return True if there are any."""
-    comm = [(kernel, launched) for kernel, launched in found if kernel.kind == "comm"]
-    comm.sort(key=lambda pair: pair[0].start)
-    if all(launched is not None for _, launched in comm):
-        comm.sort(key=lambda pair: pair[1])  # two communicators may run kernels in another order
-    if len(comm) == len(ledger):
-        for (kernel, _), entry in zip(comm, ledger, strict=True):
-            kernel.name, kernel.axis, kernel.num_bytes = entry.name, entry.axis, entry.num_bytes
-    return len(comm) > 0
+        found.append((launches.get(args.get("correlation"), start), kernel))
+    return sorted(found, key=lambda pair: pair[0])

@@ -3,12 +3,10 @@
 import datetime
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -68,7 +66,7 @@ def init(backend: str, timeout: float, **where: Any) -> None:
     Mesh.label = f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
-_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
+_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "destroyed")
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -157,42 +155,22 @@ def _meet(timeout: float) -> dist.Store:
     """Return the store at MASTER_ADDR and MASTER_PORT.
 
     A thread waits for it: torch itself would wait for ever where another program holds the port,
-    and says nothing.
+    and says nothing. When torchrun starts its ranks again, it keeps the store, with the addresses
+    of dead ranks in it, so each start uses names of its own.
     """
     found: Future = Future()
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
     def look() -> None:
         try:
             seconds = datetime.timedelta(seconds=timeout)
-            store, rank, size = next(dist.rendezvous("env://", timeout=seconds))
-            found.set_result(_of_this_start(store, rank, size))
+            store, _, _ = next(dist.rendezvous("env://", timeout=seconds))
+            found.set_result(dist.PrefixStore(f"start {start}", store))
         except Exception as error:
             found.set_exception(error)
 
     threading.Thread(target=look, daemon=True).start()
     return found.result(timeout + 1)
-
-
-def _of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """Return the part of `store` that only the ranks of this start use.
-
-    When torchrun starts its ranks again, it keeps the store, with the addresses of dead ranks in
-    it. So rank 0 calls by a new name, each rank answers by a new name, and rank 0 repeats the
-    answer: a rank that hears the call of a dead rank 0 hears no answer of its own, and asks again.
-    """
-    mine = uuid4().hex
-    if rank == 0:
-        store.set("call", mine)
-        for other in range(1, size):
-            store.set(f"{mine} heard {other}", store.get(f"{mine} here {other}"))
-        return dist.PrefixStore(mine, store)
-    while True:  # the caller waits for a bounded time
-        call = store.get("call").decode()
-        store.set(f"{call} here {rank}", mine)
-        heard = f"{call} heard {rank}"
-        if store.check([heard]) and store.get(heard).decode() == mine:
-            return dist.PrefixStore(call, store)
-        time.sleep(0.02)
 
 
 def _number(name: str) -> int:

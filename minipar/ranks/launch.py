@@ -3,11 +3,11 @@
     with Ranks(4) as ranks:
         losses = ranks.run(train, config)      # train(config) on every rank; four results
 
-*Failure.* When a rank raises, the others get `grace` seconds to finish. Then they are stopped, even
-inside of a collective: a control thread in each rank aborts its process groups. If a rank has only
-lost its connection, the others get 10 x `grace`. A rank that does not answer is killed. Then the
-ranks make a new process group and keep their variables. If a rank is dead, all ranks are started
-anew. `RankError` shows the traceback of the rank that failed first.
+*Failure.* A call has a time limit. When a rank raises, the others have `grace` seconds left, or
+10 x `grace` if the rank has only lost its connection. At the limit they are stopped, even inside of
+a collective: a control thread in each rank aborts its process groups. A rank that does not answer
+is killed. Then the ranks make a new process group and keep their variables. If a rank is dead, all
+ranks are started anew. `RankError` shows the traceback of the rank that failed first.
 
 *End.* No rank outlives your process, however it ends.
 
@@ -41,8 +41,8 @@ RANK_BYTES = 100e6
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
 """Environment of the ranks, unless the user's says otherwise."""
-TO_STOP = 3.0
-"""Seconds in which a rank that is stopped must answer; else it is killed."""
+TO_STOP, TO_JOIN = 3.0, 60.0
+"""Seconds in which ranks that are stopped, or make a process group, must answer."""
 
 OutputSink = Callable[[int, str, Any], None]
 """Called as ``sink(rank, stream, payload)``; stream is "stdout", "stderr" or one of your own."""
@@ -129,18 +129,14 @@ class Ranks:
             raise ValueError(f"Ranks({size}): a group needs at least 1 rank")
         check_fits_here(size)
         check_backend(backend, size)
-        if device is not None and not (isinstance(device, Device) and backend == "link"):
-            made = "made by minipar.sim.emulate.device('h100/100'), say, and talks over 'link'"
-            raise ValueError(f"device={device!r}, {backend=}: an emulated device is {made}")
-        if strict and backend != "link":
-            raise ValueError(f"strict=True watches the backend 'link', not {backend!r}")
+        if backend != "link" and (strict or device is not None):
+            raise ValueError(f"strict=True and a device need backend='link', not {backend!r}")
         self.size, self.grace, self.sink = size, grace, sink
         self.remade = 0  # how often the process group was made again
         self.time_limit: float | None = None  # seconds that a call may take
         self.lock = threading.RLock()  # held by the thread whose call is running
         self.closed = False
         self._number = 0  # of the latest call
-        self._pid = os.getpid()
         with socket.create_server(("127.0.0.1", 0)) as door:
             self._store = dist.TCPStore(
                 *door.getsockname(),
@@ -168,12 +164,14 @@ class Ranks:
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
         """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
-        self._check_open()
-        distinct = {id(args): args for args in args_of if args is not None}
+        asked = {rank: args for rank, args in enumerate(args_of) if args is not None}
+        distinct = {id(args): args for args in asked.values()}
         packed = {key: pack_call(fn, args, kwargs) for key, args in distinct.items()}
-        calls = [None if args is None else ("call", packed[id(args)]) for args in args_of]
-        with self.lock:
-            return self._supervise(calls)
+        calls = {rank: ("call", packed[id(args)]) for rank, args in asked.items()}
+        with self.lock, _interrupts_held() as raise_interrupt:
+            call = self._supervise(calls, self.time_limit or math.inf, raise_interrupt)
+            self._mend(call)
+            return call.outcome()
 
     @property
     def pids(self) -> list[int]:
@@ -192,16 +190,12 @@ class Ranks:
 
         A call that is running in another thread fails.
         """
-        if self._pid != os.getpid():
-            return  # this process is a fork; its parent owns the ranks
         self.closed = True
         for process in self._processes:
             process.kill()
-        has_turn = self.lock.acquire(timeout=10)  # a call of another thread has noticed
-        self._end()
-        self._store = None
-        if has_turn:
-            self.lock.release()
+        with self.lock:
+            self._end()
+            self._store = None
         atexit.unregister(self.close)
 
     def __enter__(self) -> "Ranks":
@@ -238,85 +232,71 @@ class Ranks:
     def _join(self) -> None:
         """Have all ranks make a process group, under a new name at the store."""
         self.remade += 1
-        self._supervise([("join", self.remade)] * self.size, limit=time.monotonic() + 60)
+        messages = dict.fromkeys(range(self.size), ("join", self.remade))
+        self._supervise(messages, TO_JOIN).outcome()
 
     def _mend(self, call: "Call") -> None:
         """Make the ranks usable again after `call`, if it has left them otherwise."""
         try:
             if not call.dead and call.has_broken_group:
                 self._join()
-        except RuntimeError:  # a rank ended meanwhile
+        except (RankError, TimeoutError):  # a rank ended meanwhile
             call.dead = True
         if call.dead:
             self.restart()
 
     # ------------------------------------------------------------------ supervision
-    def _supervise(self, messages: list[tuple | None], limit: float | None = None) -> list[Any]:
-        """Send `messages[rank]`, collect the answers, and leave the ranks usable.
+    def _supervise(
+        self,
+        messages: dict[int, tuple],
+        seconds: float,
+        raise_interrupt: Callable[[], None] = lambda: None,
+    ) -> "Call":
+        """Send `messages[rank]` and return the call when all these ranks have answered.
 
-        Ranks that join have until `limit`.
+        Ranks that have not answered after so many seconds are stopped.
         """
         self._check_open()
         self._number += 1
-        asked = {rank for rank, message in enumerate(messages) if message is not None}
-        call = Call(self._number, self.size, asked, set(asked), limit=limit or math.inf)
-        if self.time_limit is not None and limit is None:
-            call.deadline = time.monotonic() + self.time_limit
-        with _interrupts_held() as raise_interrupt:
-            for rank in asked:
-                with suppress(OSError):  # a dead rank is found below
-                    self._processes[rank].work.send((self._number, *messages[rank]))
-            while call.waiting:
-                try:
-                    raise_interrupt()
-                    self._listen(call)
-                    self._press(call)
-                except BaseException as error:  # Ctrl-C, or an error of the sink
-                    self._stop(call)
-                    call.interrupted = error
-            if self.closed:
-                raise RuntimeError("these ranks were ended during the call")
-            if limit is None:
-                self._mend(call)
-        if call.interrupted is not None:
-            raise call.interrupted
-        if call.failures:
-            # Where code failed somewhere, connections that broke elsewhere are a consequence.
-            causes = {rank: f for rank, f in call.failures.items() if not f.broken}
-            raise RankError(dict(sorted((causes or call.failures).items())))
-        answers = [call.results.get(rank) for rank in range(self.size)]
-        return [None if answer is None else unpack(answer) for answer in answers]
+        call = Call(self._number, self.size, set(messages), seconds, self.grace)
+        for rank, message in messages.items():
+            with suppress(OSError):  # a dead rank is found below
+                self._processes[rank].work.send((call.number, *message))
+        while call.waiting:
+            try:
+                raise_interrupt()
+                self._listen(call)
+                self._press(call)
+            except BaseException as error:  # Ctrl-C, or an error of the sink
+                self._stop(call)
+                call.interrupted = error
+        return call
 
     def _listen(self, call: "Call") -> None:
         """Take in the ranks' messages; wait for a tenth of a second at most."""
         asked = {rank: self._processes[rank] for rank in sorted(call.waiting)}
         ready = wait([sign for process in asked.values() for sign in process.signs], 0.1)
         for rank, process in asked.items():
+            if not any(sign in ready for sign in process.signs):
+                continue
             try:
-                kind, *content = process.heard(ready)
+                kind, *content = process.receive(ready)
             except (EOFError, OSError):
                 call.died(rank, process.reap())
                 continue
             if kind in ("result", "failure"):
                 call.answered(rank, *content)
-            elif kind != "nothing":
+            else:
                 self.sink(rank, kind, *content)
 
     def _press(self, call: "Call") -> None:
-        """Once a rank has failed: wait, then stop the others, then kill them."""
-        now = time.monotonic()
-        if now >= call.deadline and not (call.stopped or call.failures):
+        """Stop the ranks that have not answered within the limit."""
+        if time.monotonic() < call.limit:
+            return
+        if not (call.stopped or call.failures):
             late = ", ".join(map(str, sorted(call.waiting)))
-            call.interrupted = TimeoutError(f"ranks {late}: not done after {self.time_limit:g} s")
-            self._stop(call)
-        if call.failures and call.limit == math.inf:
-            # A lost connection is a consequence: its cause, or a death, is still to be heard of.
-            is_cause = any(not failure.broken for failure in call.failures.values())
-            call.limit = now + self.grace * (1 if is_cause else 10)
-        if call.dead and not call.stopped:
-            call.limit = now  # a wait for the dead is in vain
-        if now >= call.limit:
-            self._stop(call)
+            call.interrupted = TimeoutError(f"ranks {late}: not done after {call.seconds:g} s")
+        self._stop(call)
 
     def _stop(self, call: "Call") -> None:
         """Stop the ranks that have not answered; kill them if they were stopped before."""
@@ -326,7 +306,6 @@ class Ranks:
             else:
                 with suppress(OSError):
                     self._processes[rank].control.send(call.number)
-        call.dead |= call.stopped
         call.stopped, call.limit = True, time.monotonic() + TO_STOP
 
 
@@ -337,15 +316,19 @@ class Call:
     number: int
     size: int
     asked: set[int]
-    waiting: set[int]
-    limit: float  # when the ranks that wait are stopped, or killed if they were stopped before
-    deadline: float = math.inf  # of the whole call
+    seconds: float  # that it may take
+    grace: float  # seconds that it may go on after a failure
     results: dict[int, bytes] = field(default_factory=dict)  # pickled
     failures: dict[int, Failure] = field(default_factory=dict)
     dead: bool = False  # one of the ranks
     left: bool = False  # one of the ranks has left our process group
     stopped: bool = False
     interrupted: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.waiting = set(self.asked)
+        # When the ranks that wait are stopped, or killed if they were stopped before.
+        self.limit = time.monotonic() + self.seconds
 
     def answered(self, rank: int, answer: bytes | Failure, joined: bool) -> None:
         """Note an answer; a failure counts unless a stop, or a closed connection, has caused it."""
@@ -358,6 +341,8 @@ class Call:
                 self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
         else:
             self.failures[rank] = answer
+            # A lost connection is a consequence: its cause, or a death, is still to be heard of.
+            self._hurry(self.grace * (10 if answer.broken else 1))
 
     def died(self, rank: int, exitcode: int) -> None:
         """Note that a process has ended. Connections that broke elsewhere are a consequence."""
@@ -365,18 +350,18 @@ class Call:
         self.dead = True
         if self.stopped and self.failures:
             return  # we killed it ourselves
-        message = f"the process ended by exit {exitcode}"
+        how = f"exit {exitcode}"
         if exitcode < 0:
-            name = signal.Signals(-exitcode).name
-            message = f"the process ended by signal {-exitcode} ({name})"
-        if exitcode == -signal.SIGABRT:
-            message += (
-                "; gloo ends it where ranks call different collectives, or with other sizes: all "
-                "ranks must make the same calls in the same order, in evaluation too"
-            )
-        own = {other: failure for other, failure in self.failures.items() if not failure.broken}
-        label = f"rank {rank} of {self.size}"
-        self.failures = own | {rank: Failure(label, "Died", message, message, exitcode)}
+            how = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
+        label, message = f"rank {rank} of {self.size}", f"the process ended by {how}"
+        self.failures = {other: f for other, f in self.failures.items() if not f.broken}
+        self.failures[rank] = Failure(label, "Died", message, message, exitcode)
+        self._hurry(0)  # a wait for the dead is in vain
+
+    def _hurry(self, seconds: float) -> None:
+        """Let the ranks that wait have no more than so many seconds, unless they are stopped."""
+        if not self.stopped:
+            self.limit = min(self.limit, time.monotonic() + seconds)
 
     @property
     def has_broken_group(self) -> bool:
@@ -388,6 +373,16 @@ class Call:
         is_alike = len(failures) == len(self.asked) and len({f.kind for f in failures}) == 1
         in_step = not failures or (is_alike and not any(f.broken for f in failures))
         return self.stopped or self.left or not in_step
+
+    def outcome(self) -> list[Any]:
+        """Return the results in rank order, None of a rank left out; raise what went wrong."""
+        if self.interrupted is not None:
+            raise self.interrupted
+        if self.failures:
+            # Where code failed somewhere, connections that broke elsewhere are a consequence.
+            causes = {rank: f for rank, f in self.failures.items() if not f.broken}
+            raise RankError(dict(sorted((causes or self.failures).items())))
+        return [unpack(self.results[r]) if r in self.results else None for r in range(self.size)]
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Process:
     """One rank, as its parent sees it."""
 
     def __init__(self, setup: Setup) -> None:
-        self.exitcode: int | None = None
+        self._is_reaped = False  # then its number may be another process's
         self.work, work = Pipe()
         self.control, control = Pipe()
         streams = [Connection(os.dup(fd)) for fd in (1, 2)]  # where a rank prints for itself
@@ -69,30 +69,27 @@ class Process:
         # A rank that has ended closes its pipe, unless a child of its own still holds it.
         self.signs = [self.work, self._process.sentinel]
 
-    def heard(self, ready: list) -> tuple:
-        """Return a message of the rank, or ("nothing",) if none of its signs is `ready`.
+    def receive(self, ready: list) -> tuple:
+        """Return a message of the rank, one of whose signs is `ready`.
 
         Raises `EOFError` or `OSError` when the rank has ended.
         """
         if self.work in ready:
             return self.work.recv()
-        if self._process.sentinel in ready:
-            raise EOFError
-        return ("nothing",)
+        raise EOFError
 
     def kill(self) -> None:
         """End the rank at once, and the processes that it has started."""
-        if self.exitcode is None:
+        if not self._is_reaped:
             with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()  # it had no group yet
 
     def reap(self) -> int:
         """End the rank and wait until it is gone; return its exit code, -9 for signal 9."""
-        if self.exitcode is None:
-            self.kill()
-            self._process.join()
-            self.exitcode = self._process.exitcode
-            self.work.close()
-            self.control.close()
-        return self.exitcode
+        self.kill()
+        self._process.join()
+        self._is_reaped = True
+        self.work.close()
+        self.control.close()
+        return self._process.exitcode

@@ -5,14 +5,13 @@ also runs while the main thread is stuck in a collective, and then aborts the pr
 under it.
 """
 
-import bdb
 import fcntl
 import gc
 import importlib
 import io
-import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import stat
@@ -115,77 +114,48 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
         ) from None
 
 
-WIDTH = 2000  # characters of a line that travel, where the number of lines is bounded
-
-
-class Output:
-    """The standard streams of a rank, on their way to the parent by ``say(stream, text)``.
+class Stream(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a rank: whole lines, on their way to the parent.
 
     A call may print `max_lines`; the rest is only counted. So a rank that prints without end does
-    not fill the notebook. `name` is the rank's, such as "rank 1".
+    not fill the notebook. `rank` is its name, such as "rank 1".
     """
 
-    def __init__(self, say: Callable[[str, str], None], name: str, max_lines: int | None) -> None:
-        self._say, self._name, self._lock = say, name, threading.RLock()
-        self._max_lines = math.inf if max_lines is None else max_lines
-        self._begin()
+    encoding, errors = "utf-8", "strict"
 
-    def _begin(self) -> None:
-        self._rest = {"stdout": "", "stderr": ""}  # by stream: the line that has not ended
-        self._room, self._left_out = self._max_lines, 0  # in lines
+    def __init__(
+        self, name: str, say: Callable[[str, str], None], rank: str, max_lines: int | None
+    ) -> None:
+        self.name, self._say, self._rank, self._lock = name, say, rank, threading.RLock()
+        self._max_lines = sys.maxsize if max_lines is None else max_lines
+        self._rest = ""  # the line that has not ended
+        self._num_lines = 0  # of this call
 
-    def write(self, stream: str, text: str) -> None:
-        """Take in printed text; send the lines that are whole now."""
+    def write(self, text: str) -> int:
+        """Send the lines that are whole now."""
         with self._lock:
-            *lines, self._rest[stream] = (self._rest[stream] + text).split("\n")
-            if lines := [self._cut(line) + "\n" for line in lines if self.make_room()]:
-                self._say(stream, "".join(lines))
+            *lines, self._rest = (self._rest + text).split("\n")
+            room = max(0, self._max_lines - self._num_lines)
+            self._num_lines += len(lines)
+            if shown := lines[:room]:
+                self._say(self.name, "\n".join([*shown, ""]))
+        return len(text)
 
-    def flush(self, stream: str) -> None:
+    def flush(self) -> None:
         """Send the line that has not ended as it is, such as the state of a progress bar."""
         with self._lock:
-            text, self._rest[stream] = self._rest[stream], ""
-            if text and self._room:
-                self._say(stream, self._cut(text))
-
-    def _cut(self, line: str) -> str:
-        if self._max_lines == math.inf or len(line) <= WIDTH:
-            return line
-        return f"{line[:WIDTH]} ... {len(line) - WIDTH:,} more characters"
-
-    def make_room(self) -> bool:
-        """Take the room of a line or a picture; without room, count it and return False."""
-        with self._lock:
-            has_room = self._room > 0
-            self._room -= has_room
-            self._left_out += not has_room
-            return has_room
+            if self._rest and self._num_lines < self._max_lines:
+                self._say(self.name, self._rest)
+                self._rest = ""
 
     def end(self) -> None:
         """The call is over: send the rest, and the number of lines left out."""
         with self._lock:
-            for stream, text in self._rest.items():
-                if text and self.make_room():
-                    self._say(stream, self._cut(text))
-            if self._left_out:
-                self._say("stdout", f"... {self._left_out:,} more lines of {self._name}\n")
-            self._begin()
-
-
-class Stream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a rank."""
-
-    encoding, errors = "utf-8", "strict"
-
-    def __init__(self, name: str, output: Output) -> None:
-        self.name, self._output = name, output
-
-    def write(self, text: str) -> int:
-        self._output.write(self.name, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._output.flush(self.name)
+            self.flush()
+            left_out = self._num_lines + bool(self._rest) - self._max_lines
+            self._rest, self._num_lines = "", 0
+            if left_out > 0:
+                self._say(self.name, f"... {left_out:,} more lines of {self._rank}\n")
 
 
 # ---------------------------------------------------------------------- the loop
@@ -199,7 +169,8 @@ class _Worker:
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while the user's code runs
         self.lock = threading.Lock()
-        self.output = Output(self.say, f"rank {setup.rank}", setup.max_lines)
+        how = self.say, f"rank {setup.rank}", setup.max_lines
+        self.streams = [Stream(name, *how) for name in ("stdout", "stderr")]
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR2, self._on_signal)
@@ -209,7 +180,7 @@ class _Worker:
         if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()
         if self.setup.capture:
-            sys.stdout, sys.stderr = Stream("stdout", self.output), Stream("stderr", self.output)
+            sys.stdout, sys.stderr = self.streams
         while True:
             self.call, kind, content = self.work.recv()
             try:
@@ -217,10 +188,9 @@ class _Worker:
             except BaseException as error:
                 self.busy.clear()
                 answer = "failure", self._failure(error)
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):  # the function may have put anything in their place
-                    stream.flush()
-            self.output.end()
+            sys.stdout.flush()  # where the ranks print for themselves
+            for stream in self.streams:
+                stream.end()
             self.say(*answer, dist.group.WORLD is self.world)
 
     def _run(self, content: bytes) -> bytes:
@@ -255,13 +225,9 @@ class _Worker:
             for _ in range(2):
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
             report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
-        kind = type(error).__name__
-        try:
-            message = str(error)
-        except Exception:
-            message = f"<str() of this {kind} fails>"
         broken, stopped = is_lost_connection(error), self.stopped == self.call
-        return Failure(Mesh.label, kind, message, report, broken=broken, stopped=stopped)
+        what = Mesh.label, type(error).__name__, str(error), report
+        return Failure(*what, broken=broken, stopped=stopped)
 
     def say(self, kind: str, *content: Any) -> None:
         """Send a message to the parent; a signal must not cut it in two."""
@@ -318,20 +284,10 @@ def leave() -> None:
 
 def abort_groups() -> None:
     """Make every collective of this process fail now, from any thread."""
-    carriers = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(Exception):  # another thread may be destroying this one right now
-            carriers[group] = dist.get_backend(group)
-    if over_nccl := [group for group, carrier in carriers.items() if "nccl" in carrier]:
-        # In one batch: ended one by one, a communicator may wait for another.
-        first = over_nccl[0]._get_backend(torch.device("cuda"))
-        first._group_start()
-        for group in over_nccl:
-            with suppress(Exception):
-                group.abort()
-        first._group_end()
-    if any("gloo" in carrier for carrier in carriers.values()):
-        _cut_connections()  # gloo's own abort() does nothing
+    with suppress(Exception):  # the main thread may be destroying its groups right now
+        if "nccl" in dist.get_backend_config():
+            dist.distributed_c10d._abort_process_group()  # all communicators in one batch
+    _cut_connections()  # gloo's own abort() does nothing
 
 
 def _cut_connections() -> None:
@@ -362,18 +318,9 @@ def shield() -> None:
 
 
 def say(kind: str, content: Any) -> None:
-    """From inside a rank: hand (picklable) `content`, such as a picture, to the parent's sink.
-
-    Beyond `max_lines` of a call it is only counted.
-    """
-    for stream in ("stdout", "stderr"):
-        _worker.output.flush(stream)
-    if _worker.output.make_room():
-        _worker.say(kind, content)
-
-
-def notify(kind: str, content: Any) -> None:
-    """Send a message that is not output, and is not counted."""
+    """From inside a rank: hand (picklable) `content`, such as a picture, to the parent's sink."""
+    for stream in _worker.streams:
+        stream.flush()
     _worker.say(kind, content)
 
 
@@ -382,7 +329,7 @@ HINTS = {
         "The ranks have joined before your code runs: leave init_process_group out. After "
         "destroy_process_group() they join again by themselves."
     ),
-    "EOF when reading a line": (
+    "BdbQuit|EOF when reading a line": (
         "A rank has no keyboard. Call the function where the ranks were started, in the notebook "
         "say, as one rank of a group that is not there; breakpoint() works so:\n"
         "    from minipar.parallel.plan import Plan\n"
@@ -395,11 +342,9 @@ HINTS = {
 
 def add_hint(error: BaseException) -> None:
     """Attach the hint for this error."""
-    with suppress(Exception):  # str() of it may fail
-        said = "EOF when reading a line" if isinstance(error, bdb.BdbQuit) else str(error)
-        for words, hint in HINTS.items():
-            if words in said:
-                error.add_note(hint)
+    for words, hint in HINTS.items():
+        if re.search(words, f"{type(error).__name__}: {error}"):
+            error.add_note(hint)
 
 
 def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Connection) -> None:

@@ -21,9 +21,10 @@ from tests.on_ranks import on_ranks
 SHAPES = [(), (0,), (1,), (13,), (7, 11)]
 
 
-def chunks_of(num_bytes: int):
-    """In the body, messages are cut into chunks of so many bytes."""
-    return mock.patch.object(algorithms, "CHUNK_BYTES", num_bytes)
+def chunks_of(numel: int):
+    """In the body, messages of trees are cut into chunks of so many elements."""
+    tree = partial(plans.double_tree, chunk=numel)
+    return mock.patch.dict(plans.ALL_REDUCE, double_tree=tree)
 
 
 def check(expected: torch.Tensor, verb, x: torch.Tensor, *args) -> None:
@@ -43,9 +44,9 @@ def check(expected: torch.Tensor, verb, x: torch.Tensor, *args) -> None:
 )
 @on_ranks("size")
 def test_all_reduce_equals_the_backends(size):
-    """Catches: a scratch buffer used twice, a round posted too early, op or chunks ignored."""
+    """Catches: what arrives over elements that still leave, op or chunks ignored."""
     axis = Mesh(dp=size).dp
-    with chunks_of(16):
+    with chunks_of(4):
         for shape in SHAPES:
             xs = numbers(axis, shape)
             x = laid_out(xs[axis.rank], axis.rank) if len(shape) > 1 else xs[axis.rank]
@@ -85,7 +86,7 @@ def test_floats_end_with_the_same_bits_everywhere(ranks):
         exact = comm.all_reduce(x.double(), axis)
         results = []
         for name in plans.ALL_REDUCE:
-            with chunks_of(400):
+            with chunks_of(100):
                 result = algorithms.all_reduce(x, axis, name)
             error = (result - exact).abs() / comm.all_reduce(x.abs().double(), axis)
             assert error.max() < 1e-6, name
@@ -153,22 +154,3 @@ def test_times_follow_alpha_and_beta_and_the_tree_crosses_the_ring(ranks):
             assert 0.95 * predicted < measured < 1.2 * predicted + 0.1, (name, found)
     assert small["double_tree"][0] < 0.85 * small["ring"][0]
     assert large["ring"][0] < 0.9 * large["double_tree"][0]
-
-
-@pytest.mark.timed
-@pytest.mark.slow
-def test_chunks_hide_each_others_latency(ranks):
-    """2 x 8 messages of 30 ms each: one after the other 0.48 s; in flight together far less.
-
-    The mutant that waits for each round before it posts the next takes the whole time.
-    """
-
-    def body(in_flight: int) -> float:
-        axis, x = Mesh(dp=2, tp=2).dp, torch.ones(64)
-        at_once = mock.patch.object(algorithms, "IN_FLIGHT", in_flight)
-        with at_once, emulated(30e-3, 1e-9), chunks_of(16):
-            call = partial(algorithms.all_reduce, x, axis)
-            return fastest(call, axis, 10, enough=0.3 if in_flight > 1 else 10.0)
-
-    assert max(ranks(4, "link").run(body, 1)) > 0.47
-    assert max(ranks(4, "link").run(body, algorithms.IN_FLIGHT)) < 0.35

@@ -237,11 +237,9 @@ def test_a_pause_takes_no_time_and_a_slow_machine_is_told(ranks):
 
 def test_bad_devices_are_refused():
     """Before any process starts, in one line."""
-    with pytest.raises(ValueError, match="talks over 'link'"):
+    with pytest.raises(ValueError, match="a device need backend='link', not 'gloo'"):
         Ranks(2, device=Device(Sheet()))
-    with pytest.raises(ValueError, match=r"emulate.device\('h100/100'\)"):
-        Ranks(2, backend="link", device="h100")
-    with pytest.raises(ValueError, match="format='int8': use one of bf16, fp16, fp32"):
+    with pytest.raises(ValueError, match="format='int8': use one of bf16, fp32"):
         Device(Sheet(), format="int8")
     for bad in ({"slowdown": 0.5}, {"magnify": float("nan")}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be from 1 up"):

@@ -71,17 +71,6 @@ def test_after_it_torch_spells_norms_out_again():
     assert "rms_norm" not in names.seen
 
 
-def test_it_lasts_as_long_as_any_of_the_threads_that_want_it():
-    """Mutants: the first to end spells norms out for all; the last to end leaves them fused."""
-    torchs, first, second = F.rms_norm, fused_norms(), fused_norms()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert F.rms_norm is not torchs
-    second.__exit__(None, None, None)
-    assert F.rms_norm is torchs
-
-
 def test_where_a_product_is_put_is_none_of_its_factors():
     """Mutant: the last two tensors are the factors, and `out=` is the last."""
     a, b, c = torch.ones(4, 3), torch.ones(3, 2), torch.ones(4, 2)

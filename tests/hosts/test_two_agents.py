@@ -1,4 +1,4 @@
-"""Two torchruns, as on two hosts, on this one: what they do not share, and how they go on together.
+"""Agents of torchrun: two that do not share a folder, and one that starts its ranks again.
 
 Each has a folder of its own as working directory, so that a relative --out is not shared.
 """
@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,11 +33,11 @@ RUN += ["--sample-tokens", "0", "--timeout", "60"]
 class Agent:
     """One torchrun, and what it has printed."""
 
-    def __init__(self, folder: Path, port: int, num_ranks: int, restarts: int, *flags: str):
-        launcher = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(num_ranks)]
+    def __init__(self, folder: Path, port: int, nodes: int, *flags: str):
+        launcher = ["torch.distributed.run", "--nnodes", str(nodes)]
+        launcher += ["--nproc-per-node", str(2 // nodes), "--max-restarts", str(2 - nodes)]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        launcher += ["--local-addr", "127.0.0.1", "--max-restarts", str(restarts)]
-        launcher += ["--monitor-interval", "0.1"]
+        launcher += ["--local-addr", "127.0.0.1", "--monitor-interval", "0.1"]
         command = [sys.executable, "-m", *launcher, "-m", "minipar", "train", *RUN, *flags]
         folder.mkdir()
         self.path = folder / "said"
@@ -60,25 +60,15 @@ class Agent:
 
 
 @contextmanager
-def two_agents(
-    folders: list[Path], num_ranks: int, restarts: int, *flags: str
-) -> Iterator[list[Agent]]:
+def agents_in(folders: list[Path], *flags: str) -> Iterator[list[Agent]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    agents = [Agent(folder, port, num_ranks, restarts, *flags) for folder in folders]
+    agents = [Agent(folder, port, len(folders), *flags) for folder in folders]
     try:
         yield agents
     finally:
         for agent in agents:
             agent.kill()
-
-
-def wait_until(condition: Callable[[], bool], agents: list[Agent]) -> None:
-    deadline = time.monotonic() + PATIENCE * busy()
-    while not condition():
-        alive = all(agent.process.poll() is None for agent in agents)
-        assert alive and time.monotonic() < deadline, [agent.said for agent in agents]
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -94,7 +84,7 @@ def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(text, tmp_
     """Mutant: rank 0 alone makes the folder, and the first save says "No such file"."""
     folders = [tmp_path / "one", tmp_path / "two"]
     flags = "--data", str(text), "--mesh", "dp=2", "--out", "runs"
-    with two_agents(folders, 1, 0, *flags) as agents:
+    with agents_in(folders, *flags) as agents:
         for agent in agents:
             assert agent.process.wait(PATIENCE * busy()) != 0
     for agent in agents:
@@ -116,12 +106,14 @@ def test_a_killed_worker_goes_on_in_the_same_folder_to_the_bit(ranks, text, tmp_
     folder = tmp_path / "shared/mine"
     metrics = folder / "metrics.jsonl"
     flags += ["--out", str(tmp_path / "shared"), "--name", "mine", "--resume", "latest"]
-    with two_agents([tmp_path / "one", tmp_path / "two"], 1, 1, *flags) as agents:
-        wait_until(lambda: metrics.exists() and len(read(metrics)) > 6, agents)
-        psutil.Process(agents[1].process.pid).children()[-1].send_signal(signal.SIGKILL)
-        for agent in agents:
-            assert agent.process.wait(PATIENCE * busy()) == 0, [agent.said for agent in agents]
-    said = "".join(agent.said for agent in agents)
+    with agents_in([tmp_path / "one"], *flags) as (agent,):
+        deadline = time.monotonic() + PATIENCE * busy()
+        while not metrics.exists() or len(read(metrics)) <= 6:
+            assert agent.process.poll() is None and time.monotonic() < deadline, agent.said
+            time.sleep(0.05)
+        psutil.Process(agent.process.pid).children()[-1].send_signal(signal.SIGKILL)
+        assert agent.process.wait(PATIENCE * busy()) == 0, agent.said
+        said = agent.said
     assert re.search(rf"^Resuming {folder}/checkpoints/step_0000\d\d with", said, re.M), said
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["mine"]
     assert lines_of(folder, *SAME) == lines_of(tmp_path / "whole", *SAME)

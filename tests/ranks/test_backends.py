@@ -1,12 +1,9 @@
 """Devices and backends where there are GPUs: torch's answers are stood in for on a CPU."""
 
-import datetime
 import os
 import re
 import socket
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -203,15 +200,11 @@ def test_recording_does_not_wait_for_a_gpu():
     assert [span.name for span in spans] == ["exchange"] and not started
 
 
-def test_ranks_that_torchrun_starts_again_do_not_take_the_call_of_a_dead_rank():
-    """Mutant: a rank takes the answer to an earlier start, and meets an address of the dead."""
-    store = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=20))
-    for key in ("call", "dead here 1", "dead heard 1"):
-        store.set(key, "dead")
-    with ThreadPoolExecutor() as pool:
-        second = pool.submit(backends._of_this_start, store, 1, 2)
-        while store.get("dead here 1") == b"dead":
-            time.sleep(0.01)
-        backends._of_this_start(store, 0, 2).set("address", "alive")
-        assert second.result(30).check(["address"])
+def test_ranks_that_torchrun_starts_again_see_no_address_of_the_dead(monkeypatch):
+    shared = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
+    for start in "0", "1":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        store = backends._meet(5)
+        assert not store.check(["address"])
+        store.set("address", "of this start")

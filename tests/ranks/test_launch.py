@@ -16,9 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -278,7 +276,7 @@ def test_a_group_is_mended_unless_all_failed_alike_and_kept_their_connections():
     """Mutants: one is as good as all; a lost connection is none."""
     one, broken = (Failure("", "E", "", "", broken=lost) for lost in (False, True))
     for failures, is_alike in ([one], False), ([one, one], True), ([one, broken], False):
-        call = Call(1, 2, {0, 1}, {0, 1}, limit=1.0)
+        call = Call(1, 2, {0, 1}, seconds=9.0, grace=1.0)
         for rank, failure in enumerate(failures):
             call.answered(rank, failure, True)
         assert call.has_broken_group != is_alike
@@ -361,13 +359,6 @@ def test_who_dies_is_shown_alone_and_all_start_anew(pool, fault):
         assert_works(pool)
 
 
-def test_what_gloo_ends_says_why(pool):
-    """It aborts a process that meets another collective than it called."""
-    with pytest.raises(RankError, match="SIGABRT.; gloo ends it where ranks call different"):
-        pool.run(os.abort)
-    assert_works(pool)
-
-
 def test_all_ranks_raise_alike(pool):
     """Then they are still in step: the group, and the objects that hold it, live on."""
 
@@ -383,28 +374,6 @@ def test_all_ranks_raise_alike(pool):
     assert str(error.value).count("Traceback") == 2  # one per message, not one per rank
     assert pool.remade == before
     assert_works(pool)
-
-
-def test_communicators_of_nccl_are_aborted_together(monkeypatch):
-    """As torch does it: ended one by one, the first may wait for the second. Only then gloo's
-    sockets: NCCL's are among them. Mutants: one by one; gloo's first."""
-    done = []
-
-    class Group(str):
-        def _get_backend(self, device):
-            names = "_group_start", "_group_end"
-            return SimpleNamespace(**{n: partial(done.append, n.strip("_")) for n in names})
-
-        def abort(self):
-            done.append(f"abort {self}")
-
-    groups = {Group("a"): "cpu:gloo,cuda:nccl", Group("b"): "gloo", Group("c"): "nccl"}
-    world = SimpleNamespace(pg_map=groups)
-    monkeypatch.setattr(worker.dist.distributed_c10d, "_world", world)
-    monkeypatch.setattr(worker.dist, "get_backend", groups.__getitem__)
-    monkeypatch.setattr(worker, "_cut_connections", partial(done.append, "cut"))
-    worker.abort_groups()
-    assert done == ["group_start", "abort a", "abort c", "group_end", "cut"]
 
 
 @pytest.mark.parametrize(
@@ -447,8 +416,6 @@ def test_what_cannot_be_sent_is_named(pool):
     ):
         with pytest.raises(TypeError, match="cannot be sent to the ranks: cannot pickle"):
             call()
-    with pytest.raises(TypeError, match="cannot be sent .* did you mean `rank`?"):
-        pool.run(lambda: pool)
     assert_works(pool)
 
 
@@ -608,7 +575,7 @@ def test_closing():
         pids = small.pids
         # By another thread, in the middle of a call, which must not mend what ends on purpose.
         threading.Timer(0.3, small.close).start()
-        with within(RECOVERY), pytest.raises(RuntimeError, match="ended during the call"):
+        with within(RECOVERY), pytest.raises(RuntimeError, match="these ranks have ended"):
             small.run(time.sleep, 60)
     assert small.closed and small.pids == []
     assert not any(psutil.pid_exists(pid) for pid in pids)

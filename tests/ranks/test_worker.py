@@ -4,43 +4,38 @@ import pytest
 import torch
 from torch import nn
 
-from minipar.ranks.worker import WIDTH, Output, Stream, pack, unpack
+from minipar.ranks.worker import Stream, pack, unpack
 
 
 # ---------------------------------------------------------------------- output
-class Heard(list):
-    """An output and what it has said."""
-
-    def __init__(self, max_lines: int | None) -> None:
-        self.output = Output(lambda *what: self.append(what), "rank 3", max_lines)
-        self.out, self.err = (Stream(name, self.output) for name in ("stdout", "stderr"))
+@pytest.fixture
+def heard() -> list[str]:
+    return []
 
 
 @pytest.mark.parametrize("max_lines", [None, 10])
-def test_lines_travel_whole_and_in_order(max_lines):
-    heard = Heard(max_lines)
-    print("half ", end="", file=heard.out)
-    print("an error", file=heard.err)
-    print("and half\n\nrest", end="", file=heard.out)
-    assert heard == [("stderr", "an error\n"), ("stdout", "half and half\n\n")]
-    print("\r1 %", end="", flush=True, file=heard.err)
-    heard.output.end()
-    assert heard[2:] == [("stderr", "\r1 %"), ("stdout", "rest")]
+def test_lines_travel_whole(heard, max_lines):
+    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3", max_lines)
+    print("half ", end="", file=out)
+    print("and half\n\n1 %", end="", file=out)
+    assert heard == ["half and half\n\n"]
+    print("\r2 %", end="", flush=True, file=out)
+    print("rest", end="", file=out)
+    out.end()
+    assert heard[1:] == ["1 %\r2 %", "rest"]
 
 
-def test_beyond_the_last_line_there_is_only_a_count():
-    """Streams share the lines; each call has its own; a line that has not ended counts as one."""
-    heard = Heard(3)
-    heard.out.write("a\nb\n")
-    heard.err.write("c\nd\ne")
-    for _ in range(1000):
-        print("x", file=heard.out)
-    print("y", end="", file=heard.out)
-    assert not heard.output.make_room()
-    heard.output.end()
-    assert "".join(text for _, text in heard) == "a\nb\nc\n... 1,004 more lines of rank 3\n"
-    heard.out.write("y" * 2 * WIDTH + "\n")  # the next call; too long for a notebook
-    assert heard[-1][1] == "y" * WIDTH + " ... 2,000 more characters\n"
+def test_beyond_the_last_line_there_is_only_a_count(heard):
+    """Each call has its own lines; a line that has not ended counts as one."""
+    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3", 3)
+    for _ in range(2):
+        out.write("a\nb\nc\nd\ne")
+        for _ in range(1000):
+            print("x", file=out)
+        print("y", end="", flush=True, file=out)
+        out.end()
+        assert "".join(heard) == "a\nb\nc\n... 1,002 more lines of rank 3\n"
+        heard.clear()
 
 
 # ---------------------------------------------------------------------- pickles
