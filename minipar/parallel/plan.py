@@ -7,7 +7,7 @@ a plan out. explain.py says which rank has which part of each parameter, and wha
 Use::
 
     plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
-    plan.check(config)  # ValueError: the broken rule, and the nearest plan that works
+    plan.check(config)  # ValueError names the broken rule
 
 Proved by tests/parallel/test_compose.py and tests/law/test_plans.py.
 """
@@ -155,12 +155,10 @@ class Plan:
 
     # ------------------------------------------------------------------ 2. its rules
     def check(self, config: LlamaConfig) -> None:
-        """Raise `ValueError` with the rule and the nearest plan, if the plan breaks a rule."""
+        """Raise `ValueError` with the rule, if the plan breaks a rule."""
         problem = self.problem(config)
         if problem is not None:
-            raise ValueError(
-                f"plan {self}: {problem}. The nearest plan that works is {self.nearest(config)}"
-            )
+            raise ValueError(f"plan {self}: {problem}")
 
     def problem(self, config: LlamaConfig) -> str | None:
         """Return the rule that the plan breaks, with its numbers; None if it breaks none."""
@@ -280,29 +278,6 @@ class Plan:
                 f"compression={self.compression} adds to a step what the last one left out, and "
                 f"precision=fp16 scales the two by factors that differ"
             )
-
-    # ------------------------------------------------------------------ 3. a plan that works
-    def nearest(self, config: LlamaConfig) -> "Plan":
-        """Return a plan for as many ranks that works.
-
-        It differs by one option (at its default, or a lower `zero`), else by its mesh, else by
-        both; dp takes the ranks if nothing else works.
-        """
-        n, own = min(max(1, self.num_ranks), MOST_RANKS), asdict(self)
-        plain = {name: getattr(Plan, name) for name in own if name not in MESH}
-        options = [{"zero": zero} for zero in range(min(self.zero, 4) - 1, -1, -1)]
-        options += [{name: value} for name, value in plain.items() if own[name] != value]
-        sizes = sorted(meshes(n), key=self._distance)
-        for change in (*options, *sizes, *(plain | mesh for mesh in sizes)):
-            plan = Plan(**own | change)
-            if plan.num_ranks == n and plan.problem(config) is None:
-                return plan
-        return Plan(dp=n)
-
-    def _distance(self, sizes: dict[str, int]) -> tuple[float, int]:
-        """Return how far another mesh is; of two as far away, the mesh with more dp is nearer."""
-        ratios = (size / max(1, getattr(self, axis)) for axis, size in sizes.items())
-        return round(sum(abs(math.log(ratio)) for ratio in ratios), 6), -sizes["dp"]
 
 
 def meshes(num_ranks: int, axes: Sequence[str] = MESH) -> Iterator[dict[str, int]]:
