@@ -246,8 +246,8 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         reduce: reduces a bucket, as `compression.Compressed` does; by default, exactly.
 
-    A parameter that no rank used keeps ``grad=None``, as on one device. Buffers are made equal once,
-    here. After a backward that an exception cut short, and before a step is left out, call
+    A parameter that no rank used keeps ``grad=None``, as on one device. Buffers are made equal here.
+    After a backward that an exception cut short, and before a step is left out, call
     `finish_backward` and then ``zero_grad()`` on all ranks.
 
     Raises `ValueError` for a `reduce` that the version does not use, and where `claim` does.
