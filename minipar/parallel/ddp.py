@@ -246,7 +246,7 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         reduce: reduces a bucket, as `compression.Compressed` does; by default, exactly.
 
-    A parameter that no rank used keeps ``grad=None``, as on one device. Buffers are made equal here.
+    A parameter that no rank used keeps ``grad=None``, as on one device. Buffers are made equal now.
     After a backward that an exception cut short, and before a step is left out, call
     `finish_backward` and then ``zero_grad()`` on all ranks.
 

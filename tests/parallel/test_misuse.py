@@ -196,7 +196,7 @@ AT_STEP = [
     (only_no_sync, KINDS, "came before finish_backward"),
     (unfrozen, KINDS, "was frozen when .* was applied along dp"),
     (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),
-    (torchs_scaler, SHARDED, r"unscale them by strategy.unscale_\(scaler, optimizer\)"),
+    (torchs_scaler, SHARDED, r"without strategy.unscale_\(scaler, optimizer\)"),
     (whole_matrices, SHARDED, "Normed may look at whole matrices.* elementwise = True"),
     (another_optimizer, SHARDED[:2], "changes nothing: step the ShardedOptimizer"),
 ]

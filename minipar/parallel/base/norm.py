@@ -97,15 +97,14 @@ def note_reduced(parameters: Iterable[Tensor]) -> None:
 def check_unchanged(parameters: Iterable[Tensor]) -> None:
     """Raise `RuntimeError` where a gradient has been written to since `note_reduced`.
 
-    torch's `clip_grad_norm_` and `GradScaler` do so: they look at this rank's shards alone.
+    torch's `clip_grad_norm_` does so: it takes the norm of this rank's shards for the norm.
     """
     for param in parameters:
         noted = getattr(param, "reduced", None)
         if noted is not None and param.grad is not None and noted != param.grad._version:
             raise RuntimeError(
                 "shards of gradients have changed since finish_backward(): clip them by "
-                "strategy.clip_grad_norm_, unscale them by strategy.unscale_(scaler, optimizer); "
-                "after a change of each number alone, call note_reduced()"
+                "strategy.clip_grad_norm_; after a change of each number alone, call note_reduced()"
             )
 
 

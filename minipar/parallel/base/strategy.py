@@ -12,6 +12,7 @@ Mistakes that are likely, and that nobody would notice, are refused: `claim` loo
 a strategy is applied, `_before_step` at each step of an optimizer.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,9 @@ class Strategy:
         for axis in in_order([axis for p in parameters for axis in axes_of(p)]):
             for flag in found.values():
                 all_reduce(flag, axis, "max", out=flag)
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.unscaled = True
         self.note_reduced()
 
     def note_reduced(self) -> None:
@@ -344,6 +348,20 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)
     check_unchanged(shards)
+    gradients = [p.grad for p in shards if p.grad is not None]
+    if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
+        raise RuntimeError(
+            "GradScaler.step() without strategy.unscale_(scaler, optimizer): ranks look for an "
+            "overflow in their own shards, and would skip different steps"
+        )
+
+
+def _called_by_scaler() -> bool:
+    """True if the step comes out of ``GradScaler.step(optimizer)``."""
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
+        frame = frame.f_back
+    return frame is not None
 
 
 register_optimizer_step_pre_hook(_before_step)
