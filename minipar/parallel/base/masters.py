@@ -18,6 +18,8 @@ ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dt
 3 shards are the masters: ``fsdp.apply(compute_dtype=)``.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +73,22 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     optimizer.register_step_post_hook(put_working)
     optimizer.register_load_state_dict_pre_hook(lambda *_: put_masters(None))
     optimizer.register_load_state_dict_post_hook(put_working)
+
+
+@torch.no_grad()
+def keep_slices(model: nn.Module, buckets: Iterable[Any], dtype: torch.dtype) -> None:
+    """Cast the parameters of `model` to `dtype`; the slices of ZeRO's `buckets` are the masters."""
+    for bucket in buckets:
+        if bucket.shard.is_floating_point():
+            bucket.move(bucket.shard.clone())
+            memory.tag("optimizer", bucket.shard)
+            bucket.bind(torch.zeros_like(bucket.weights, dtype=dtype))
+            for p, piece in zip(bucket.parameters, bucket.pieces, strict=True):
+                p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
+                p.part_of = partial(bucket.part_of, piece)
+    for p in filter(torch.is_floating_point, model.parameters()):
+        if not hasattr(p, "master"):  # frozen, or without numbers
+            p.data = p.data.to(dtype)
 
 
 @torch.no_grad()
