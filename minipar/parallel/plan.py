@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import LlamaConfig
-from minipar.parallel import expert, tensor
+from minipar.parallel import expert, matrices
 from minipar.parallel.base.shards import check_divides
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
@@ -189,7 +189,7 @@ class Plan:
 
     def _problems_of_heads(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of tp and cp."""
-        tensor.check_sizes(config, self.tp)
+        matrices.check_sizes(config, self.tp)
         if self.tp_overlap and not self.sequence_parallel:
             yield "tp_overlap interleaves the collectives of sequence_parallel; set both"
         if self.context == "ulysses" and config.num_heads // self.tp % self.cp:
@@ -214,7 +214,7 @@ class Plan:
         elif n > 1:
             yield f"{name}={n} spreads experts, and this Llama has none in any layer"
         if self.expert_tensor_parallel:
-            tensor.check_experts(config.moe, self.tp)
+            matrices.check_experts(config.moe, self.tp)
         if self.dispatch != "all_to_all" and n == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
         check_divides("nodes", self.expert_nodes, name, n)
