@@ -54,16 +54,8 @@ class Naive(Strategy):
             self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
-        self.reduce_gradients()
-        if self.op == "sum":
-            mark_summed(self.parameters, self.axis)
-        super().finish_backward()
-
-    def reduce_gradients(self) -> None:
-        """Reduce all parameters: a rank that left out an unused one would leave others waiting.
-
-        A byte tells "used by no rank", which has no gradient, from zero.
-        """
+        # A rank that left out an unused parameter would leave the others waiting: all ranks reduce
+        # all parameters. A byte tells "used by no rank", which has no gradient, from zero.
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
         for p in self.parameters:
             check_not_summed(p, self.axis)
@@ -76,6 +68,12 @@ class Naive(Strategy):
         for p, is_used in zip(self.parameters, used_by_any(), strict=True):
             if not is_used:
                 p.grad = None
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self.op == "sum":
+            mark_summed(self.parameters, self.axis)
+        super().finish_backward()
 
 
 # ---------------------------------------------------------------------- 2. fewer, larger calls
@@ -145,7 +143,7 @@ class Bucketed(Naive):
         self.buckets, self.launched = buckets, 0  # the first `launched` of them are on their way
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
 
-    def reduce_gradients(self) -> None:
+    def finish_backward(self) -> None:
         for bucket in self.buckets[self.launched :]:  # a rank that did not use it, too
             bucket.launch(self.axis, self.op)
         if self.reduce is not None:  # a compressor has a thread: until it ends, the axis is its own
@@ -158,6 +156,7 @@ class Bucketed(Naive):
             if is_used and p.grad is None:
                 p.grad = self.bucket_of[p].views[p]
         self.launched = 0
+        self._end_step()
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on
@@ -246,7 +245,8 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         reduce: reduces a bucket, as `compression.Compressed` does; by default, exactly.
 
-    A parameter that no rank used keeps ``grad=None``, as on one device. Buffers are made equal now.
+    A parameter that no rank used keeps ``grad=None``, as on one device. One that only some ranks
+    used counts as zero on the others. Buffers are made equal here; then each rank's are its own.
     After a backward that an exception cut short, and before a step is left out, call
     `finish_backward` and then ``zero_grad()`` on all ranks.
 
