@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args
 
-from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
+from minipar.comm.mesh import Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, matrices
 from minipar.parallel.base.shards import check_divides
@@ -34,8 +34,6 @@ OPTIONS = {
     "pp": ("schedule", "stages_per_rank"),
 }
 """Options that need several ranks of an axis, by axis."""
-MOST = {**dict.fromkeys(MESH, MOST_RANKS), "microbatches": 10_000}
-"""The largest number of ranks on each axis, and of microbatches, all of which a schedule lists."""
 
 
 # ---------------------------------------------------------------------- 1. the plan
@@ -168,11 +166,9 @@ class Plan:
             return str(error)
 
     def _problems(self, config: LlamaConfig) -> Iterator[str]:
-        for name, most in MOST.items():
-            if not 1 <= (own := getattr(self, name)) <= most:
-                yield f"{name}={own} must be {'1 or more' if own < 1 else f'at most {most:,}'}"
-        if self.num_ranks > MOST_RANKS:
-            yield f"{self.num_ranks:,} ranks are more than the {MOST_RANKS:,} of the largest plan"
+        for name in (*MESH, "microbatches"):
+            if (own := getattr(self, name)) < 1:
+                yield f"{name}={own} must be 1 or more"
         choices = {field.name: get_args(field.type) for field in fields(self)}
         choices["compression"] = ("none", *COMPRESSORS)
         for name, allowed in choices.items():

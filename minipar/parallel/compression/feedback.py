@@ -30,26 +30,20 @@ class Compressed:
     Args:
         compressor: one of its own for each strategy.
         error_feedback: keep residues; by default, if `compressor` has a bias.
-        warmup_steps: number of first steps that are reduced exactly, while gradients change fast.
 
     A thread works on one bucket after the other, in the order of the calls, while backward goes on.
     From the first bucket to `finish_backward`, nothing else may use the axis.
     """
 
-    def __init__(
-        self, compressor: Compressor, *, error_feedback: bool | None = None, warmup_steps: int = 0
-    ) -> None:
-        self.compressor, self.warmup_steps = compressor, warmup_steps
+    def __init__(self, compressor: Compressor, *, error_feedback: bool | None = None) -> None:
+        self.compressor = compressor
         self.feedback = compressor.feedback if error_feedback is None else error_feedback
         self._residues: dict[nn.Parameter, Tensor] = {}  # flat
-        self._steps: dict[nn.Parameter, int] = {}
         self._latest: Background | None = None
 
     def __call__(self, bucket: Any, axis: Axis, op: Op) -> Pending:
         """Start to reduce a bucket of ddp in place: its `flat` [N], by its `parameters`."""
-        step = self._steps.get(bucket.parameters[0], 0)
-        self._steps.update(dict.fromkeys(bucket.parameters, step + 1))
-        if step < self.warmup_steps or axis.size == 1:
+        if axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
         work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
         if bucket.flat.is_meta:  # a trace records calls in a fixed order: no thread
