@@ -26,7 +26,7 @@ Costs you. Half as many bytes again as ddp, in many more calls. All ranks run th
         same order, in evaluation too. Weights are whole inside of forward alone. A tensor taken out
         of a block may be used in the loss beside the block's output, but not alone.
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch
-        FSDP" (arXiv 2304.11277), sections 3, 4. In torch: `fully_shard`, with these names of phases.
+        FSDP" (arXiv 2304.11277), sections 3, 4. In torch: `fully_shard`, with the same phases.
 Proved by tests/parallel/test_fsdp.py and tests/law/test_law.py.
 """
 
