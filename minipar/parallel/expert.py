@@ -121,7 +121,7 @@ def apply(
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
-    share_counts(model, *((axis, copies) if batch is None else (batch,)), anew=True)
+    share_counts(model, *((axis, copies) if batch is None else (batch,)))
     for _, moe in mixtures(model) if pieces is not None else ():
         moe.gate.sum_pieces = sum_over(pieces)
     return ExpertParallel(model, axis, copies, dispatch, nodes)

@@ -498,13 +498,3 @@ def test_counts_are_kept_until_all_are_told(monkeypatch):
     told = expert.gather_counts(counts, None)
     del counts
     assert kept() is not None and told() == 0
-
-
-@on_ranks(2)
-def test_spread_again_a_router_counts_anew():
-    """Over the ranks that share the batch now. Mutant: over those of the time before."""
-    mesh = Mesh(dp=2, ep=1)
-    layer = one_layer(replace(SIX, balance="batch"))
-    for batch, times in ((mesh.ep, 1), (mesh.dp, 2)):
-        expert.apply(layer, mesh.ep, batch=batch)
-        assert layer.gate.sum_counts(torch.ones(1)).item() == times

@@ -81,8 +81,8 @@ def keep_slices(model: nn.Module, buckets: Iterable[Any], dtype: torch.dtype) ->
             for p, piece in zip(bucket.parameters, bucket.pieces, strict=True):
                 p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
                 p.part_of = partial(bucket.part_of, piece)
-    for p in filter(torch.is_floating_point, model.parameters()):
-        if not hasattr(p, "master"):  # frozen, or without numbers
+    for p in model.parameters():
+        if p.is_floating_point() and not hasattr(p, "master"):  # frozen, or without numbers
             p.data = p.data.to(dtype)
 
 
