@@ -122,7 +122,7 @@ def _reduce(bucket, axis: Axis, op: str, gradients: Tensor) -> Tensor:
 
 
 def _residues(reduce, parameters) -> Tensor:
-    return torch.cat([reduce.residue(p).flatten() for p in parameters])
+    return torch.cat([reduce.residues.get(p, p.new_zeros(p.numel())) for p in parameters])
 
 
 def _nothing_is_lost(names, size):
