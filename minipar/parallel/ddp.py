@@ -10,7 +10,7 @@ Shapes. batch [B, T] V@dp -> [B/n, T] on each rank; parameters R@dp; local gradi
 Comms.  P bytes of gradients, and a byte for each of N parameters: did any rank use it? In backward,
         2 (n-1)/n (P + N) per rank and step. Fewer with `reduce=`, see compression/.
 Memory. Everything n times over. Gradients live inside the buckets, without a second copy.
-Costs you. The model must fit on one device, and batches be so large that computing hides sending.
+Costs you. The model must fit on one device. Batches must be large, so that computing hides sending.
 Source. Li et al. 2020 (arXiv 2006.15704), section 3. In torch: `DistributedDataParallel`.
 Proved by tests/parallel/test_ddp.py and tests/law/test_law.py.
 
