@@ -91,7 +91,7 @@ MALFORMED = {
     "train --mesh xx=2": "'xx=2' is not axis=size",
     "train --mesh dp=500000": "500,000 ranks do not fit this machine",
     "train --preset llama-3-8b --mesh dp=60": "a rank takes 32.2 GB or more",
-    "train --plan tp=3": "nearest plan that works is dp=3",
+    "train --plan tp=3": "tp=3 does not divide num_heads",
     "train --name a/b": "--name 'a/b' must be a plain name",
     "train --out W/a.txt": "--out",
     "train --out /proc/none": "--out /proc/none: cannot make",

@@ -1,8 +1,7 @@
 """All strategies together: `apply` puts what a `Plan` names on a model, in the right order.
 
 Idea.   Every strategy works along an axis of its own and keeps the names of parameters. So
-        strategies stack: each works on the parameters that the one before it left. Every gradient
-        is summed over every axis on which ranks compute a part of it.
+        strategies stack: each works on the parameters that the one before it left.
 Order.  Experts, tensor, context, pipeline, data: `apply` says why. After backward the data strategy
         (ddp, zero or fsdp) finishes first, because tensor parallelism sums finished gradients.
 Sums.   An axis decides over which ranks a gradient is summed:
@@ -21,8 +20,7 @@ Whole.  Weights, gradients and optimizer state all have the shape of a parameter
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 2024, "The Llama 3
         Herd of Models" (arXiv 2407.21783), section 3.3.2, for the order of the axes.
 In torch: `torchtitan`, `parallelize.py` of each model.
-Proved by tests/parallel/test_compose.py and, over all meshes of 4 and 8 ranks,
-tests/law/test_plans.py.
+Proved by tests/parallel/test_compose.py and tests/law/test_plans.py.
 
 Use::
 
@@ -216,8 +214,7 @@ class Parts:
 class Composed(Strategy):
     """Several strategies that look like one; made by `apply`.
 
-    `optimizer` steps the parameters of this rank. `axis` is the data axis, over which tokens are
-    counted. With a pipeline, `run` replaces forward and backward.
+    `optimizer` steps the parameters of this rank. `axis` is the data axis: it counts tokens.
     """
 
     def __init__(
@@ -273,9 +270,8 @@ class Composed(Strategy):
         """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.
 
         If cp or tp cuts tokens, sequences are padded to a length that both divide, and positions
-        [T/n] come third. Padding has no targets, and no other token attends to it. Raises
-        `ValueError` on every rank for sequences that are too long, and where positions or a mask
-        would need padding.
+        [T/n] come third. Padding has no targets, and no other token attends to it. With positions
+        or a mask, pad yourself. Raises `ValueError` for sequences that are too long.
         """
         plan = self.plan
         if len(microbatch) == 2:
@@ -285,13 +281,8 @@ class Composed(Strategy):
         inputs, targets, *rest = microbatch
         chunks = plan.cp * (1 if plan.cp == 1 or plan.context == "ulysses" else 2)
         multiple = chunks * (plan.tp if plan.sequence_parallel else 1)
-        if missing := -inputs.shape[1] % multiple:
-            if rest:
-                raise ValueError(
-                    f"plan {plan} needs sequences of a multiple of {multiple} tokens, not "
-                    f"{inputs.shape[1]}; with positions or a mask, pad them to "
-                    f"{inputs.shape[1] + missing} yourself"
-                )
+        if not rest:
+            missing = -inputs.shape[1] % multiple
             inputs = F.pad(inputs, (0, missing))
             targets = F.pad(targets, (0, missing), value=IGNORE_INDEX)
         whole = (inputs, targets, *(rest or [torch.arange(inputs.shape[1], device=inputs.device)]))

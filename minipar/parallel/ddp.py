@@ -7,22 +7,19 @@ Math.   g = (1/n) sum_r g_r  with ``average=True``, for a loss that each rank av
         divided by the number of tokens of *all* ranks (right for uneven shares; see train/).
 Shapes. batch [B, T] V@dp -> [B/n, T] on each rank; parameters R@dp; local gradients P@dp,
         all-reduced to R@dp.
-Comms.  P bytes of gradients, and one byte for each of N parameters, which says whether a rank used
-        it: 2 (n-1)/n (P + N) per rank and step, in the backward. Fewer with `reduce=`, see
-        compression/.
+Comms.  P bytes of gradients, and a byte for each of N parameters: did any rank use it? In backward,
+        2 (n-1)/n (P + N) per rank and step. Fewer with `reduce=`, see compression/.
 Memory. Everything n times over. Gradients live inside the buckets, without a second copy.
-Costs you. A model that fits on one device; batches so large that computing outlasts sending.
-Source. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
-        (arXiv 2006.15704), section 3.
-In torch: `torch.nn.parallel.DistributedDataParallel`.
-Proved by tests/parallel/test_ddp.py; taught in notebooks/03_data_parallel.ipynb.
+Costs you. The model must fit on one device. Batches must be large, so that computing hides sending.
+Source. Li et al. 2020 (arXiv 2006.15704), section 3. In torch: `DistributedDataParallel`.
+Proved by tests/parallel/test_ddp.py and tests/law/test_law.py.
 
 Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
 import math
 from collections.abc import Callable
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -32,11 +29,10 @@ from minipar.comm import clock
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look
-from minipar.parallel import bucket_sizes
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import copies_axis, gradient_bytes, in_groups, laid_out_as
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
+from minipar.parallel.bucket_sizes import choose, fill_buckets, measure
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place
@@ -46,8 +42,7 @@ Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, i
 class Naive(Strategy):
     """After backward, one all-reduce per parameter.
 
-    Right, and slow twice over: each call pays the latency of the link, and nothing is computed
-    meanwhile.
+    Slow twice over: each call pays the latency of the link, and nothing is computed meanwhile.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, average: bool = True) -> None:
@@ -89,8 +84,8 @@ class Bucket:
         self.parameters, self.reduce = parameters, reduce or all_reduce_bucket
         sizes, like = [p.numel() for p in parameters], parameters[0]
         self.flat = like.new_zeros(sum(sizes), dtype=like.grad_dtype)
-        views = zip(parameters, self.flat.split(sizes), strict=True)
-        self.views = {p: laid_out_as(p, view) for p, view in views}
+        parts = self.flat.split(sizes)
+        self.views = {p: laid_out_as(p, part) for p, part in zip(parameters, parts, strict=True)}
         self.pending: Pending | None = None
         self.missing = set(parameters)  # without a gradient in this backward
 
@@ -168,8 +163,7 @@ class Bucketed(Naive):
 class Overlapped(Bucketed):
     """A bucket is sent as soon as backward has filled it, while backward goes on.
 
-    All ranks must send the same buckets in the same order, whatever the order in which their
-    gradients are ready: a bucket waits for those before it.
+    All ranks must send the buckets in one order: a full bucket waits for the buckets before it.
     """
 
     def _on_gradient(self, p: nn.Parameter) -> None:
@@ -192,11 +186,10 @@ class Overlapped(Bucketed):
 
 # ---------------------------------------------------------------------- 4. in buckets that fit
 class Tuned(Overlapped):
-    """The capacity of buckets with which the step ends first, on this model and this axis.
+    """The buckets with which the step ends first, on this model and this axis.
 
     The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more
-    than two ranks depend in their last bit on where a bucket ends, so two runs may differ there.
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it.
     """
 
     said = "not tuned yet: the second backward tells when gradients arrive"
@@ -220,49 +213,18 @@ class Tuned(Overlapped):
         return self.said
 
     def _tune(self) -> None:
-        stamps = [*self.arrived_at.values()]  # a rank without samples has none
-        seconds = [clock.between(stamps[0], stamp) for stamp in stamps]
-        arrived, order = dict(zip(self.arrived_at, seconds, strict=True)), list(self.bucket_of)
-        own = [arrived.get(p, 0.0) for p in order]
-        own = torch.tensor(own, dtype=torch.float64, device=self.device)
-        slowest = look(all_reduce(own, self.axis, "max"), on_meta=None)
-        # A gradient that comes before its turn waits for the gradients before it.
-        ready, sizes = list(accumulate(slowest, max)), [gradient_bytes(p) for p in order]
-        costs = bucket_sizes.measure(self.axis, self.buckets[0].flat, int(self.capacity))
-        chosen, lines, rest = bucket_sizes.best_cut(ready, sizes, costs), [], iter(order)
-        for name, cut in ("chosen", chosen), ("rule", [len(b.parameters) for b in self.buckets]):
-            ends = list(accumulate(cut))
-            num_bytes = [sum(sizes[end - many : end]) for end, many in zip(ends, cut, strict=True)]
-            said = costs.describe([ready[end - 1] for end in ends], num_bytes)
-            lines.append(f"{name}: {said}")
-        self.said = "\n".join([*lines, str(costs)])
-        parts = [list(islice(rest, many)) for many in chosen]  # each is a bucket, if of one dtype
+        first = next(iter(self.arrived_at.values()), None)  # a rank without samples has none
+        arrived = {p: clock.between(first, at) for p, at in self.arrived_at.items()}
+        own = torch.tensor([arrived.get(p, 0.0) for p in self.bucket_of], dtype=torch.float64)
+        costs = measure(self.axis, self.buckets[0].flat, int(self.capacity))
+        rule = [[gradient_bytes(p) for p in bucket.parameters] for bucket in self.buckets]
+        cut, self.said = choose(self.axis, own.to(self.device), rule, costs)
+        rest = iter(self.bucket_of)
+        parts = [list(islice(rest, many)) for many in cut]  # each is a bucket, if of one dtype
         self._use([Bucket(own) for part in parts for own in in_groups(part, lambda _: math.inf)])
 
 
-VERSIONS: dict[str, type[Naive]] = {
-    "naive": Naive,
-    "bucketed": Bucketed,
-    "overlapped": Overlapped,
-    "tuned": Tuned,
-}
-
-
-def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
-
-    The first is a quarter of that and the second a half, so that the link has something to do early
-    and never waits long for more; the last is a quarter, as no computation is left to hide it. A
-    parameter larger than a bucket has one to itself. Different dtypes, devices or ranks with copies
-    do not mix.
-    """
-    groups = in_groups(parameters, lambda i: capacity * min(1, 2**i / 4))
-    last, left = [], capacity / 4
-    if groups and sum(map(gradient_bytes, groups[-1])) > left:
-        while gradient_bytes(groups[-1][-1]) <= left:
-            left -= gradient_bytes(groups[-1][-1])
-            last.insert(0, groups[-1].pop())
-    return [group for group in [*groups, last] if group]
+VERSIONS = {"naive": Naive, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}
 
 
 # ---------------------------------------------------------------------- put on a model
@@ -278,19 +240,17 @@ def apply(
     """Make `model` (any `nn.Module`) data parallel along `axis`, in place.
 
     Args:
-        version: "naive", "bucketed", "overlapped" or "tuned".
         bucket_mb: capacity of a bucket in MB (10^6 bytes), see `fill_buckets`. By default a
             quarter of the gradients, at most 25 MB. "tuned" begins with it.
         average: divide the sum of the gradients by the number of ranks.
-        reduce: how a bucket is reduced, such as `compression.Compressed`; by default, exactly.
+        reduce: reduces a bucket, as `compression.Compressed` does; by default, exactly.
 
-    A parameter that no rank used keeps ``grad=None``, as on one device. A parameter that only some
-    ranks used counts as zero on the others. Buffers are made equal here, once; from then on each
-    rank's are its own. After a backward that an exception cut short, and before a step is left out,
-    call `finish_backward` and then ``zero_grad()`` on all ranks.
+    A parameter that no rank used keeps ``grad=None``, as on one device. One that only some ranks
+    used counts as zero on the others. Buffers are made equal here; then each rank's are its own.
+    After a backward that an exception cut short, and before a step is left out, call
+    `finish_backward` and then ``zero_grad()`` on all ranks.
 
-    Raises `ValueError` for a `reduce` that the version has no use for, and for a model that `claim`
-    refuses.
+    Raises `ValueError` for a `reduce` that the version does not use, and where `claim` does.
     """
     if reduce is not None and version in ("naive", "tuned"):
         raise ValueError(f"version={version!r} reduces exactly; with reduce=, use 'overlapped'")

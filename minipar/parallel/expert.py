@@ -41,16 +41,12 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
 Costs you. The host reads the counts once per layer and pass, because the host sets the sizes of
-        messages. On a GPU the host then waits for all queued work; the shared experts compute
-        meanwhile ("overlapped" and "halves" keep them for the rows). "padded" knows sizes from the
-        capacity c: nothing is read, empty seats travel, and full experts drop tokens. The slowest
-        rank is the one with the most rows.
-Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandari et al. 2022,
-        "DeepSpeed-MoE" (arXiv 2201.05596); DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, for
-        one copy per node; Liu et al. 2025, "MoE Parallel Folding" (arXiv 2504.14960), for the two
-        views of the same ranks. In torch: none; `torchtitan` has `ExpertParallel`.
-Proved by tests/parallel/test_expert.py and tests/law/test_expert.py; taught in
-notebooks/11_expert_parallel.ipynb.
+        messages. On a GPU the host then waits for all queued work. "padded" knows sizes from the
+        capacity c: nothing is read, empty seats travel, and full experts drop tokens.
+Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; DeepSeek-AI 2024 (arXiv
+        2412.19437), section 3.2.2, for one copy per node; Liu et al. 2025, "MoE Parallel Folding"
+        (arXiv 2504.14960), for the two roles. In torch: none; `torchtitan` has `ExpertParallel`.
+Proved by tests/parallel/test_expert.py and tests/law/test_expert.py.
 
 Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
 
@@ -107,9 +103,8 @@ def apply(
             balance "batch"; by default the ranks of `axis` and `copies`.
         pieces: the ranks that share each sequence, for the other balances; by default, none.
 
-    Raises `ValueError` before the first collective: for experts that another strategy has already;
-    for numbers that do not divide; for "padded" without a capacity, and a capacity for sequences in
-    `pieces`.
+    Raises `ValueError` for experts that another strategy has already, for numbers that do not
+    divide, and for what `check_capacity` refuses.
     """
     check_divides("nodes", nodes, axis.name, axis.size)
     for name, p in model.named_parameters():
@@ -126,7 +121,7 @@ def apply(
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
-    share_counts(model, *((axis, copies) if batch is None else (batch,)), anew=True)
+    share_counts(model, *((axis, copies) if batch is None else (batch,)))
     for _, moe in mixtures(model) if pieces is not None else ():
         moe.gate.sum_pieces = sum_over(pieces)
     return ExpertParallel(model, axis, copies, dispatch, nodes)
@@ -364,7 +359,6 @@ class ExpertParallel(Strategy):
             moe.core = partial(CORES[dispatch], moe, axis, **options)
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
-                self.num_experts = len(p)
                 mark(p, axis)
                 p.copies = copies
                 p.data, p.grad = p.data[own].clone(), None
@@ -380,12 +374,4 @@ class ExpertParallel(Strategy):
         return whole
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = dict(tensors)
-        for name in self.names.keys() & own.keys():
-            if (count := len(own[name])) != self.num_experts:
-                raise ValueError(
-                    f"{name} has {count} experts in this state, and the model has "
-                    f"{self.num_experts}: one rank's are no checkpoint; save full_state_dict()"
-                )
-            own[name] = own[name][self.names[name]].clone()
-        return own
+        return {n: t[self.names[n]].clone() if n in self.names else t for n, t in tensors.items()}

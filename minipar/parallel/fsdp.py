@@ -24,11 +24,9 @@ Memory. Bytes per rank: (P + G + O)/n for shards of weights, gradients and optim
         block that computes, and of the block that is being reduced.
 Costs you. Half as many bytes again as ddp, in many more calls. All ranks run the same blocks in the
         same order, in evaluation too. Weights are whole inside of forward alone. A tensor taken out
-        of a block may be used in the loss beside the block's output. Alone, it finds weights that
-        nobody gathered, and autograd says "modified by an inplace operation".
+        of a block may be used in the loss beside the block's output, but not alone.
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch
-        FSDP" (arXiv 2304.11277), sections 3 and 4.
-In torch: `torch.distributed.fsdp.fully_shard`, which has the same names for the phases.
+        FSDP" (arXiv 2304.11277), sections 3, 4. In torch: `fully_shard`, with the same phases.
 Proved by tests/parallel/test_fsdp.py and tests/law/test_law.py.
 """
 

@@ -14,15 +14,10 @@ Math.   Rank r of n; u_r is its optimizer, with a state of its own that is never
            streaming        the same for F fragments of the model, in turn.
         3. delayed gradients   in step t all use the gradient of step t-1: g = (1/n) sum_s g_s.
 Shapes. w_r V@dp, as the model has them; D, m, w flat vectors R@dp, in float32 at least.
-Comms.  Bytes that a rank sends per token, if it has K tokens in a step, n ranks, P = 4 bytes (8 in
-        float64) for each parameter that learns:
+Comms.  Bytes that a rank sends per step, for P = 4 bytes (8 in float64) of each number that learns:
 
-          synchronous          2 (n-1)/n (P + N) / K     N parameters: a byte each says who used it
-          local SGD            2 (n-1)/n P / (H K)       post-local: at first as synchronous
-          DiLoCo               2 (n-1)/n P / (H K)
-            delayed            the same, behind d forwards and backwards
-            streaming          the same, P/F at once: an even flow and no flood
-          delayed gradients    2 (n-1)/n (P + N) / K     behind a whole forward and backward
+          synchronous, or late gradients   2 (n-1)/n (P + N)   N parameters: who used each?
+          local SGD, DiLoCo                2 (n-1)/n P / H     streaming: P/F at once
 
 Memory. DiLoCo: w and m, 2 P. While an outer gradient travels P more, or P/F.
 Costs you. Another result than one device. The loss per token is higher, the more so with a large H,
@@ -30,8 +25,7 @@ Costs you. Another result than one device. The loss per token is higher, the mor
         and optimizer state: a checkpoint would need all of them, so save after `finish`.
 Tokens. A loss that is divided by the tokens of *all* ranks (``average=False``, see train/) has
         gradients that are parts of a sum. A rank that steps alone multiplies its part by n. With
-        H = 1 and SGD the average of the ranks is then exactly the synchronous step, also where
-        ranks have different numbers of tokens.
+        H = 1 and SGD the average of the ranks is then exactly the synchronous step.
 Source. 1. Stich 2019 (arXiv 1805.09767); Lin et al. 2020 (1808.07217), post-local. 2. Douillard et
         al. 2023 (2311.08105), algorithm 1; streaming with delay and mix: Douillard et al. 2025
         (2501.18512), algorithm 2. 3. Li et al. 2018, Pipe-SGD (1811.03619), with a width of two.
@@ -53,15 +47,9 @@ from torch.optim import Optimizer
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import split_like
-from minipar.parallel.base.strategy import (
-    Strategy,
-    check_not_summed,
-    claim,
-    mark_summed,
-)
+from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
 
 
 def apply(
@@ -69,18 +57,15 @@ def apply(
 ) -> "LocalSGD | DelayedGradients":
     """Train `model` (any `nn.Module`) along `axis` by one of `METHODS`, in place.
 
-    `optimizer` steps the model's parameters, by any rule; it has no state yet. `METHODS` names the
-    class of each method; `options` go to the class. If a loss scale makes one rank skip a step, all
-    ranks must skip it: ``Precision("fp16", axes=(axis,))`` does so.
-
-    Raises `ValueError` for options that do not fit.
+    `optimizer` steps the model's parameters, by any rule; it has no state yet. `options` go to the
+    class of the method. Raises `ValueError` for options that do not fit.
     """
     return METHODS[method](model, axis, optimizer, **options)
 
 
 # ---------------------------------------------------------------------- tensors as one vector
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy `tensors` into one vector, in float32 at least: [...], ... -> [N]."""
+    """Copy `tensors` into one vector [N], in float32 at least."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
@@ -104,28 +89,12 @@ def send_gradients(
     return receive
 
 
-def refuse(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise `ValueError` for state beside the parameters, on which ranks would never agree."""
-    if any(router.config.bias_speed is not None for _, router in routers(model)):
-        raise ValueError(
-            "each rank would move the biases of its routers by its own tokens; balance experts by "
-            "a loss (bias_speed=None)"
-        )
-    if any(hasattr(p, "master") for p in parameters):
-        raise ValueError(
-            "masters.keep() came before, and 16 bits of the weights would be averaged in the place "
-            "of their masters; call it after local_sgd.apply"
-        )
-
-
 # ---------------------------------------------------------------------- 1. averaging parameters
 class LocalSGD(Strategy):
     """Average the parameters of all ranks after every `every` steps.
 
     Post-local SGD: the first `synchronous_steps` share all gradients, while the model changes fast.
-
-    `average`: the loss is a mean over the tokens of this rank; if False, of all ranks, see
-    "Tokens".
+    `average`: the loss is a mean over the tokens of this rank; if False, of all ranks.
     """
 
     def __init__(
@@ -142,7 +111,6 @@ class LocalSGD(Strategy):
         self.every, self.synchronous_steps, self.average = every, synchronous_steps, average
         self.steps, self.parameters = 0, [p for p in model.parameters() if p.requires_grad]
         claim(model, "local_sgd", axis)
-        refuse(model, self.parameters)
         replicate(model, axis)
         self.watch(self.parameters)
         if not average or synchronous_steps:
@@ -187,11 +155,7 @@ class LocalSGD(Strategy):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the agreed model, the one to evaluate; buffers are this rank's.
-
-        Under local SGD the average of all ranks at this moment; a collective. Under DiLoCo the
-        outer parameters, as of the last outer step.
-        """
+        """Return the agreed model, the one to evaluate; buffers are this rank's. A collective."""
         agreed = self.agreed()
         state = self.model.state_dict(keep_vars=True)
         return self._whole(state, lambda t: agreed.get(t, t.data).to(t.dtype))
@@ -235,12 +199,10 @@ class DiLoCo(LocalSGD):
     `optimizer` is the inner one, usually AdamW. `lr` and `momentum` are the outer ones; lr=1 and
     momentum=0 are local SGD.
 
-    With a `delay` the outer gradient arrives that many steps after it was sent, and ranks train
-    meanwhile. A rank that then moved to the outer model would forget what it has learnt meanwhile;
-    a rank that stayed would never agree. So a rank keeps a share `mix` of its own.
-
-    With several `fragments` the parts of the model take turns, at even distances. The link then
-    carries little at a time, but most of the time. A fragment is a number of whole parameters.
+    With a `delay` the outer gradient arrives that many steps after it was sent. A rank that then
+    moved to the outer model would forget what it has learnt meanwhile; a rank that stayed would
+    never agree. So a rank keeps a share `mix` of its own. With several `fragments` the parts of the
+    model take turns: the link carries little at a time, but most of the time.
 
     Raises `ValueError` for a delay that outlasts a turn, and for more turns than steps.
     """
@@ -297,10 +259,10 @@ class DiLoCo(LocalSGD):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Start anew: this model is the outer model, and every rank's."""
-        super().load_full_state_dict(state)
         for fragment in self.fragments:
             if fragment.pending:
                 fragment.pending.wait()  # its buffer is in use until then
+        super().load_full_state_dict(state)
         self.fragments = [Fragment(fragment.parameters) for fragment in self.fragments]
 
 
@@ -317,8 +279,7 @@ class DelayedGradients(Strategy):
     """Data parallelism in which step t uses the gradient of step t-1.
 
     The all-reduce has a whole forward and backward to hide behind. All ranks have the same model at
-    all times. The first step finds no gradient and changes nothing. Use a lower learning rate, and
-    bf16 rather than fp16: a late gradient carries the loss scale of its own step.
+    all times. The first step finds no gradient and changes nothing. Use a lower learning rate.
     """
 
     def __init__(

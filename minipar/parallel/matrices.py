@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.model.llama import IGNORE_INDEX
+from minipar.model.llama import IGNORE_INDEX, LlamaConfig
+from minipar.model.moe import MoEConfig
+from minipar.parallel.base.shards import check_divides
 
 Spans = tuple[tuple[int, int], ...]
 """(start, stop) of each rank's piece along one dim; ranks with equal spans have copies."""
@@ -30,6 +32,24 @@ def by_heads(num_heads: int, head_dim: int, n: int) -> Spans:
         return evenly(num_heads * head_dim, n)
     heads = [r * num_heads // n for r in range(n)]
     return tuple((head * head_dim, (head + 1) * head_dim) for head in heads)
+
+
+def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
+    """Raise `ValueError` unless n ranks can share the matrices of such a Llama."""
+    check_divides(name, n, "num_heads", config.num_heads)
+    if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
+        check_divides(name, n, "intermediate_size", config.intermediate_size)
+    if config.num_kv_heads % n and n % config.num_kv_heads:
+        raise ValueError(
+            f"{name}={n} neither divides num_kv_heads={config.num_kv_heads} nor is a multiple of it"
+        )
+
+
+def check_experts(moe: MoEConfig | None, n: int, name: str = "tp") -> None:
+    """Raise `ValueError` unless n ranks can share each expert."""
+    if moe is None:
+        raise ValueError(f"{name}={n} cuts experts, and this Llama has none (moe=None)")
+    check_divides(name, n, "expert_size", moe.expert_size)
 
 
 @dataclass(frozen=True)

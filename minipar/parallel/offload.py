@@ -42,7 +42,8 @@ def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostS
     gathered, in the order of the last step. Each gradient of a shard leaves for the host during
     backward. The device keeps blocks in use, and at most four shards that come.
 
-    Call it before the first step. Raises `ValueError` for a strategy of another kind than fsdp.
+    Call it before the first step, and before a state is loaded. Raises `ValueError` for a strategy
+    of another kind than fsdp.
     """
     if not hasattr(strategy, "units"):
         raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
@@ -116,23 +117,15 @@ class HostShards:
             self.leaving[unit].pop().wait()
 
     # the step, on the host
-    def before_step(self, optimizer: Optimizer) -> None:
-        self.bring_state(optimizer)
+    def before_step(self, _: Optimizer) -> None:
         self.region.enter_context(memory.on_host())
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.bring_state(optimizer)
+        for value in (value for state in optimizer.state.values() for value in state.values()):
+            if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:
+                memory.tag("optimizer", value, on_host=True)
         self.region.close()
         self.order, self.fetched, self.coming = self.fetched, [], {}
-
-    def bring_state(self, optimizer: Optimizer) -> None:
-        """Copy state that is on the device, made or loaded before; tag the state on the host."""
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:
-                    if not memory.is_on_host():
-                        [state[key]] = self.copies.to_host([value]).wait()
-                    memory.tag("optimizer", state[key], on_host=True)
 
 
 def _call(own: "weakref.ref[HostShards]", method: str, optimizer: Optimizer, *_: Any) -> None:

@@ -7,7 +7,7 @@ a plan out. explain.py says which rank has which part of each parameter, and wha
 Use::
 
     plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
-    plan.check(config)  # ValueError: the broken rule, and the nearest plan that works
+    plan.check(config)  # ValueError names the broken rule
 
 Proved by tests/parallel/test_compose.py and tests/law/test_plans.py.
 """
@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args
 
-from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
+from minipar.comm.mesh import Axis, whole_number
 from minipar.model.llama import LlamaConfig
-from minipar.parallel import expert, tensor
+from minipar.parallel import expert, matrices
 from minipar.parallel.base.shards import check_divides
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
@@ -34,8 +34,6 @@ OPTIONS = {
     "pp": ("schedule", "stages_per_rank"),
 }
 """Options that need several ranks of an axis, by axis."""
-MOST = {**dict.fromkeys(MESH, MOST_RANKS), "microbatches": 10_000}
-"""The largest number of ranks on each axis, and of microbatches, all of which a schedule lists."""
 
 
 # ---------------------------------------------------------------------- 1. the plan
@@ -155,12 +153,10 @@ class Plan:
 
     # ------------------------------------------------------------------ 2. its rules
     def check(self, config: LlamaConfig) -> None:
-        """Raise `ValueError` with the rule and the nearest plan, if the plan breaks a rule."""
+        """Raise `ValueError` with the rule, if the plan breaks a rule."""
         problem = self.problem(config)
         if problem is not None:
-            raise ValueError(
-                f"plan {self}: {problem}. The nearest plan that works is {self.nearest(config)}"
-            )
+            raise ValueError(f"plan {self}: {problem}")
 
     def problem(self, config: LlamaConfig) -> str | None:
         """Return the rule that the plan breaks, with its numbers; None if it breaks none."""
@@ -170,11 +166,9 @@ class Plan:
             return str(error)
 
     def _problems(self, config: LlamaConfig) -> Iterator[str]:
-        for name, most in MOST.items():
-            if not 1 <= (own := getattr(self, name)) <= most:
-                yield f"{name}={own} must be {'1 or more' if own < 1 else f'at most {most:,}'}"
-        if self.num_ranks > MOST_RANKS:
-            yield f"{self.num_ranks:,} ranks are more than the {MOST_RANKS:,} of the largest plan"
+        for name in (*MESH, "microbatches"):
+            if (own := getattr(self, name)) < 1:
+                yield f"{name}={own} must be 1 or more"
         choices = {field.name: get_args(field.type) for field in fields(self)}
         choices["compression"] = ("none", *COMPRESSORS)
         for name, allowed in choices.items():
@@ -191,7 +185,7 @@ class Plan:
 
     def _problems_of_heads(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of tp and cp."""
-        tensor.check_sizes(config, self.tp)
+        matrices.check_sizes(config, self.tp)
         if self.tp_overlap and not self.sequence_parallel:
             yield "tp_overlap interleaves the collectives of sequence_parallel; set both"
         if self.context == "ulysses" and config.num_heads // self.tp % self.cp:
@@ -216,7 +210,7 @@ class Plan:
         elif n > 1:
             yield f"{name}={n} spreads experts, and this Llama has none in any layer"
         if self.expert_tensor_parallel:
-            tensor.check_experts(config.moe, self.tp)
+            matrices.check_experts(config.moe, self.tp)
         if self.dispatch != "all_to_all" and n == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
         check_divides("nodes", self.expert_nodes, name, n)
@@ -280,29 +274,6 @@ class Plan:
                 f"compression={self.compression} adds to a step what the last one left out, and "
                 f"precision=fp16 scales the two by factors that differ"
             )
-
-    # ------------------------------------------------------------------ 3. a plan that works
-    def nearest(self, config: LlamaConfig) -> "Plan":
-        """Return a plan for as many ranks that works.
-
-        It differs by one option (at its default, or a lower `zero`), else by its mesh, else by
-        both; dp takes the ranks if nothing else works.
-        """
-        n, own = min(max(1, self.num_ranks), MOST_RANKS), asdict(self)
-        plain = {name: getattr(Plan, name) for name in own if name not in MESH}
-        options = [{"zero": zero} for zero in range(min(self.zero, 4) - 1, -1, -1)]
-        options += [{name: value} for name, value in plain.items() if own[name] != value]
-        sizes = sorted(meshes(n), key=self._distance)
-        for change in (*options, *sizes, *(plain | mesh for mesh in sizes)):
-            plan = Plan(**own | change)
-            if plan.num_ranks == n and plan.problem(config) is None:
-                return plan
-        return Plan(dp=n)
-
-    def _distance(self, sizes: dict[str, int]) -> tuple[float, int]:
-        """Return how far another mesh is; of two as far away, the mesh with more dp is nearer."""
-        ratios = (size / max(1, getattr(self, axis)) for axis, size in sizes.items())
-        return round(sum(abs(math.log(ratio)) for ratio in ratios), 6), -sizes["dp"]
 
 
 def meshes(num_ranks: int, axes: Sequence[str] = MESH) -> Iterator[dict[str, int]]:

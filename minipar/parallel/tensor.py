@@ -11,28 +11,25 @@ Shapes. Types along tp as in comm/autograd.py. Tensors between two matrices are 
           plain           x [B, T, D] I    -convert->     R  ...  P  -all_reduce->      I
           ``sequence``    x [B, T/n, D] V  -all_gather->  R  ...  P  -reduce_scatter->  V
 
-        Megatron's sequence parallelism is this swap and nothing else, so it is an option here.
-        Then norms and the residual stream, outside of the borders, are cut along the tokens. A norm
-        weight sees a part of the tokens, so its gradient is P until `finish_backward` (T12).
+        Sequence parallelism is this swap and nothing else. Then norms and the residual stream are
+        cut along the tokens, so the gradient of a norm is P until `finish_backward` (T12).
 Comms.  A = (n-1)/n of the bytes of one activation [B, T, D]. Per microbatch, forward and backward:
         (8 L + 4) A, plain or ``sequence``: an all-reduce is a reduce-scatter and an all-gather.
         A layer has 4 all-reduces, the embedding one and the head one. The loss adds 6 (n-1)/n of
         the bytes of [B, T] numbers in fp32. ``overlap`` adds 2 L A: backward gathers the inputs of
-        q, k, v and of gate, up again. A mixture of experts that each rank computes whole saves 2
-        all-reduces. With ``experts`` it has them, and one of [B, T, k] in backward.
+        q, k, v and of gate, up again. A mixture of experts that is whole saves 2 all-reduces.
         Per step, 2 (n-1)/n of: the norm weights' gradients with ``sequence``, else gradients of the
         norms of heads, if any; and with n > G the gradients of k and v. Only ``overlap`` hides.
 Memory. Bytes of matrices, gradients and optimizer state / n. Activations that a layer keeps for its
         backward, in numbers per token: inside of the borders (2 H K + 2 G K + 4 F) / n (q, k, v and
         attention's result; gate, silu, up, their product). Outside, two norms keep input and
         result: 4 D plain; 2 D + 2 D/n with ``sequence``, which keeps results as gathered; 4 D/n
-        with ``overlap``. On CPUs, RMSNorm is many kernels and keeps another copy of its input.
+        with ``overlap``.
 Costs you. 4 all-reduces per layer that nothing hides, so a fast link: tp stays inside a node.
         n divides heads and hidden units, and divides G key/value heads or is a multiple of G.
 Source. Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. 2022
-        (arXiv 2205.05198), section 4.2.2, for ``sequence``; Wang et al. 2022 (ASPLOS 2023), for
-        ``overlap``. In torch: `parallelize_module` with `ColwiseParallel`, `RowwiseParallel`,
-        `SequenceParallel`, `loss_parallel`; ``overlap`` is its async tensor parallelism.
+        (arXiv 2205.05198), section 4.2.2, for ``sequence``; overlap.py.
+In torch: `parallelize_module`, `SequenceParallel`, `loss_parallel`, async tensor parallelism.
 Proved by tests/parallel/test_tensor.py and tests/law/test_law.py.
 """
 
@@ -46,36 +43,23 @@ from torch import Tensor, nn
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.model.moe import MoE, MoEConfig, Routing
+from minipar.model.llama import Llama, token_loss
+from minipar.model.moe import MoE, Routing
 from minipar.parallel import overlap as rings
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import (
-    axes_of,
-    check_divides,
-    is_spread_over,
-    mark,
-    piece_of,
-    split_like,
-)
-from minipar.parallel.base.strategy import (
-    Strategy,
-    check_not_summed,
-    mark_summed,
-    refuse_state,
-)
+from minipar.parallel.base.shards import axes_of, is_spread_over, mark, piece_of
+from minipar.parallel.base.strategy import Strategy, check_not_summed, mark_summed, refuse_state
 from minipar.parallel.matrices import (
     Border,
     Pieces,
     Spans,
     VocabEmbedding,
     by_heads,
+    check_experts,
+    check_sizes,
     evenly,
     vocab_loss,
 )
-
-LARGE = 1 << 20
-"""Bytes from which a gradient is summed by a call of its own."""
 
 
 def apply(
@@ -88,19 +72,15 @@ def apply(
 ) -> "TensorParallel":
     """Cut the matrices of `model` along `axis`, in place; the values come from rank 0.
 
-    Each parameter keeps its name and its ties, and holds this rank's piece (`full_shape`,
-    `shard_axes`). With gradients enabled the model returns the logits of this rank's words
-    [B, T, V/n]; `model.token_loss` compares these with targets. Under `no_grad` the model returns
-    all logits, so sampling works unchanged.
-
-    With other strategies: apply this one first and finish it last (``[ddp, tensor]`` in a list of
-    strategies). Its sums need gradients that no other strategy is working on.
+    With gradients enabled the model returns the logits of this rank's words [B, T, V/n];
+    `model.token_loss` compares these with targets. Under `no_grad` the model returns all logits, so
+    sampling works unchanged. Apply it before other strategies, and finish it after them: its sums
+    need gradients that no other strategy is working on.
 
     Args:
         sequence: cut norms and residual stream along the tokens.
         overlap: rings that interleave messages with matmuls, see overlap.py; needs `sequence`.
-        experts: cut each expert as well, instead of leaving all whole on every rank ("expert tensor
-            parallelism").
+        experts: cut each expert as well; otherwise every rank has all of them whole.
 
     Raises `ValueError` for sizes that the axis does not divide, and for a model that is cut.
     """
@@ -125,8 +105,6 @@ class TensorParallel(Strategy):
         keys = by_heads(config.num_kv_heads, config.head_dim, n)
         hidden = evenly(config.intermediate_size, n)
         for i, layer in enumerate(model.model.layers):
-            if layer is None:
-                continue  # another stage of a pipeline has it
             name = f"model.layers.{i}"
             self.by_columns(f"{name}.self_attn.q_proj", queries)  # [H K, D] -> [H K/n, D]
             self.by_columns(f"{name}.self_attn.k_proj", keys)
@@ -176,20 +154,17 @@ class TensorParallel(Strategy):
 
     # ------------------------------------------------------------------ the vocabulary
     def _cut_vocabulary(self, words: Spans) -> None:
-        inner, head = self.model.model, self.model.lm_head
+        inner, head, logits = self.model.model, self.model.lm_head, Pieces(-1, words)
         self.first_word = words[self.axis.rank][0]
-        if inner.embed_tokens is not None:
-            self._cut("model.embed_tokens.weight", Pieces(0, words))
-            inner.embed_tokens = VocabEmbedding(inner.embed_tokens, self.first_word, self.border)
-        if head is not None:
-            self.by_columns("lm_head", words)
-            logits = Pieces(-1, words)
-            head.register_forward_pre_hook(lambda _, args: self.border.enter(args[0]))
-            head.register_forward_hook(
-                # [B, T, V/n] V, or without gradients [B, T, V] I
-                lambda _, args, own: own if torch.is_grad_enabled() else logits.join(own, self.axis)
-            )
-            self.model.token_loss = self.token_loss
+        self._cut("model.embed_tokens.weight", Pieces(0, words))
+        inner.embed_tokens = VocabEmbedding(inner.embed_tokens, self.first_word, self.border)
+        self.by_columns("lm_head", words)
+        head.register_forward_pre_hook(lambda _, args: self.border.enter(args[0]))
+        head.register_forward_hook(
+            # [B, T, V/n] V, or without gradients [B, T, V] I
+            lambda _, args, own: own if torch.is_grad_enabled() else logits.join(own, self.axis)
+        )
+        self.model.token_loss = self.token_loss
 
     def token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss of the model's result: [B, T, V/n] V or [B, T, V] I."""
@@ -268,10 +243,6 @@ class TensorParallel(Strategy):
             check_not_summed(p, self.axis)  # one to which no gradient has been added
         mark_summed(holders, self.axis)
         grads = [p.grad for p in holders if p.grad is not None]
-        if num_groups == 1:  # whole experts, say: no second copy of large gradients
-            for grad in (grad for grad in grads if grad.nbytes >= LARGE):
-                collectives.all_reduce(grad, self.axis, out=grad)
-            grads = [grad for grad in grads if grad.nbytes < LARGE]
         if not grads:
             return
         group = self.axis.rank * num_groups // self.axis.size
@@ -279,8 +250,8 @@ class TensorParallel(Strategy):
         rows = flat.new_zeros(num_groups, len(flat))
         rows[group] = flat
         total = collectives.all_reduce(rows, self.axis, out=rows)[group]
-        for grad, values in zip(grads, split_like(total, grads), strict=True):
-            grad.copy_(values)
+        for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(values.view_as(grad))
 
     # ------------------------------------------------------------------ any number of tokens
     def _pad(self, _: nn.Module, args: tuple) -> tuple:
@@ -346,23 +317,3 @@ def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = Fals
                 f"sequence=True cuts sequences, so that they hold different ones"
             )
     check_sizes(model.config, axis.size, axis.name)
-
-
-def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
-    """Raise `ValueError` unless n ranks can share the matrices of such a Llama."""
-    limits = {"num_heads": config.num_heads}
-    if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
-        limits["intermediate_size"] = config.intermediate_size
-    for what, size in limits.items():
-        check_divides(name, n, what, size)
-    if config.num_kv_heads % n and n % config.num_kv_heads:
-        raise ValueError(
-            f"{name}={n} neither divides num_kv_heads={config.num_kv_heads} nor is a multiple of it"
-        )
-
-
-def check_experts(moe: MoEConfig | None, n: int, name: str = "tp") -> None:
-    """Raise `ValueError` unless n ranks can share each expert."""
-    if moe is None:
-        raise ValueError(f"{name}={n} cuts experts, and this Llama has none (moe=None)")
-    check_divides(name, n, "expert_size", moe.expert_size)

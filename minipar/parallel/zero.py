@@ -7,9 +7,8 @@ Idea.   Under data parallelism all ranks hold the same optimizer state and compu
 Math.   On rank r, which owns the slice w_r: g_r = slice r of sum_s g^(s) (divided by n
         with ``average=True``); w_r <- w_r - update(g_r, state_r); w = [w_0 ... w_(n-1)].
 Shapes. A bucket is a flat buffer of N numbers: weights R@dp; gradients P@dp, reduce-scattered to
-        [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. The n slices cut through parameters
-        wherever they fall. This rank's part of a parameter is a *piece*: to the optimizer, a
-        parameter like any other (see base/shards.py).
+        [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. Slices cut through parameters. This
+        rank's part of one is a *piece*: to the optimizer, a parameter (see base/shards.py).
 Comms.  P bytes of parameters: reduce-scatter (n-1)/n P during backward and all-gather (n-1)/n P
         during the next forward, together the bytes of `ddp`. Besides, one byte for each of N
         parameters (did any rank use it?): 2 (n-1)/n N. Stage 2 reduces each of m microbatches:
@@ -18,16 +17,13 @@ Memory. Bytes per rank at the highest point, for gradients G and optimizer state
           ddp      P + G + O
           stage 1  P + G + O/n               gradients are whole until the end of backward
           stage 2  P + G/n + O/n             and two buckets: one travels, one is being filled
-        On a CPU the slices of all ranks arrive in memory of their own: 3 more buckets, and 2.
 Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS. Gradients lie in
-        the pieces, and ``p.grad`` is None. After a step weights travel until the next forward: call
-        `ShardedOptimizer.synchronize` before you read or write them outside of a forward. Stage 2
-        wants as many backward passes on every rank.
-Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
-In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
+        the pieces. Stage 2 wants as many backwards on every rank.
+Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7. In torch:
+        `ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
 
-A `Bucket` lives through a step, a stage brings the gradients, a `ShardedOptimizer` steps. Use::
+Use::
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
@@ -36,10 +32,7 @@ A `Bucket` lives through a step, a stage brings the gradients, a `ShardedOptimiz
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +40,8 @@ from torch.optim import Optimizer
 
 from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.observe import memory
-from minipar.parallel.base.masters import master_of
+from minipar.parallel.base.arriving import let_modules_wait
+from minipar.parallel.base.masters import keep_slices, master_of
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Row, copies_axis, in_groups
@@ -57,11 +50,13 @@ from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
 
 # ---------------------------------------------------------------------- 1. a bucket, cut n ways
 class Bucket(Row):
-    """Parameters one after the other in a flat buffer; this rank owns, and steps, one slice.
+    """Parameters in a flat buffer, of which this rank owns, and steps, one slice.
 
-    The parameters are views of the buffer, and so are the pieces of this rank. The methods stand in
-    the order of a step.
+    Parameters are views of the buffer, and so are the pieces of this rank.
     """
+
+    reducing: Pending | None = None  # from `whole` to `reduced`
+    gathering: Pending | None = None  # slices of all ranks to `weights`
 
     def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
         axis = copies_axis(parameters[0], data_axis)
@@ -73,11 +68,7 @@ class Bucket(Row):
         for p, piece in zip(parameters, self.pieces, strict=True):
             p.piece = piece
         self.bind(weights)
-        self.whole: Tensor | None = None  # [N]: gradients of this rank
-        self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
-        self.reducing: Pending | None = None  # from `whole` to
-        self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
-        self.gathering: Pending | None = None  # slices of all ranks to `weights`
+        self.drop()
 
     @torch.no_grad()
     def bind(self, weights: Tensor) -> None:
@@ -85,6 +76,15 @@ class Bucket(Row):
         self.weights = weights
         for p, place in zip(self.parameters, self.split(weights), strict=True):
             p.data = place.copy_(p.data)
+
+    def drop(self) -> None:
+        """Forget all gradients; in `zero_grad`."""
+        self.wait_for_reduce()
+        self.whole: Tensor | None = None  # [N]: gradients of this rank
+        self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
+        self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
+        for p in (*self.parameters, *self.pieces):
+            p.grad = None
 
     def add(self, *with_gradients: nn.Parameter) -> None:
         """Move gradients into the flat buffer, where autograd adds to them; in backward."""
@@ -96,10 +96,7 @@ class Bucket(Row):
                 p.grad = self.views[p].copy_(p.grad.detach())
 
     def reduce(self, op: Op) -> list[nn.Parameter]:
-        """Start to sum the gradients, each slice for its owner; when all of them are there.
-
-        Returns the parameters that this rank has used.
-        """
+        """Start to sum the gradients, each slice for its owner; return the parameters used here."""
         self.wait_for_reduce()  # of the microbatch before
         own = [p for p in self.parameters if p.grad is not None]
         self.add(*own)
@@ -133,33 +130,15 @@ class Bucket(Row):
             self.gathering.wait()
             self.gathering = None
 
-    def drop(self) -> None:
-        """Forget all gradients; in `zero_grad`."""
-        self.wait_for_reduce()
-        self.whole, self.views, self.reduced = None, {}, None
-        for p in (*self.parameters, *self.pieces):
-            p.grad = None
-
-    @torch.no_grad()
-    def work_in(self, dtype: torch.dtype) -> None:
-        """Keep the slice as master weights; parameters, and the all-gather, have `dtype`."""
-        self.move(self.shard.clone())
-        memory.tag("optimizer", self.shard)
-        self.bind(torch.zeros_like(self.weights, dtype=dtype))
-        for p, piece in zip(self.parameters, self.pieces, strict=True):
-            p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
-            p.part_of = partial(self.part_of, piece)
-
 
 # ---------------------------------------------------------------------- 2. while backward goes on
 class Stage1(Strategy):
     """A bucket is reduced as soon as backward has filled it, while backward goes on.
 
-    All ranks send the buckets in the order of their list, as collectives pair up by order. Backward
-    waits for buckets that were sent long ago, so few are whole.
+    All ranks send the buckets in the order of their list. Backward waits for buckets that were sent
+    long ago, so few are whole.
     """
 
-    every_backward_sends = False  # under `no_sync`, too
     most_in_flight = 2  # buckets: the link always has one to carry
 
     def __init__(
@@ -170,25 +149,20 @@ class Stage1(Strategy):
         self.op: Op = "avg" if average else "sum"
         self.rows = self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
-        # Gradients come from the last layer to the first. A bucket is complete with the gradient
-        # of its first parameter; in forward this is the first to be needed, too. Tied weights of a
-        # pipeline have theirs at the end.
+        # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
         place = {p: -i for i, p in enumerate(model.parameters())}
         place |= {p: 1 for p in place if hasattr(p, "comes_last")}
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.in_flight: deque[Bucket] = deque()
         self.used: set[nn.Parameter] = set()  # by this rank, in this step
-        self._begin_round()
+        self.missing: dict[Bucket, set[nn.Parameter]] = {}  # gradients of the round, by bucket
+        self._end_round()
         optimizer.names = {p: name for name, p in model.named_parameters()}
-        let_modules_wait(model, optimizer)
+        let_modules_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
         self.hook_gradients(self.bucket_of)
         self.watch(self.with_gradients())
         for p in self.bucket_of:
             p.stepped_elsewhere = "step the ShardedOptimizer, which has their gradients"
-
-    def _begin_round(self) -> None:
-        """Begin a round, in which each bucket is sent once, when its gradients are there."""
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}  # in their order
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         super()._on_gradient(p)
@@ -200,7 +174,7 @@ class Stage1(Strategy):
             )
         if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
             bucket.add(p)
-        if self.synchronises or self.every_backward_sends:
+        if self.synchronises:
             self.missing[bucket].discard(p)
             while self.missing and not next(iter(self.missing.values())):
                 self._reduce_next()
@@ -214,10 +188,10 @@ class Stage1(Strategy):
             self.in_flight.popleft().wait_for_reduce()
 
     def _end_round(self) -> None:
-        """Reduce the buckets that are left, complete or not: other ranks may have them."""
+        """Reduce the buckets that are left, complete or not. In a round each is sent once."""
         while self.missing:
             self._reduce_next()
-        self._begin_round()
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
 
     def finish_backward(self) -> None:
         self._end_round()
@@ -243,40 +217,30 @@ class Stage1(Strategy):
 
 # ---------------------------------------------------------------------- 3. gradients cut n ways
 class Stage2(Stage1):
-    """Every microbatch is reduced: whole gradients are freed while backward goes on.
+    """Every microbatch is reduced, in `no_sync` too: whole gradients are freed in backward.
 
     When a bucket is sent, the bucket before it must have arrived: at most two are whole. Each
-    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds; a rank without
-    samples for its only microbatch sends zeros in `finish_backward`.
+    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds.
     """
 
-    every_backward_sends = True
     most_in_flight = 1
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with super().no_sync():
-            try:
-                yield
-            finally:
-                self._end_round()
-
-
-STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
+        try:
+            yield
+        finally:
+            self._end_round()
 
 
 # ---------------------------------------------------------------------- 4. a step, cut n ways
 class ShardedOptimizer(Optimizer):
     """An elementwise `torch.optim` class, with its state and its work spread over `axis`.
 
-    Args:
-        params: parameters, pairs with names, or groups, as for `optimizer_class`; alike on all
-            ranks. Frozen ones among them stay so.
-        bucket_mb: capacity of a bucket in MB (10^6 bytes). By default an eighth of the parameters,
-            at most 25 MB.
-        options: of `optimizer_class`, which steps the pieces of this rank.
+    `params` and `options` are as for `optimizer_class`. `bucket_mb` is the capacity of a bucket in
+    MB (10^6 bytes): by default an eighth of the parameters, at most 25 MB.
 
-    To schedulers it is an optimizer like any other. Raises `ValueError` for an optimizer that looks
+    To schedulers it is an optimizer like any other. Raises `ValueError` if `optimizer_class` looks
     at whole matrices.
     """
 
@@ -293,8 +257,6 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         check_elementwise(optimizer_class)
         groups = Optimizer(params, {}).param_groups  # torch knows all that `params` may be
-        for group in groups:
-            group.pop("param_names", None)  # the names in the model count
         self.axis, self.names = axis, {}
         self.wholes = [group["params"] for group in groups]  # as the user gave them
         trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
@@ -304,24 +266,16 @@ class ShardedOptimizer(Optimizer):
         for group, own in zip(groups, trainable, strict=True):
             self.buckets += [Bucket(some, axis) for some in in_groups(own, lambda _: capacity)]
             group["params"] = [p.piece for p in own]
+            group.pop("param_names", None)  # the names in the model count
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.has_stepped = False  # with the gradients that are here
         self.inner = optimizer_class(groups, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
-        self._adopt()
-
-    def _adopt(self) -> None:
-        """Show the inner optimizer's groups and state: schedulers change them."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's slices, and start to hand them out, the first layer's first.
-
-        Raises `RuntimeError` before `zero.apply`: no gradient would come, and no weight would move.
-        """
-        if not self.names:
-            raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
+        """Update this rank's slices, and start to hand them out, the first layer's first."""
         self.synchronize()
         for p in self.bucket_of:
             if hasattr(p, "master"):
@@ -351,13 +305,10 @@ class ShardedOptimizer(Optimizer):
         return join_state(self.inner, self.members(), self.buckets)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a whole state, also one of `optimizer_class` itself; paired by names, if any.
-
-        Raises `ValueError` for the state of other parameters.
-        """
+        """Take over a whole state, also one of `optimizer_class` itself; see `cut_state`."""
         own = cut_state(state_dict, self.inner, self.members(), self.buckets)
         self.inner.load_state_dict(own)
-        self._adopt()
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
 # ---------------------------------------------------------------------- put on a model
@@ -376,8 +327,7 @@ def apply(
         optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
         stage: 1: gradients are whole until the end of backward; 2: they never are.
         average: divide the sum of the gradients by the number of ranks.
-        working_dtype: compute, and gather weights, in this dtype. The slices keep their dtype: they
-            are the master weights of masters.py.
+        working_dtype: compute, and gather weights, in this dtype; slices are masters (masters.py).
 
     After a backward that an exception cut short, and before a step is left out, call
     `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an
@@ -389,47 +339,12 @@ def apply(
     if trainable.keys() != optimizer.bucket_of.keys():
         missing = [name for p, name in trainable.items() if p not in optimizer.bucket_of]
         raise ValueError(
-            f"the optimizer must hold all trainable parameters of the model, and no others. It "
-            f"lacks {missing[:3] or 'none'} ({len(missing)} in all); hand them over, or freeze them"
+            f"the optimizer must hold all trainable parameters of the model, and no others; it "
+            f"lacks {missing[:3] or 'none'}"
         )
-    make = STAGES[stage]
+    make = {1: Stage1, 2: Stage2}[stage]
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     if working_dtype is not None:
-        for bucket in optimizer.buckets:
-            if bucket.shard.is_floating_point():
-                bucket.work_in(working_dtype)
-        for p in filter(torch.is_floating_point, model.parameters()):
-            if p not in trainable:  # frozen, or without numbers
-                p.data = p.data.to(working_dtype)
+        keep_slices(model, optimizer.buckets, working_dtype)
     return make(model, axis, optimizer, average)
-
-
-def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """Make each module wait, before it runs, for its weights that are on their way.
-
-    A weight may be used without a call of its module, as `nn.MultiheadAttention` uses `out_proj`.
-    So `model` itself waits for the weights of modules that were never called.
-    """
-    needs: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p in optimizer.bucket_of]
-        needs[module] = [optimizer.bucket_of[p] for p in own]
-    never_called = WeakKeyDictionary(needs)
-
-    # One hook for all modules, or torch.compile would make a graph for each layer.
-    def wait(module: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():  # inside of a graph no module is called
-            never_called.pop(module, None)
-            for bucket in needs.get(module, ()):  # none of a deep copy
-                bucket.wait_for_gather()
-
-    def wait_for_uncalled(module: nn.Module, _: Any) -> None:  # evaluation may call others
-        for bucket in chain(*never_called.values()) if module.training else optimizer.buckets:
-            bucket.wait_for_gather()
-
-    model.register_forward_pre_hook(torch.compiler.disable(wait_for_uncalled))
-    for module in needs:
-        module.register_forward_pre_hook(wait)
-    model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
-    model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())

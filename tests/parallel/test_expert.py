@@ -14,14 +14,13 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import MLP, PRESETS
 from minipar.model.moe import MoE, MoEConfig, Routing, routers
 from minipar.observe import timeline
-from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, tensor, zero
+from minipar.parallel import ddp, expert, fsdp, local_sgd, tensor, zero
 from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
 from minipar.train.step import evaluate
 from tests.law import models
-from tests.law.harness import make_optimizer
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
 
@@ -199,23 +198,6 @@ def test_experts_are_spread_once_and_first(before):
         expert.apply(model, axis)
     assert f"is shared by {before} along ep already; apply expert once, be" in str(caught.value)
     assert not recorded.spans
-
-
-@pytest.mark.parametrize("composed", [False, True])
-@on_ranks(2)
-def test_the_experts_of_one_rank_are_no_state(composed):
-    """Also on the rank whose they are. Mutant: rank 0 takes them for the first of all."""
-    model, mesh = models.llama(0, moe=SIX), Mesh(dp=1, ep=2)
-    if composed:
-        strategy = compose.apply(model, mesh, Plan(ep=2), make_optimizer)
-    else:
-        strategy = expert.apply(model, mesh.ep)
-    whole = strategy.full_state_dict()
-    strategy.load_full_state_dict(whole)
-    own = {n: t[:3] if ".experts." in n else t for n, t in whole.items()}
-    with pytest.raises(ValueError) as caught:
-        strategy.load_full_state_dict(own)
-    assert "has 3 experts in this state, and the model has 6: one rank's" in str(caught.value)
 
 
 def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():
@@ -516,13 +498,3 @@ def test_counts_are_kept_until_all_are_told(monkeypatch):
     told = expert.gather_counts(counts, None)
     del counts
     assert kept() is not None and told() == 0
-
-
-@on_ranks(2)
-def test_spread_again_a_router_counts_anew():
-    """Over the ranks that share the batch now. Mutant: over those of the time before."""
-    mesh = Mesh(dp=2, ep=1)
-    layer = one_layer(replace(SIX, balance="batch"))
-    for batch, times in ((mesh.ep, 1), (mesh.dp, 2)):
-        expert.apply(layer, mesh.ep, batch=batch)
-        assert layer.gate.sum_counts(torch.ones(1)).item() == times

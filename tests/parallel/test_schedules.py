@@ -14,14 +14,7 @@ from torch.distributed.pipelining import schedules as theirs
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live, validate
 from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make, play
-from minipar.parallel.pipeline.simulate import (
-    Costs,
-    bubble,
-    bubble_between,
-    idle,
-    lower,
-    simulate,
-)
+from minipar.parallel.pipeline.simulate import Costs, bubble, bubble_between, idle, lower, simulate
 
 approx = partial(pytest.approx, rel=1e-9, abs=1e-9)
 quick = settings(max_examples=40, deadline=None)

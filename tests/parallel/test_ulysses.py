@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
         ulysses.apply(models.llama(0), on_paper("cp", 3, 1))
     with pytest.raises(ValueError, match="cp=2 does not divide num_heads=1; use one of 1$"):
         ulysses.check_heads(1, on_paper("cp", 2, 1))
-    with pytest.raises(ValueError, match="cp=4 does not divide 27 tokens; pad them to 28 or .* 24"):
+    with pytest.raises(ValueError, match="cp=4 does not divide 27 tokens; pad them to 28"):
         ulysses.shard(torch.zeros(2, 27), on_paper("cp", 4, 1))
     model, tokens = models.llama(0, max_seq_len=6), torch.zeros(1, 4, dtype=torch.int64)
     ulysses.apply(model, on_paper("cp", 2))

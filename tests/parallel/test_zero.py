@@ -127,24 +127,23 @@ def test_any_elementwise_optimizer(cls):
 
 # ---------------------------------------------------------------------- what does not fit
 REFUSED = [
-    ("zero.apply(model, Mesh().tp, optimizer=fine)", ValueError, "sharded along dp, not tp"),
-    ("apply(make(own[:2], AdamW))", ValueError, r"lacks \['layers.1.weight'.*\(10 in all\)"),
-    ("apply(make([*own, *Layers(0).parameters()], AdamW))", ValueError, "It lacks none"),
-    ("make(own, torch.optim.LBFGS)", ValueError, "LBFGS may look at whole"),
-    ("make(own, torch.optim.Muon)", ValueError, "Muon may look at whole"),
-    ("fine.load_state_dict(make(own[:2], AdamW).state_dict())", ValueError, "here are .12."),
-    ("fine.step()", RuntimeError, "no gradients come here before zero.apply"),
+    ("zero.apply(model, Mesh().tp, optimizer=fine)", "sharded along dp, not tp"),
+    ("apply(make(own[:2], AdamW))", r"lacks \['layers.1.weight'"),
+    ("apply(make([*own, *Layers(0).parameters()], AdamW))", "it lacks none"),
+    ("make(own, torch.optim.LBFGS)", "LBFGS may look at whole"),
+    ("make(own, torch.optim.Muon)", "Muon may look at whole"),
+    ("fine.load_state_dict(make(own[:2], AdamW).state_dict())", "here are .12."),
 ]
 
 
-@pytest.mark.parametrize("call, error, says", REFUSED)
-def test_refused_before_the_first_collective(call, error, says):
+@pytest.mark.parametrize("call, says", REFUSED)
+def test_refused_before_the_first_collective(call, says):
     model, axis = Layers(seed=0), Mesh().dp
     own = list(model.parameters())
     make = lambda params, cls, **options: ShardedOptimizer(params, cls, axis, **options)  # noqa: E731
     apply = lambda optimizer, **options: zero.apply(model, axis, optimizer=optimizer, **options)  # noqa: E731
     fine = make(own, AdamW, lr=0.1)
-    with timeline.record() as recorded, pytest.raises(error, match=says):
+    with timeline.record() as recorded, pytest.raises(ValueError, match=says):
         eval(call, {**globals(), **locals()})
     assert not recorded.spans
 

@@ -276,7 +276,7 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
 
 # ---------------------------------------------------------------------- the rest
 def test_bad_sizes_are_refused():
-    with pytest.raises(ValueError, match="nearest plan"):
+    with pytest.raises(ValueError, match="does not divide num_heads"):
         trace(CONFIG, Plan(tp=3), seq_len=32)
 
 

@@ -41,11 +41,13 @@ def test_short_flags_are_words_of_the_plan():
         (dict(mesh="dp=0"), "dp=0"),
         (dict(mesh="ep=2"), "ep=2 spreads experts, and this Llama has none"),
         (dict(mesh="ep=3", preset="tiny-moe"), "ep=3 does not divide num_experts=8"),
-        (dict(mesh="tp=3"), "plan tp=3: .* num_heads=4.* nearest plan that works is dp=3"),
-        (dict(mesh="pp=2", zero=3, microbatches=4), "zero=3 .* nearest .* pp=2,zero=2,microb"),
+        (dict(mesh="tp=3"), "plan tp=3: .* num_heads=4"),
+        (
+            dict(mesh="pp=2", zero=3, microbatches=4),
+            "zero=3 gathers .* tie_embeddings=False",
+        ),
         (dict(plan="dp=4,schedule=zb_v"), "schedule=zb_v needs several ranks of pp"),
         (dict(plan="dp=2,tp=2,compression=top-k"), "compression=top-k "),
-        (dict(mesh="dp=1000000,tp=1000000"), "1,000,000,000,000 ranks are more than the 1,048,576"),
         (dict(mesh="pp=2", microbatches=1000), "1000 leaves some empty: a rank has 32 seq"),
         (
             dict(mesh="pp=2", microbatches=4, batch_size=5),

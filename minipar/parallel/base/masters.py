@@ -18,6 +18,8 @@ ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dt
 3 shards are the masters: ``fsdp.apply(compute_dtype=)``.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +36,10 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     steps, or loads its state, ``p.data`` *is* the master. Frozen parameters are cast and have no
     master. Whole numbers stay as they are.
 
-    Raises `ValueError` for a parameter that learns and is not stepped by `optimizer`, or has a
-    master already; `RuntimeError` for a step with a closure, which would compute with the masters.
+    Raises `ValueError` for a parameter that learns and is not stepped by `optimizer`.
     """
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
-        if hasattr(p, "master"):
-            raise ValueError(f"{name} has a master already; call keep() once, with one optimizer")
         if p.requires_grad and p not in stepped:
             raise ValueError(
                 f"{name} learns, but not by this optimizer; make one optimizer, with groups, of "
@@ -54,9 +53,7 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
             working[p] = p.data
             memory.tag("optimizer", master)
 
-    def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
-        if any(map(callable, (*args, *(kwargs or {}).values()))):
-            raise RuntimeError("step(closure) would run on master weights; backward, then step()")
+    def put_masters(*_: Any) -> None:
         for p in working:
             p.data = master_of(p)
 
@@ -69,8 +66,24 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
     optimizer.register_step_pre_hook(put_masters)
     optimizer.register_step_post_hook(put_working)
-    optimizer.register_load_state_dict_pre_hook(lambda *_: put_masters(None))
+    optimizer.register_load_state_dict_pre_hook(put_masters)
     optimizer.register_load_state_dict_post_hook(put_working)
+
+
+@torch.no_grad()
+def keep_slices(model: nn.Module, buckets: Iterable[Any], dtype: torch.dtype) -> None:
+    """Cast the parameters of `model` to `dtype`; the slices of ZeRO's `buckets` are the masters."""
+    for bucket in buckets:
+        if bucket.shard.is_floating_point():
+            bucket.move(bucket.shard.clone())
+            memory.tag("optimizer", bucket.shard)
+            bucket.bind(torch.zeros_like(bucket.weights, dtype=dtype))
+            for p, piece in zip(bucket.parameters, bucket.pieces, strict=True):
+                p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
+                p.part_of = partial(bucket.part_of, piece)
+    for p in model.parameters():
+        if p.is_floating_point() and not hasattr(p, "master"):  # frozen, or without numbers
+            p.data = p.data.to(dtype)
 
 
 @torch.no_grad()

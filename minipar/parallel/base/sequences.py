@@ -55,10 +55,6 @@ def chunks_of_equal_length(tensor: Tensor, count: int, dim: int, why: str) -> tu
     Raises `ValueError`, beginning with `why`, unless `count` divides T.
     """
     length = tensor.shape[dim]
-    if length % count:
-        below = length - length % count
-        raise ValueError(
-            f"{why} {length} tokens; pad them to {below + count}"
-            + (f" or cut them to {below}" if below else "")
-        )
+    if missing := -length % count:
+        raise ValueError(f"{why} {length} tokens; pad them to {length + missing}")
     return tensor.chunk(count, dim)

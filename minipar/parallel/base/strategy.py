@@ -373,12 +373,9 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:
-    """Make routers count the tokens of all ranks of `axes`, in the place of their own rank's.
-
-    With `anew`, also routers that count for several ranks already. A collective.
-    """
-    own = [router for _, router in routers(model) if anew or router.sum_counts is alone]
+def share_counts(model: nn.Module, *axes: Axis) -> None:
+    """Make routers that count alone count the tokens of all ranks of `axes`; a collective."""
+    own = [router for _, router in routers(model) if router.sum_counts is alone]
     if any(router.config.balance == "batch" for router in own):
         # Each layer waits for its counts: they must not queue behind gradients or weights.
         axes = tuple(with_own_group(axis, "counts") for axis in axes)

@@ -23,10 +23,8 @@ Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks d
         Random-k and PowerSGD send numbers that are linear in the gradient: an all-reduce adds them.
 Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
 Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. A loss scale
-        must not change from step to step. If no rank uses a parameter in a step, its residue is
-        lost. A checkpoint holds no residues: training that resumes begins with none. Use
-        compression over dp alone: a thread launches the calls, so their order among calls on other
-        groups differs from rank to rank, and NCCL wants one order.
+        must not change from step to step. A checkpoint holds no residues. Use compression over dp
+        alone: a thread launches the calls, and NCCL wants one order among the calls of all groups.
 Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
         QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
         fp8: 2209.05433. PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.
@@ -35,5 +33,5 @@ Proved by tests/parallel/test_compression.py and tests/law/test_law.py.
 
 Files: codecs.py, the ways to send a vector; feedback.py, the residue, plugged into ddp.
 
-Use: ``ddp.apply(model, mesh.dp, reduce=Compressed(TopK(0.01), warmup_steps=100))``.
+Use: ``ddp.apply(model, mesh.dp, reduce=Compressed(TopK(0.01)))``.
 """

@@ -95,13 +95,13 @@ class Half(Codec):
 
 @dataclass
 class _Scaled(Codec):
-    """Numbers as small codes, times a scale for each block of `block` (None: one for all).
+    """Numbers as small codes, times a scale for each block of `block` numbers.
 
     The largest number of a block becomes the `largest` of the `code`. In a small block an outlier
     rounds few others to zero, at 4 bytes per scale.
     """
 
-    block: int | None = 256
+    block: int = 256
     code, largest = torch.int8, 127.0
 
     def scale_of(self, blocks: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class _Scaled(Codec):
         return _pack(scale.squeeze(-1), self.encode(ratios.flatten(1)[:, : rows.shape[1]]))
 
     def decompress(self, wire: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        head = 4 * (math.ceil(length / self.block) if self.block else 1)
+        head = 4 * math.ceil(length / self.block)
         scale = _unpack(wire[:, :head], torch.float32)[..., None]  # [C, N/b, 1]
         ratios = self.decode(wire[:, head:], length).to(dtype)
         return (_blocks(ratios, self.block) * scale).flatten(1)[:, :length]
@@ -303,10 +303,10 @@ def _bit_numbers(like: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
-def _blocks(rows: Tensor, size: int | None) -> Tensor:
+def _blocks(rows: Tensor, size: int) -> Tensor:
     """Cut [C, N] into blocks [C, N/b, b] of one length, with few zeros at the end."""
     length = rows.shape[1]
-    count = math.ceil(length / size) if size else 1
+    count = math.ceil(length / size)
     width = math.ceil(length / count)
     return F.pad(rows, (0, count * width - length)).unflatten(1, (count, width))
 

@@ -11,7 +11,6 @@ from minipar.comm.background import Background
 from minipar.comm.calls import Pending, beside, waited
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.shards import laid_out_as
 from minipar.parallel.compression.codecs import (
     Compressor,
     Fp8,
@@ -30,26 +29,20 @@ class Compressed:
     Args:
         compressor: one of its own for each strategy.
         error_feedback: keep residues; by default, if `compressor` has a bias.
-        warmup_steps: number of first steps that are reduced exactly, while gradients change fast.
 
     A thread works on one bucket after the other, in the order of the calls, while backward goes on.
     From the first bucket to `finish_backward`, nothing else may use the axis.
     """
 
-    def __init__(
-        self, compressor: Compressor, *, error_feedback: bool | None = None, warmup_steps: int = 0
-    ) -> None:
-        self.compressor, self.warmup_steps = compressor, warmup_steps
+    def __init__(self, compressor: Compressor, *, error_feedback: bool | None = None) -> None:
+        self.compressor = compressor
         self.feedback = compressor.feedback if error_feedback is None else error_feedback
-        self._residues: dict[nn.Parameter, Tensor] = {}  # flat
-        self._steps: dict[nn.Parameter, int] = {}
+        self.residues: dict[nn.Parameter, Tensor] = {}  # of this rank, flat
         self._latest: Background | None = None
 
     def __call__(self, bucket: Any, axis: Axis, op: Op) -> Pending:
         """Start to reduce a bucket of ddp in place: its `flat` [N], by its `parameters`."""
-        step = self._steps.get(bucket.parameters[0], 0)
-        self._steps.update(dict.fromkeys(bucket.parameters, step + 1))
-        if step < self.warmup_steps or axis.size == 1:
+        if axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
         work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
         if bucket.flat.is_meta:  # a trace records calls in a fixed order: no thread
@@ -67,17 +60,12 @@ class Compressed:
         pieces = vector.split([p.numel() for p in parameters])
         if self.feedback:
             for p, piece in zip(parameters, pieces, strict=True):
-                piece += self._residues.get(p, 0)
+                piece += self.residues.get(p, 0)
         flat.copy_(self.compressor.reduce(vector, axis, parameters))
         if self.feedback:
             # An overflow spoils this step, which the trainer skips or reports, and no later one.
             vector.nan_to_num_(nan=0, posinf=0, neginf=0)
-            self._residues.update(zip(parameters, pieces, strict=True))
-
-    def residue(self, parameter: nn.Parameter) -> Tensor:
-        """Return the residue that this rank keeps of a gradient, in the shape of `parameter`."""
-        kept = self._residues.get(parameter)
-        return torch.zeros_like(parameter) if kept is None else laid_out_as(parameter, kept)
+            self.residues.update(zip(parameters, pieces, strict=True))
 
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {

@@ -13,12 +13,10 @@ Order.  The turn changes at every wait for an all-to-all, never by who is ready 
         group play the same row of the schedule, so all of them launch in the same order, as NCCL
         demands. Other collectives are waited for at once.
 Threads. Forward stays in the thread of the caller. Backward gets a thread of its own, with the same
-        device and dispatch modes. Each has its own open spans of the recorder. Random numbers are
-        drawn from one stream in turns: dropout is not reproducible.
+        device and dispatch modes. Each has its own open spans of the recorder. An error in one
+        reaches the caller; the other ends at its next turn.
 GPU.    There a wait is one of the stream, and the host goes on; turns decide in which order the two
-        launch their kernels. The host reads counts of rows once per layer, and then waits for all
-        that is queued. Measured on CPUs and emulated devices only.
-Errors. An error in one of the two reaches the caller; the other ends at its next turn.
+        launch their kernels. Measured on CPUs and emulated devices only.
 Source. DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.1, figure 4. In torch: none.
 Proved by tests/parallel/test_pairs.py, and with experts and without by tests/law.
 """

@@ -9,8 +9,7 @@ Shapes. Tokens and targets [B, T] of each microbatch are on all ranks of the axi
 Comms.  Per microbatch and pair of neighbouring stages on different ranks: B·T·D elements forward
         and as many backward. All ranks together 2 M (S-1) B·T·D per step, less where neighbours
         share a rank, and the loss, one number. Embeddings tied across two ranks: V·D more from each
-        of the two. A schedule with two copies of the model (dualpipe): all gradients, once. At the
-        start, the whole model from rank 0 to all.
+        of the two. A schedule with two copies of the model (dualpipe): all gradients, once.
 Memory. 1/p of parameters, gradients and optimizer state; activations as `checks.peak_live` counts.
 Costs you. The bubble; microbatches, which are small; layers that can be cut evenly.
 Source. Huang et al. 2019 (1811.06965), Narayanan et al. 2021 (2104.04473); others by schedule.
@@ -82,8 +81,8 @@ def apply(
         paired: run a forward beside a backward, where the schedule has them in a row: each runs
             while the all-to-alls of the other travel, see `pairs`.
 
-    Raises `ValueError` on every rank: for a schedule that cannot be run (`checks.validate` names
-    the action), for other ranks, or without pairs; for a cut that does not fit.
+    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action), is
+    for other ranks or has no pairs, and for a cut that does not fit.
     """
     validate(schedule)
     if paired:
@@ -210,8 +209,7 @@ class Pipeline(Strategy):
     """A model cut into stages, and the schedule by which the stages work; made by `apply`.
 
     Apply tensor parallelism before it and data parallelism after it. In a list of strategies it
-    comes last, because it collects the whole model. If another strategy keeps shards of weights,
-    call ``pipeline.join(other.full_state_dict())``.
+    comes last, because it collects the whole model.
     """
 
     token_shards, paired = 1, False

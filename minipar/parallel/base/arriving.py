@@ -1,0 +1,46 @@
+"""Weights on their way: each module waits for its own before it runs."""
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+Wait = Callable[[], None]
+
+
+def let_modules_wait(model: nn.Module, waits: Mapping[nn.Parameter, Wait]) -> None:
+    """Make each module call ``waits[p]`` for its parameters p, before it runs.
+
+    A weight may be used without a call of its module, as `nn.MultiheadAttention` uses `out_proj`.
+    So `model` itself waits for the weights of modules that were never called. States are read and
+    loaded when all weights are there.
+    """
+    needs: WeakKeyDictionary[nn.Module, list[Wait]] = WeakKeyDictionary()
+    for module in model.modules():
+        own = module.parameters(recurse=False)
+        needs[module] = list(dict.fromkeys(waits[p] for p in own if p in waits))
+    never_called = WeakKeyDictionary(needs)
+
+    # One hook for all modules, or torch.compile would make a graph for each layer.
+    def wait(module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():  # inside of a graph no module is called
+            never_called.pop(module, None)
+            for arrives in needs.get(module, ()):  # none of a deep copy
+                arrives()
+
+    def wait_for_uncalled(module: nn.Module, _: Any) -> None:  # evaluation may call others
+        for arrives in chain(*never_called.values()) if module.training else waits.values():
+            arrives()
+
+    def wait_for_all(*_: Any) -> None:
+        for arrives in waits.values():
+            arrives()
+
+    model.register_forward_pre_hook(torch.compiler.disable(wait_for_uncalled))
+    for module in needs:
+        module.register_forward_pre_hook(wait)
+    model.register_state_dict_pre_hook(wait_for_all)
+    model.register_load_state_dict_pre_hook(wait_for_all)
