@@ -15,16 +15,16 @@ from typing import Any
 from tqdm import tqdm
 
 from minipar.cli.main import is_bad_input
-from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.observe.timeline import Timeline
 from minipar.ranks import backends
 from minipar.ranks.launch import RankError, Ranks, check_fits_here
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
+from minipar.train.folder import on_first_rank
 from minipar.train.metrics import read
 from minipar.train.report import Report
-from minipar.train.stop import pass_on
+from minipar.train.stop import StopRequest
 from minipar.train.trainer import Trainer
 
 
@@ -61,7 +61,7 @@ def train(config: TrainConfig) -> None:
         with (
             _saying_how_to_go_on(folder),
             Ranks(config.num_ranks, **how, preload=(__name__,)) as ranks,
-            pass_on(ranks.pids),
+            StopRequest(ranks.pids),  # passes a signal on to them
         ):
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
     except BaseException:
@@ -80,17 +80,9 @@ def _train_under_torchrun(config: TrainConfig) -> None:
             f"unset it and RANK"
         )
     with backends.joined(config.backend, config.timeout):
-        place = problem = None
-        if rank == 0:  # one rank chooses, so that all speak of the same folder
-            try:
-                place = _place(config)
-            except (ValueError, OSError) as error:
-                problem = error
         world = Mesh(**config.as_plan().mesh_sizes()).world
-        place, problem = all_gather_object((place, problem), world)[0]
-        if problem is not None:
-            raise problem
-        folder, start = place
+        # One rank chooses, so that all speak of the same folder.
+        folder, start = on_first_rank(lambda: _place(config), world)
         with _saying_how_to_go_on(folder) if rank == 0 else nullcontext():
             report = trainer.train(config, str(folder), start, Progress)
     if rank == 0:
@@ -229,22 +221,17 @@ def conclude(report: Report | None, folder: Path) -> None:
 
 def summary(report: Report) -> str:
     """Return the table at the end of a run."""
-    rows = {}
-    if report.step_seconds is None:
-        rows["loss"] = f"all {report.steps} steps were done before; --steps adds more"
-    else:
-        rows["loss"] = f"{report.first_loss:.3f} -> {report.last_loss:.3f} nats per token"
-        rows["speed"] = (
-            f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step"
-        )
-        rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
-    rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
+    speed, seconds = report.tokens_per_second, report.step_seconds
+    rows = {
+        "loss": f"{report.first_loss:.3f} -> {report.last_loss:.3f} nats per token",
+        "validation loss": f"{report.validation_loss:.3f} nats per token",
+        "speed": f"{speed:,.0f} tokens/s, {seconds * 1e3:.0f} ms a step",
+        "utilisation": f"{report.mfu:.0%} of the FLOP/s of {report.peak}",
+    }
     if report.hidden_fraction is not None:
-        rows["communication"] = (
-            f"{report.sent_bytes / 1e6:,.0f} MB sent by each rank; "
-            f"{report.communication_seconds:.1f} s, {report.hidden_fraction:.0%} of it hidden "
-            "(rank 0, the whole run; timeline.png: all ranks, one step)"
-        )
+        sent, ms = report.sent_bytes / 1e6, report.communication_seconds * 1e3
+        hidden = f"{report.hidden_fraction:.0%} of it hidden (timeline.png)"
+        rows["communication"] = f"rank 0 sends {sent:,.1f} MB a step in {ms:,.0f} ms, {hidden}"
     memory = [num_bytes / 1e6 for num_bytes in report.peak_memory]
     rows["peak memory"] = f"{min(memory):,.0f} to {max(memory):,.0f} MB a rank"
     rows["files"] = (

@@ -92,5 +92,4 @@ def generate(command: Generate) -> None:
         raise ValueError(f"generate {path} does not exist; name a run, or what export wrote")
     start = torch.tensor(list(tokenizer.encode(command.prompt)))
     options = command.tokens, command.seed, command.temperature, command.top_k
-    prompt, text = write(model.to(compute_device()), tokenizer, start, *options)
-    print(f"{prompt}{text}")
+    print(write(model.to(compute_device()), tokenizer, start, *options))

@@ -23,12 +23,7 @@ from minipar.parallel.compose import Composed
 from minipar.train.saver import Saver, deal
 
 
-def save(
-    strategy: Composed,
-    saver: Saver,
-    step: int,
-    state: dict[str, Any],
-) -> None:
+def save(strategy: Composed, saver: Saver, step: int, state: dict[str, Any]) -> None:
     """Write a checkpoint of weights, optimizer and `state`; a collective of names and numbers.
 
     Raises `OSError` as `Saver.save`.
