@@ -64,20 +64,19 @@ def train(config: TrainConfig) -> None:
             StopRequest(ranks.pids),  # passes a signal on to them
         ):
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
-    except BaseException:
+    finally:
         with suppress(OSError):
             folder.rmdir()  # only an empty one goes
-        raise
     conclude(report, folder)
 
 
 def _train_under_torchrun(config: TrainConfig) -> None:
     rank, size = backends.rank_and_size()
     if size != (asked := config.num_ranks):
+        use = f"use --mesh dp={size} or torchrun's --nproc-per-node {asked}"
+        pod = "if a pod set WORLD_SIZE, and no torchrun, unset it and RANK"
         raise ValueError(
-            f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; use --mesh dp={size} "
-            f"or torchrun's --nproc-per-node {asked}; if a pod set WORLD_SIZE, and no torchrun, "
-            f"unset it and RANK"
+            f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; {use}; {pod}"
         )
     with backends.joined(config.backend, config.timeout):
         world = Mesh(**config.as_plan().mesh_sizes()).world
@@ -116,8 +115,8 @@ def _place(config: TrainConfig) -> tuple[Path, str | None]:
     if saved is not None and saved.name != checkpoint.newest(folder).name:
         print(f"later checkpoints stay in {folder}; name one of this run's to resume it")
     begins = f"Training {config.init or config.preset} on {config.data}"
-    print(f"{f'Resuming {saved}' if saved else begins} with {config.plan}, into {folder}/")
-    sys.stdout.flush()
+    begins = f"Resuming {saved}" if saved else begins
+    print(f"{begins} with {config.plan}, into {folder}/", flush=True)
     return folder, saved and str(saved)
 
 
@@ -158,10 +157,7 @@ def how_to_go_on(folder: Path) -> str:
     if saved is None:
         return "Stopped before the first checkpoint."
     resume = f"--resume {shlex.quote(str(folder))}"
-    how = f"minipar train {resume}"
-    if backends.under_torchrun():
-        how = f"the same line of torchrun, and in it {resume}"
-    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: {how}"
+    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: minipar train {resume}"
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -174,17 +170,15 @@ class Progress:
         print(f"{million:.2f}M parameters, {size} ranks on {trainer.device.type}", flush=True)
         self.total, how = trainer.config.steps, dict(unit="step", disable=None, dynamic_ncols=True)
         self.bar = tqdm(total=self.total, initial=trainer.step, **how)
-        self.first, self.begun, self.spoken = trainer.step + 1, time.monotonic(), -math.inf
+        self.spoken = -math.inf
 
     def __call__(self, line: dict[str, Any]) -> None:
         step, now = line["step"], time.monotonic()
         status = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
-        self.bar.set_postfix_str(status, refresh=step == self.first)
+        self.bar.set_postfix_str(status)
         self.bar.update()
         if self.bar.disable and (step == self.total or now - self.spoken > 10):
-            left = (self.total - step) * (now - self.begun) / (step - self.first + 1)
-            words = f", {tqdm.format_interval(left)} left" if step < self.total else ""
-            print(f"step {step}/{self.total}: {status}{words}", flush=True)
+            print(f"step {step}/{self.total}: {status}", flush=True)
             self.spoken = now
         if step == self.total:
             self.bar.close()
@@ -201,12 +195,12 @@ def conclude(report: Report | None, folder: Path) -> None:
     from minipar.lab import draw  # takes a second, of which training knows nothing
 
     steps = read(folder / "metrics.jsonl")
-    lines = {folder.name: [(line["step"], line["loss"]) for line in steps]}
-    validated = [(s["step"], s["validation_loss"]) for s in steps if "validation_loss" in s]
-    if validated:
-        lines["validation"] = validated
+    lines = {
+        name: tuple(zip(*((s["step"], s[key]) for s in steps if key in s), strict=True))
+        for name, key in ((folder.name, "loss"), ("validation", "validation_loss"))
+    }
     figure = draw.curves(
-        {name: tuple(zip(*points, strict=True)) for name, points in lines.items()},
+        lines,
         points=["validation"],
         xlabel="step",
         ylabel="loss in nats per token",

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.model.llama import LlamaConfig, RopeScaling
+from minipar.model import hf
+from minipar.model.llama import Llama, LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
 from minipar.parallel.base.shards import Region
 from minipar.text import one_line
@@ -216,8 +217,8 @@ def check_shapes(own: Mapping[str, Sequence[int]], weights: Mapping[str, Any], w
             raise CheckpointError(f"{where} is of another model: {name[:300]} has shape {shapes}")
 
 
-def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
-    """Return weights and shape of the model. Raises `CheckpointError` for a damaged checkpoint."""
+def model_of(checkpoint: Path) -> Llama:
+    """Return the model of a checkpoint, on the CPU. Raises `CheckpointError` if it is damaged."""
     weights, state = load(checkpoint)
     with reading(checkpoint):
         shape = dict(state["model"])
@@ -225,4 +226,6 @@ def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
             shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
         if shape["moe"] is not None:
             shape["moe"] = MoEConfig(**shape["moe"])
-        return weights, LlamaConfig(**shape)
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(**shape))
+        return hf.fill(model, weights)

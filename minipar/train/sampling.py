@@ -19,6 +19,7 @@ def write(
     """Return the text of the tokens [T], and of `count` more that `model` draws."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
+    model.eval()  # in which experts drop nothing
     row = tokens.to(device, torch.int64)[None]
     row = generate(model, row, count, temperature, top_k, generator=generator)
     return tokenizer.decode(row[0].tolist())

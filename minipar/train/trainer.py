@@ -14,8 +14,6 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
-from minipar.model import hf
-from minipar.model.llama import Llama
 from minipar.observe import watchdog
 from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint, out_of_memory, peak, setup, shards
@@ -165,10 +163,8 @@ class Trainer:
         is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
         if not math.isfinite(loss) or not is_sound:
             self.saver.finish()  # of a step before, which was finite
-            raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {norm}; checkpoints are untouched. "
-                f"Try a lower --lr than {self.config.lr:g}"
-            )
+            found = f"step {step}: loss {loss}, gradient norm {norm}; checkpoints are untouched"
+            raise FloatingPointError(f"{found}. Try a lower --lr than {self.config.lr:g}")
         line["tokens_per_second"] = num_tokens / line["seconds"]
         line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
         line["peak_memory"] = peak_memory(self.device)
@@ -255,19 +251,14 @@ class Trainer:
         )
 
     def sample(self) -> str:
-        """Return how the model continues the validation text, on the first rank; a collective."""
+        """Return how the model that was saved last continues the validation text."""
         count, prompt = self.config.sample_tokens, self.corpus.validation[:32]
         if not count:
             return ""
         if self.plan.zero == 3:
             return f"(none: no rank has the whole model; minipar generate {self.folder})"
-        weights = self.strategy.full_state_dict()
-        if not self.is_first:
-            return ""
-        with torch.device("meta"):
-            model = Llama(self.model.config)
-        model = hf.fill(model, weights).to(self.device, getattr(torch, self.config.dtype))
-        return write(model.eval(), self.tokenizer, prompt, count, self.config.seed)
+        model = checkpoint.model_of(checkpoint.newest(self.folder)).to(self.device)
+        return write(model, self.tokenizer, prompt, count, self.config.seed)
 
 
 def _check_shape(saved: dict[str, Any], own: dict[str, Any]) -> None:
@@ -306,9 +297,9 @@ def train(
         report = trainer.run(told, request)
         if report is None:
             return None
-        report.sample = trainer.sample()
         if trainer.is_first:
+            report.sample = trainer.sample()
+            report.write(place)
             if trainer.timeline.spans:
                 trainer.timeline.save(place / "timeline.json")
-            report.write(place)
         return report
