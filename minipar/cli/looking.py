@@ -147,6 +147,8 @@ def prove(command: Prove) -> None:
     check_file(command.file)
     sizes = parse_mesh(command.mesh)
     check_numbers(command, {"steps": 1, "timeout": 1})
+    if not 0 < command.rtol < 1:
+        raise ValueError(f"--rtol {command.rtol} must be between 0 and 1, such as 1e-10")
     check_fits_here(math.prod(sizes.values()))
     how = dict(timeout=command.timeout, sink=_to_stderr)
     with Ranks(1, **how) as one, Ranks(math.prod(sizes.values()), **how) as many:

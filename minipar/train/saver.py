@@ -89,7 +89,8 @@ class Saver:
         share = {"weights": dict(own.get("weights", {})), "state": dict(own.get("state", {}))}
         for name in dealt[self.axis.rank]:
             t = weights[name]
-            share["weights"][name] = Part(t.detach().flatten(), Region.whole(t.shape))
+            # Copied, as safetensors refuses tied weights, which share their memory.
+            share["weights"][name] = Part(_copy_on_host(t).flatten(), Region.whole(t.shape))
         for parts in share.values():
             for name, part in parts.items():
                 if self.in_background or part.numbers.device.type != "cpu":

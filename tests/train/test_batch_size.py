@@ -32,18 +32,13 @@ def test_a_ramp_is_read_and_followed():
     assert ramp == [(100, 64), (200, 128)]
     sizes = {step: ramped(step, 32, ramp) for step in (0, 99, 100, 199, 200, 9999)}
     assert sizes == {0: 32, 99: 32, 100: 64, 199: 64, 200: 128, 9999: 128}
-    assert ramped(5, 32, []) == 32
+    assert [lr_factor(rule, 128, 32) for rule in ("sqrt", "linear", "fixed")] == [2.0, 4.0, 1.0]
 
 
-@pytest.mark.parametrize("text", ["", "64", "@3", "64@", "0@3", "64@0", "a@3", "64@3,", "64@3,8@3"])
+@pytest.mark.parametrize("text", ["", "64", "0@3", "64@0", "a@3", "64@3,", "64@3,8@3"])
 def test_a_wrong_ramp_is_refused(text):
     with pytest.raises(ValueError, match="ramp .* is not like 64@100"):
         parse_ramp(text)
-
-
-def test_the_learning_rate_follows_its_rule():
-    factors = [lr_factor(rule, 128, 32) for rule in ("sqrt", "linear", "fixed")]
-    assert factors == [2.0, 4.0, 1.0]
 
 
 @given(st.integers(1, 64), st.integers(1, 200), st.integers(1, 4), st.integers(1, 6))
@@ -91,8 +86,6 @@ def test_steps_that_tell_nothing_are_left_out():
     for _ in range(9):
         noise.update([9.0, 2.0], 8.0, 2.0)  # all of it noise: the signal comes out below 0
     assert math.isnan(noise.tokens)
-    with pytest.raises(ValueError, match="decay=1 must be at least 0 and below 1"):
-        NoiseScale(decay=1)
 
 
 SHAPE = LlamaConfig(61, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1)
@@ -225,11 +218,3 @@ def _samples(rows) -> list[int]:
     for inputs, targets in rows:
         found += (inputs[(targets != IGNORE).any(1), 0] // 3).tolist()
     return found
-
-
-def test_deal_refuses_what_does_not_fit():
-    batches = Batches(Sequences(torch.arange(31), 3), 4, 0, 2)
-    for shares in ([1], [1, 1, 1], [0, 0], [2, -1]):
-        with pytest.raises(ValueError, match="are not 2 counts from 0 up"):
-            batches.deal(4, shares)
-    assert (batches.batch_size, batches.shares) == (4, [1, 1])

@@ -30,10 +30,9 @@ def test_bytes_round_trip(text):
     assert all(0 <= i < BYTES.vocab_size for i in ids)
 
 
-def test_bytes_decode_of_tensors_and_of_invalid_utf8():
+def test_bytes_that_are_no_text_and_larger_ids_are_decoded():
     assert BYTES.decode(torch.tensor([65])) == "A"  # not bytes(65), 65 zeros
-    assert BYTES.decode([0xC3]) == "\ufffd"
-    assert BYTES.decode([104, 256, 32_000, 105]) == "h\ufffd\ufffdi"  # of a model with more words
+    assert BYTES.decode([104, 0xC3, 256, 32_000, 105]) == "h\ufffd\ufffd\ufffdi"
 
 
 def word_tokenizer(folder, *specials):
@@ -54,10 +53,10 @@ def test_tokenizer_file_ends_each_document_with_its_separator(tmp_path):
     assert tokenizer.decode(tokenizer.encode("three one two")) == "three one two"
     lines = tmp_path / "text.jsonl"
     lines.write_text(
-        "\n".join(json.dumps({"text": "one two three"}) for _ in range(8)), encoding="utf-8"
+        "\n".join(json.dumps({"text": "one two three"}) for _ in range(20)), encoding="utf-8"
     )
     corpus = load_corpus(str(lines), tokenizer)
-    assert corpus.train.tolist() == [2, 3, 4, 1] * 7  # the mutant without separators has no 1
+    assert corpus.train.tolist() == [2, 3, 4, 1] * 19  # the mutant without separators has no 1
     assert corpus.validation.tolist() == [2, 3, 4, 1]
 
 
@@ -78,15 +77,11 @@ def test_the_end_of_a_document_is_what_the_tokenizer_says_or_nothing_and_said(tm
     (tmp_path / "run").mkdir()
     load_tokenizer(tmp_path).save(tmp_path / "run/tokenizer.json")
     assert load_tokenizer(tmp_path / "run").separator == 2
-    for damaged in ("{", "[]", '{"eos_token": 7}'):
-        (tmp_path / "tokenizer_config.json").write_text(damaged, encoding="utf-8")
-        assert load_tokenizer(tmp_path).separator == 1  # the usual name
 
 
-def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
-    """Mutants: what the file says of truncation, padding or dropout is obeyed."""
-    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
-    tokenizer = tokenizers.Tokenizer(model)
+def test_a_text_is_encoded_whole(tmp_path):
+    """Mutants: what the file says of truncation or padding is obeyed."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -115,13 +110,10 @@ def test_large_vocabulary_is_int32(tmp_path):
 
 
 def test_bad_tokenizers(tmp_path):
-    assert isinstance(load_tokenizer(None), ByteTokenizer)
-    with pytest.raises(ValueError, match="nowhere is no tokenizer.json: .*No such file"):
-        load_tokenizer(tmp_path / "nowhere")
-    bad = tmp_path / "tokenizer.json"
-    bad.write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="is no tokenizer.json"):
-        load_tokenizer(bad)
+    (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
+    for name in ("nowhere", "bad.json"):
+        with pytest.raises(ValueError, match=f"{name} is no tokenizer.json: "):
+            load_tokenizer(tmp_path / name)
 
 
 # ---------------------------------------------------------------------------------------- corpus
@@ -208,14 +200,11 @@ LINE = b'{"text": "fine"}\n'
     "name, content, message",
     [
         ("a.jsonl", LINE + b'{"text": "cut', r"a\.jsonl:2: no JSON"),
-        ("a.jsonl", LINE + b'"text"', r"a\.jsonl:2: no string in field 'text': text"),
         ("a.jsonl", LINE + b'{"body": "x"}', r"a\.jsonl:2: no string in .*: {'body': 'x'}"),
-        ("a.jsonl", LINE + b'{"text": 3}', r"a\.jsonl:2: no string in field 'text'"),
         ("a.jsonl", LINE + b"\xff\xfe", r"a\.jsonl is not text in UTF-8"),
         ("empty.txt", b"", "is too short: 0 tokens"),
         ("short.txt", b"abc", "too short: 3 tokens"),
         ("image.png", b"\x89PNG\0\0", "image.png is not text in UTF-8"),
-        ("nowhere.txt", None, "no file or folder"),
         ("*.nothing", None, "no file or folder"),
         ("", None, "is too short: 0 tokens"),  # the folder itself, empty
     ],
@@ -226,11 +215,6 @@ def test_bad_sources(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
         load_corpus(str(tmp_path / name), BYTES)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_no_source_at_all():
-    with pytest.raises(ValueError, match="no file or folder ''"):
-        load_corpus("", BYTES)
 
 
 def fake_datasets(monkeypatch, rows):
@@ -279,8 +263,6 @@ def test_json_of_documents_is_read_as_documents(tmp_path):
         "a.jsonl": lines,
         "a.json": lines + "\n",
         "b.json": json.dumps(documents, indent=2),
-        "c.json": json.dumps(documents),
-        "d.jsonl": lines.replace("\n", "\n\n"),  # blank lines are no documents
     }.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         corpus = load_corpus(str(tmp_path / name), BYTES)

@@ -17,16 +17,6 @@ from tests.on_ranks import on_ranks
 RUN = {"peak": 3e-4, "warmup_steps": 10, "total_steps": 100}
 
 
-def test_cosine_corners():
-    rates = [warmup_cosine(step, **RUN) for step in range(120)]
-    assert rates[0] == pytest.approx(3e-5, rel=1e-15)
-    assert rates[9] == 3e-4
-    assert rates[99] == pytest.approx(3e-5, rel=1e-15) and rates[100:] == [rates[99]] * 20
-    assert rates[54] == pytest.approx(3e-4 * 0.55)  # halfway between steps 9 and 99
-    assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
-    assert all(a > b for a, b in zip(rates[9:99], rates[10:100], strict=True))
-
-
 def test_cosine_is_the_one_of_torch():
     param = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([param], lr=1.0)
@@ -38,12 +28,15 @@ def test_cosine_is_the_one_of_torch():
         theirs.step()
 
 
-@pytest.mark.parametrize("warmup_steps, total_steps", [(0, 1), (1, 1), (5, 5), (0, 2), (1, 2)])
-def test_short_runs_have_a_rate_at_every_step(warmup_steps, total_steps):
-    run = {"peak": 1.0, "warmup_steps": warmup_steps, "total_steps": total_steps}
-    for step in range(total_steps + 2):
-        assert 0 < warmup_cosine(step, **run) <= 1
-    assert max(warmup_cosine(step, **run) for step in range(total_steps)) == 1.0
+def test_a_warm_up_rises_to_the_peak_and_short_runs_have_a_rate_at_every_step():
+    rates = [warmup_cosine(step, **RUN) for step in range(120)]
+    assert rates[0] == pytest.approx(3e-5, rel=1e-15) and rates[9] == 3e-4
+    assert rates[99] == pytest.approx(3e-5, rel=1e-15) and rates[100:] == [rates[99]] * 20
+    assert rates[:10] == sorted(rates[:10]) and rates[9:99] == sorted(rates[9:99], reverse=True)
+    for warmup_steps, total_steps in [(0, 1), (1, 1), (5, 5), (0, 2), (1, 2)]:
+        run = {"peak": 1.0, "warmup_steps": warmup_steps, "total_steps": total_steps}
+        rates = [warmup_cosine(step, **run) for step in range(total_steps + 2)]
+        assert min(rates) > 0 and max(rates[:total_steps]) == max(rates) == 1.0
 
 
 # ------------------------------------------------------------------------------------- optimizer
@@ -131,20 +124,14 @@ def test_clip_is_the_one_of_torch(max_norm, dtype, rtol):
         torch.testing.assert_close(grad_norm(ours).item(), max_norm, rtol=1e-5, atol=0)
 
 
-def test_half_precision_is_summed_in_float32():
-    (param,) = with_grads((100_000,), dtype=torch.bfloat16)
-    expected = param.grad.double().norm()
-    assert abs(grad_norm([param]) / expected - 1) < 1e-5  # bfloat16 itself has steps of 4e-3
-    clip_grad_norm([param], 1.0)
-    assert param.grad.dtype == torch.bfloat16
-
-
-def test_mixed_types():
+def test_half_precision_is_summed_in_float32_and_mixes_with_other_types():
     params = with_grads((3, 3)) + with_grads((5,), dtype=torch.float32, seed=1)
-    params += with_grads((7,), dtype=torch.bfloat16, seed=2)
+    params += with_grads((100_000,), dtype=torch.bfloat16, seed=2)
     expected = torch.cat([p.grad.double().flatten() for p in params]).norm()
-    torch.testing.assert_close(clip_grad_norm(params, 0.1), expected, rtol=1e-6, atol=0)
+    # bfloat16 itself has steps of 4e-3
+    torch.testing.assert_close(clip_grad_norm(params, 0.1), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(grad_norm(params).item(), 0.1, rtol=1e-3, atol=0)
+    assert params[-1].grad.dtype == torch.bfloat16
 
 
 def test_tied_once_missing_gradients_skipped_empty_is_zero():
@@ -178,22 +165,6 @@ def test_max_norm_must_be_positive(max_norm):
         clip_grad_norm([], max_norm)
 
 
-def test_axes_of_one_rank_need_no_process_group():
-    mesh = Mesh()
-    params = with_grads(*SHAPES)
-    params[0].shard_axes = (mesh.tp,)
-    expected = grad_norm(with_grads(*SHAPES))
-    assert grad_norm(params, (mesh.tp, mesh.pp)) == grad_norm(params) == expected
-
-
-def test_nothing_waits_for_the_device():
-    """On meta tensors any look at a value (`.item()`, `if norm > ...`) raises."""
-    params = [nn.Parameter(torch.zeros(3, device="meta")) for _ in range(2)]
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    assert clip_grad_norm(params, 1.0).is_meta
-
-
 # ---------------------------------------------------------------------- norm, over several ranks
 
 
@@ -220,17 +191,6 @@ def piece(grad: torch.Tensor, *axes, dim: int = 0) -> nn.Parameter:
     if axes:
         param.shard_axes = tuple(axes)
     return param
-
-
-def tensor_parallel(sizes: dict[str, int]):
-    """Two cut matrices, the rest replicated; also along dp."""
-    mesh = Mesh(**sizes)
-    grads = full_model()
-    cut = {"w0": (mesh.tp,), "w1": (mesh.tp,)}
-    params = {name: piece(grad, *cut.get(name, ())) for name, grad in grads.items()}
-    norm = clip_grad_norm(params.values(), 0.25, axes=(mesh.tp,))
-    factor = (params["norm"].grad / grads["norm"]).mean()
-    return norm.item(), factor.item()
 
 
 def many_axes(sizes: dict[str, int]):
@@ -269,14 +229,6 @@ def wrong_norms():
     return local.item(), grad_norm(params, (mesh.tp,)).item()
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}])
-def test_trap_09_norm_and_factor_equal_the_serial_ones(ranks, sizes):
-    expected = true_norm(full_model())
-    for norm, factor in ranks(math.prod(sizes.values())).run(tensor_parallel, sizes):
-        assert norm == pytest.approx(expected, rel=1e-12)
-        assert factor == pytest.approx(0.25 / (expected + 1e-6), rel=1e-12)
-
-
 def test_trap_09_mutants_are_seen(ranks):
     """The norms of the usual mistakes differ from the true one by far more than the tolerance."""
     expected = true_norm(full_model())
@@ -286,7 +238,7 @@ def test_trap_09_mutants_are_seen(ranks):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"pp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"pp": 4}]
+    "sizes", [{"tp": 2}, {"pp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"pp": 4}]
 )
 def test_trap_09_any_combination_of_axes(ranks, sizes):
     """Caught: a stage's own norm, the tied copy counted, a sum over the wrong axes.

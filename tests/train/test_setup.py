@@ -4,13 +4,11 @@ Unless a test says otherwise runs are in float64: what agrees to 1e-10 is the sa
 """
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
@@ -35,9 +33,7 @@ PLAIN = TrainConfig(
 
 
 def report_of(folder: Path) -> dict:
-    return json.loads(
-        (folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
-    )
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 # ---------------------------------------------------------------------- any plan
@@ -151,47 +147,6 @@ def test_a_plan_resumes_to_the_bit(run, plan):
     other = run(size, "other", start=start, weight_decay=0.7, steps=4, **changes)
     groups = saved(other, 4)[1]["optimizer"]["groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.7}
-
-
-@pytest.mark.slow
-def test_a_compressed_run_goes_on_and_says_what_is_lost(run, capfd):
-    plan = "dp=2,compression=top-k"
-    start = run(2, "whole", plan=plan, mesh="", steps=3) / "checkpoints/step_000003"
-    assert "compression starts" not in capfd.readouterr().out
-    rest = run(2, "rest", start=start, plan=plan, mesh="", steps=4)
-    assert "compression starts with nothing kept back" in capfd.readouterr().out
-    assert lines_of(rest, "step") == [(4,)]
-
-
-# ---------------------------------------------------------------------- sixteen bits
-
-
-def with_an_overflow_on_one_rank(config: TrainConfig, folder: str) -> tuple[int, bool]:
-    trainer = Trainer(config, Path(folder))
-    steps = []
-
-    def poison(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        steps.append(output.requires_grad)
-        if trainer.mesh.rank == 1 and sum(steps) == 2 and output.requires_grad:
-            output.register_hook(lambda gradient: gradient * math.inf)
-
-    trainer.model.register_forward_hook(poison)
-    trainer.run()
-    weights = trainer.strategy.full_state_dict()
-    return int(trainer.precision.scaler.num_skipped), all(
-        weight.isfinite().all().item() for weight in weights.values()
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2,zero=2", "tp=2,sequence_parallel"])
-def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(ranks, text, tmp_path, plan):
-    """Mutant: the flag is not shared, and where ranks differ in it one of them steps alone."""
-    changes = dict(data=str(text), dtype="float32", precision="fp16")
-    config = replace(PLAIN, plan=plan, **changes)
-    config.check()
-    found = ranks(2).run(with_an_overflow_on_one_rank, config, str(tmp_path))
-    assert found == [(1, True), (1, True)]
 
 
 # ---------------------------------------------------------------------- never whole
