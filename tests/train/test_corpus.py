@@ -23,13 +23,6 @@ def text_of(tokens: torch.Tensor) -> str:
 # ------------------------------------------------------------------------------------ tokenizers
 
 
-@given(st.text())
-def test_bytes_round_trip(text):
-    ids = BYTES.encode(text)
-    assert BYTES.decode(list(ids)) == text
-    assert all(0 <= i < BYTES.vocab_size for i in ids)
-
-
 def test_bytes_that_are_no_text_and_larger_ids_are_decoded():
     assert BYTES.decode(torch.tensor([65])) == "A"  # not bytes(65), 65 zeros
     assert BYTES.decode([104, 0xC3, 256, 32_000, 105]) == "h\ufffd\ufffd\ufffdi"
@@ -88,17 +81,13 @@ def test_a_text_is_encoded_whole(tmp_path):
     assert load_tokenizer(tmp_path).encode("ab" * 30) == [2] * 30
 
 
-@pytest.mark.slow
-@given(st.text())
-@settings(deadline=None)
-def test_bytes_as_a_file_are_the_same_bytes(tmp_path_factory, text):
-    path = tmp_path_factory.getbasetemp() / "bytes.json"
-    if not path.exists():
-        BYTES.save(path)
+def test_bytes_as_a_file_are_the_same_bytes(tmp_path):
+    text, path = "".join(map(chr, range(0x800))) + "漢🙂\0\r\n", tmp_path / "bytes.json"
+    BYTES.save(path)
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode(text) == list(BYTES.encode(text)) and tokenizer.vocab_size == 256
-    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.separator is None
-    assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(path.parent))
+    assert tokenizer.decode(tokenizer.encode(text)) == text == BYTES.decode(BYTES.encode(text))
+    assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(tmp_path))
 
 
 def test_large_vocabulary_is_int32(tmp_path):

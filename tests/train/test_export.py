@@ -92,7 +92,7 @@ def test_what_init_cannot_start_from_is_refused(tmp_path, text):
     config.check()
     with pytest.raises(ValueError, match=r"--seq-len 65 is too long: .* can see 64"):
         replace(config, seq_len=65).check()
-    with pytest.raises(ValueError, match=r"config.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"config.json: .*No such file"):
         replace(config, init=str(tmp_path / "nowhere")).check()
     with pytest.raises(ValueError, match=r"knows 256 tokens, and the tokenizer has 300; use"):
         config.model_config(vocab_size=300)

@@ -7,28 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minipar.comm.mesh import Axis, Mesh
 from minipar.parallel.base.shards import Part, Region
 from minipar.ranks.launch import RankError
 from minipar.train import saver
 from minipar.train.checkpoint import available, load, step_of
-from minipar.train.saver import Saver, deal
+from minipar.train.saver import Saver
 from tests.train.runs import assert_is, names, some
-
-
-# ---------------------------------------------------------------------- who writes what
-@pytest.mark.slow
-@given(st.dictionaries(st.text(), st.integers(0, 1000)), st.integers(1, 9))
-def test_all_write_about_as_many_bytes(num_bytes, size):
-    """Mutants: dealt out in turn, whatever the size; a name left out or there twice."""
-    shares = deal(num_bytes, size)
-    assert len(shares) == size and sorted(n for s in shares for n in s) == sorted(num_bytes)
-    loads = [sum(num_bytes[name] for name in share) for share in shares]
-    assert max(loads) <= sum(loads) / size + max(num_bytes.values(), default=0)
-    assert shares == deal(dict(reversed(num_bytes.items())), size)  # on all ranks alike
 
 
 def world() -> Axis:
@@ -37,25 +23,6 @@ def world() -> Axis:
 
 def save_together(folder: Path, step: int, **options) -> None:
     Saver(folder, world(), **options).save(step, *some(step))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_writes_a_share_and_one_process_reads_all(ranks, tmp_path, size):
-    """Mutants: rank 0 writes everything; a tensor is written twice; the manifest lacks a rank."""
-    for step in (1, 2, 3):
-        ranks(size).run(save_together, tmp_path, step)
-    assert names(tmp_path) == ["step_000002", "step_000003"]
-    folder = tmp_path / "step_000003"
-    assert_is(folder, 3)
-    files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    for rank in range(size):
-        own = [files.get(f"{kind}_{rank:05d}.safetensors", 0) for kind in ("weights", "state")]
-        assert sum(own) > sum(files.values()) / size / 2
-    assert sum(files.values()) < 1.5 * sum(2 * 4 * 40 * i for i in range(1, 7))  # all once
-    together = ranks(size).run(load_together, folder)
-    for weights, _ in together:
-        assert all(weights[name].equal(value) for name, value in some(3)[0].items())
 
 
 def load_together(folder: Path) -> tuple[dict, dict]:

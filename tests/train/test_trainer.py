@@ -5,7 +5,6 @@ nothing: what agrees to 1e-10 is the same computation.
 """
 
 import json
-import math
 import shutil
 import time
 from dataclasses import replace
@@ -18,10 +17,9 @@ from torch.nn.functional import cross_entropy
 
 from minipar.comm.mesh import Mesh
 from minipar.model import hf
-from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
-from minipar.parallel import ddp
 from minipar.ranks.launch import RankError
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -188,9 +186,8 @@ def test_files_are_written_and_agree(run):
         assert 0 < line["tokens"] <= 5 * 32
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
         assert 50e6 < line["peak_memory"] <= max(report["peak_memory"])
-        peak = flops * line["tokens_per_second"] / line["mfu"]
-        assert peak == pytest.approx(flops * steps[0]["tokens_per_second"] / steps[0]["mfu"])
-    assert report["mfu"] == pytest.approx(flops * report["tokens_per_second"] / peak)
+    peaks = [flops * line["tokens_per_second"] / line["mfu"] for line in (*steps, report)]
+    assert peaks == [pytest.approx(peaks[0])] * 7
     assert report["peak"] == "a float32 matmul, measured on 2 ranks at once"
 
     params = list(Llama(PRESETS["tiny"]).parameters())
@@ -255,16 +252,6 @@ def test_a_profile_is_a_trace_of_torch(run):
     assert Timeline.load(folder / "timeline.json").ranks == [0, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tp=2,sequence_parallel", "ep=2"])
-def test_a_model_in_parts_writes_what_a_whole_one_does(run, plan):
-    same = dict(steps=1, sample_tokens=19, preset="tiny-moe" if "ep" in plan else "tiny")
-    parts = run(2, "parts", plan=f"{plan},zero=1", mesh="", **same)
-    whole = run(1, "whole", **same)
-    ours, theirs = ((folder / "sample.txt").read_bytes() for folder in (parts, whole))
-    assert ours == theirs and len(ours) > 19
-
-
 def test_figures_are_of_steps_that_were_not_recorded():
     lines = [{"loss": 3.0, "tokens": 10, "seconds": s} for s in (1.0, 3.0, 2.0)]
     found = figures(lines, Timeline())
@@ -275,74 +262,8 @@ def test_figures_are_of_steps_that_were_not_recorded():
     assert figures(lines[:1], Timeline())["tokens_per_second"] == 10.0
 
 
-# ---------------------------------------------------------------------- T10
-SHAPE = LlamaConfig(61, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1)
-
-
-def uneven_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets [12, 7], six rows for each rank: those of rank 1 have no target at all.
-
-    Rank 0 has three microbatches of two rows with 14, 3 and 0 targets.
-    """
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randint(61, (12, 7), generator=generator)
-    targets = torch.randint(61, (12, 7), generator=generator)
-    targets[2, 3:], targets[3:] = IGNORE, IGNORE
-    return inputs, targets
-
-
-def one_step(size: int, microbatches: int, in_turns: bool = False):
-    """Take a step on `size` ranks; return what was reported, the gradients, the new weights.
-
-    With `in_turns` rows are dealt out one by one, and both of two ranks have targets: 10 and 7.
-    """
-    mesh = Mesh(dp=size)
-    torch.manual_seed(mesh.rank)
-    model = Llama(SHAPE, seed=mesh.rank).double()
-    strategies = [ddp.apply(model, mesh.dp, average=False)] if size > 1 else []
-    inputs, targets = (
-        t[mesh.rank :: size] if in_turns else t.chunk(size)[mesh.rank] for t in uneven_batch()
-    )
-    batch = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    result = train_step(model, strategies, optimizer, batch, mesh.dp, max_norm=0.5)
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    numbers = result.loss.item(), int(result.num_tokens), result.grad_norm.item()
-    return numbers, gradients, {n: v.clone() for n, v in model.state_dict().items()}
-
-
-def test_trap_10_uneven_tokens_are_weighed_by_their_number(ranks):
-    """Padding, dp=2, three microbatches, and a rank without one valid token.
-
-    Mutants: a mean per microbatch or per rank (computed here beside it), a division by zero.
-    """
-    serial, gradients, weights = one_step(1, 1)
-    assert serial[1] == 17 and serial[2] > 0.5  # clipped
-    assert one_step(1, 3)[0] == pytest.approx(serial, rel=1e-12)
-    for numbers, ours, after in ranks(2).run(one_step, 2, 3) + ranks(2).run(one_step, 2, 3, True):
-        assert numbers == pytest.approx(serial, rel=1e-10)
-        for name, expected in gradients.items():
-            assert ours[name].isfinite().all()
-            torch.testing.assert_close(ours[name], expected, rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(after[name], weights[name], rtol=1e-10, atol=1e-12)
-
-    inputs, targets = uneven_batch()
-    logits = Llama(SHAPE, seed=0).double()(inputs)
-
-    def mean(rows: slice) -> float:
-        chosen = logits[rows].flatten(0, 1), targets[rows].flatten()
-        return cross_entropy(*chosen, ignore_index=IGNORE).item()
-
-    assert mean(slice(0, 12)) == pytest.approx(serial[0], rel=1e-10)
-    of_microbatches = [mean(slice(row, row + 2)) for row in range(0, 12, 2)]
-    valid = [loss for loss in of_microbatches if not math.isnan(loss)]
-    assert len(valid) == 2 and len(of_microbatches) == 6  # a mean over no token is NaN
-    assert abs(sum(valid) / len(valid) - serial[0]) > 1e-3 * serial[0]
-    assert abs(sum(valid) / 6 - serial[0]) > 0.1 * serial[0]
-
-
 def test_trap_10_no_valid_token_anywhere_is_no_step():
-    model = Llama(SHAPE).double()
+    model = Llama(PRESETS["tiny"]).double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     inputs = torch.zeros(2, 7, dtype=torch.int64)
     batch = [(inputs, torch.full_like(inputs, IGNORE))]
