@@ -54,7 +54,7 @@ def test_keeps_the_newest_and_leaves_later_ones_alone(tmp_path):
 
 def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
     save(tmp_path, 1, *some(1))
-    for left in (".unfinished_000002", ".unfinished_000007", ".removed_step_000000", "step_x"):
+    for left in (".unfinished_000007", ".removed_step_000000", "step_x"):
         shutil.copytree(tmp_path / "step_000001", tmp_path / left)
     assert [step_of(path) for path in available(tmp_path)] == [1]
     save(tmp_path, 2, *some(2))

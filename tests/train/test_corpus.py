@@ -45,10 +45,9 @@ def test_tokenizer_file_ends_each_document_with_its_separator(tmp_path):
     assert tokenizer.separator == 1
     assert tokenizer.decode(tokenizer.encode("three one two")) == "three one two"
     lines = tmp_path / "text.jsonl"
-    lines.write_text(
-        "\n".join(json.dumps({"text": "one two three"}) for _ in range(20)), encoding="utf-8"
-    )
+    lines.write_text('{"text": "one two three"}\n' * 20, encoding="utf-8")
     corpus = load_corpus(str(lines), tokenizer)
+    assert corpus.train.dtype == torch.uint8  # and int32 where the vocabulary is larger
     assert corpus.train.tolist() == [2, 3, 4, 1] * 19  # the mutant without separators has no 1
     assert corpus.validation.tolist() == [2, 3, 4, 1]
 
@@ -90,14 +89,6 @@ def test_bytes_as_a_file_are_the_same_bytes(tmp_path):
     assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(tmp_path))
 
 
-def test_large_vocabulary_is_int32(tmp_path):
-    word_tokenizer(tmp_path, *(f"<{i}>" for i in range(300)))
-    (tmp_path / "text.txt").write_text("one two three " * 10, encoding="utf-8")
-    corpus = load_corpus(str(tmp_path / "text.txt"), load_tokenizer(tmp_path))
-    assert corpus.train.dtype == corpus.validation.dtype == torch.int32
-    assert corpus.train.max() == 303
-
-
 def test_bad_tokenizers(tmp_path):
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
     for name in ("nowhere", "bad.json"):
@@ -121,8 +112,6 @@ def test_stdlib_is_real_text_without_tests():
     assert 0.05 <= len(corpus.validation) / 3e6 <= 0.06 and corpus.train.dtype == torch.uint8
     assert "3 MB of stdlib, " in corpus.description and "cut at the limit" in corpus.description
     assert "support.run_unittest(" not in text_of(corpus.train)
-    again = load_corpus("stdlib", BYTES, limit_bytes=3_000_000)
-    assert again.train.equal(corpus.train) and again.validation.equal(corpus.validation)
 
 
 def make_folder(root, num_files=40):

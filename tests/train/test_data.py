@@ -199,10 +199,3 @@ def test_epochs_are_different_permutations_and_seeds_do_not_overlap():
     assert len(set(orders)) == 16  # the mutant `seed + epoch` has 7
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert epoch_order(50, 3, 2).tolist() == list(orders[14])
-
-
-def test_one_epoch_follows_the_other():
-    """Each in its own order. Caught: an epoch left out, or the first order for ever."""
-    stream = Batches(sequences_of(10), 4, seed=5).forever()
-    seen = sum((samples_in(next(stream)) for _ in range(6)), [])
-    assert seen == epoch_order(10, 5, 0).tolist() + epoch_order(10, 5, 1).tolist()

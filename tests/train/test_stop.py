@@ -36,18 +36,6 @@ def test_a_signal_is_noted_and_nothing_else(number):
     assert signal.getsignal(number) == before
 
 
-def test_a_second_signal_ends_the_process():
-    """Mutant: it is noted, too, and a run that hangs can only be killed."""
-    pid = os.fork()
-    if pid == 0:
-        with StopRequest() as request:
-            os.kill(os.getpid(), signal.SIGTERM)
-            request.since -= 2 * stop.ECHO_SECONDS
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
-
-
 def test_a_launcher_passes_a_signal_on_once(monkeypatch):
     got, now, kill, own = [], 100.0, os.kill, os.getpid()
     monkeypatch.setattr(stop.time, "monotonic", lambda: now)
