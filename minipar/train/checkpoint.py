@@ -103,7 +103,10 @@ class Stored:
                 overlap = box.common(offset, part.shape)
                 if overlap is None:
                     continue
-                with reading(self.folder, box.file), _open(self.folder / box.file) as contents:
+                with (
+                    reading(self.folder, box.file),
+                    safe_open(self.folder / box.file, "pt") as contents,
+                ):
                     stored = contents.get_slice(box.key)[_seen_from(box.offset, overlap)]
                 part[_seen_from(offset, overlap)] = stored
         return numbers.view(self.shape) if region is None else numbers
@@ -129,7 +132,7 @@ def load(
             raise ValueError(f"{says}; export it by the minipar that wrote it")
         files, tied = dict(manifest["files"]), dict(manifest["tied"])
     own = sorted(files)[axis.rank :: axis.size]
-    damaged = [name for name in own if not _is_whole(folder / name, files[name])]
+    damaged = [name for name in own if digest_of(folder / name) != files[name]]
     for names in all_gather_object(damaged, axis):
         if names:
             damage = f"{names[0]} is missing, or does not match its CRC-32"
@@ -149,7 +152,7 @@ def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
     facts: dict[str, tuple] = {}
     boxes: dict[str, list[Box]] = defaultdict(list)
     for file in sorted(name for name in files if name.startswith(kind)):
-        with reading(folder, file), _open(folder / file) as contents:
+        with reading(folder, file), safe_open(folder / file, "pt") as contents:
             told = contents.metadata() or {}
             for key in list(contents.keys()):
                 head = contents.get_slice(key)
@@ -165,12 +168,10 @@ def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
     return {name: Stored(folder, name, *facts[name], tuple(boxes[name])) for name in sorted(facts)}
 
 
-def _is_whole(path: Path, digest: dict[str, int]) -> bool:
-    return path.is_file() and digest_of(path) == digest
-
-
 def digest_of(path: Path) -> dict[str, int]:
-    """Return length and CRC-32 of a file."""
+    """Return length and CRC-32 of a file; {} if there is none."""
+    if not path.is_file():
+        return {}
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -189,10 +190,6 @@ def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
         what = one_line(error, 200)
         what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
         raise CheckpointError(f"checkpoint {folder}: {name} cannot be used: {what}") from None
-
-
-def _open(path: Path) -> safe_open:
-    return safe_open(path, framework="pt")
 
 
 def map_tensors(tree: Any, change: Any, path: str = "") -> Any:

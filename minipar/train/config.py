@@ -28,8 +28,7 @@ WORDS = {
 }
 """Flags that are one word of a plan, and the word."""
 
-LARGEST = 10**9
-"""The largest number that a flag takes. More would overflow a clock, an index or the memory."""
+LARGEST = 10**9  # number that a flag takes: more would overflow a clock, an index or the memory
 LEAST = dict.fromkeys(("steps", "batch_size", "seq_len", "save_every", "keep", "timeout"), 1)
 LEAST |= {"lr": 1e-12, "max_norm": 1e-12}
 """The smallest number of a flag, if it is not 0."""

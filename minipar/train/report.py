@@ -55,7 +55,7 @@ class StepRecorder:
         self.done = 0
         self.recorded = Timeline()
         self.steps: list[tuple[float, float]] = []  # start and end of each recorded step
-        self._recording = ExitStack()
+        self.recording = ExitStack()  # for a `with` around all steps
 
     @property
     def is_on(self) -> bool:
@@ -67,7 +67,7 @@ class StepRecorder:
         """Around each step, all of them."""
         self.done += 1
         if self.is_on and not self.steps:
-            self.recorded = self._recording.enter_context(timeline.record(self.model))
+            self.recorded = self.recording.enter_context(timeline.record(self.model))
         start = clock.now()
         yield
         if self.is_on:
@@ -75,11 +75,7 @@ class StepRecorder:
                 torch.cuda.synchronize()  # so that the kernels of a step run between its times
             self.steps.append((start, clock.now()))
         if self.done == self.num_steps:
-            self.close()
-
-    def close(self) -> None:
-        """End the recording."""
-        self._recording.close()
+            self.recording.close()
 
     def typical(self, mesh: Mesh) -> Timeline:
         """Return the recorded step in the middle, with the spans of all ranks; a collective."""

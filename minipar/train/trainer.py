@@ -107,7 +107,7 @@ class Trainer:
         if config.profile:
             profiling = profiler(self.folder / "profile", self.mesh.rank)
         batches = on_device(self.batches.forever(), self.device, self.strategy.shard)
-        with closing(self.saver), closing(recorder), profiling as profile:
+        with closing(self.saver), recorder.recording, profiling as profile:
             for self.step in steps:
                 with recorder.step():
                     result = self._train_step(next(batches))
