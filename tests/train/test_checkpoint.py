@@ -1,6 +1,5 @@
 """Checkpoints: whole or not at all, whatever happens while and after they are written."""
 
-import errno
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from minipar.train import checkpoint, saver
+from minipar.train import checkpoint
 from minipar.train.checkpoint import CheckpointError, available, load, newest, step_of
 from tests.train.runs import assert_is, names, save, some
 
@@ -42,7 +41,7 @@ def test_keeps_the_newest_and_leaves_later_ones_alone(tmp_path):
     for step in (3, 6, 9, 1_000_000):
         save(tmp_path, step, *some(step), keep=2)
     assert names(tmp_path) == ["step_000009", "step_1000000"]
-    assert newest(tmp_path.parent / "nowhere") is None
+    assert newest(tmp_path / "nowhere") is None and available(tmp_path / "nowhere") == []
     save(tmp_path, 7, *some(7), keep=2)  # a run that went back
     assert [step_of(path) for path in available(tmp_path)] == [7, 9, 1_000_000]
     save(tmp_path, 8, *some(8), keep=1)
@@ -50,16 +49,6 @@ def test_keeps_the_newest_and_leaves_later_ones_alone(tmp_path):
     save(tmp_path, 9, *some(9), keep=2)  # the same step again
     assert [step_of(path) for path in available(tmp_path)] == [8, 9, 1_000_000]
     assert_is(tmp_path / "step_000009", 9)
-
-
-def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
-    save(tmp_path, 1, *some(1))
-    for left in (".unfinished_000007", ".removed_step_000000", "step_x"):
-        shutil.copytree(tmp_path / "step_000001", tmp_path / left)
-    assert [step_of(path) for path in available(tmp_path)] == [1]
-    save(tmp_path, 2, *some(2))
-    assert names(tmp_path) == ["step_000001", "step_000002", "step_x"]
-    assert available(tmp_path / "nowhere") == []
 
 
 # ---------------------------------------------------------------------- killed while saving
@@ -125,28 +114,6 @@ def test_kill_at_many_lines_leaves_a_loadable_checkpoint(tmp_path, again):
     assert step_of(found[-1]) == step
     assert moments > 50  # otherwise nothing was killed, and nothing is proved
     assert newest == ({1, 2} if again else {2, 3})
-
-
-@pytest.mark.parametrize("broken", ["save_file", "torch.save", "_force_to_disk", "mkdir"])
-def test_a_full_disk_leaves_the_old_one_intact(tmp_path, monkeypatch, broken):
-    save(tmp_path, 1, *some(1))
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        if broken == "torch.save":
-            patched.setattr(torch, "save", full)
-        elif broken == "mkdir":
-            patched.setattr(saver.Path, "mkdir", full)
-        else:
-            patched.setattr(saver, broken, full)
-        with pytest.raises(OSError, match=r"cannot write checkpoint .*step_000002.*No space left"):
-            save(tmp_path, 2, *some(2), keep=1)
-    assert names(tmp_path) == ["step_000001"]
-    assert_is(tmp_path / "step_000001", 1)
-    save(tmp_path, 2, *some(2), keep=1)
-    assert names(tmp_path) == ["step_000002"]
 
 
 # ---------------------------------------------------------------------- damaged later

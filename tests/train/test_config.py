@@ -56,30 +56,13 @@ def test_what_cannot_work_is_refused(changes, says):
         TrainConfig(**changes).check()
 
 
-@pytest.mark.parametrize(
-    "name, values",
-    {
-        "steps": (0, -1, 10**30),
-        "batch_size": (0, 10**10),
-        "seq_len": (0,),
-        "save_every": (0,),
-        "record_steps": (-1,),
-        "warmup_steps": (-1,),
-        "weight_decay": (-0.1, float("nan"), float("inf")),
-        "eval_every": (-1,),
-        "sample_tokens": (-1, 10**400),
-        "lr": (0.0, 1e-320, -1e-3, float("nan"), float("inf"), 1e308),
-        "max_norm": (0.0, -1.0),
-        "timeout": (0.0, 0.5, float("nan"), 1e30),
-        "keep": (0,),
-        "seed": (-1, 2**70),
-    }.items(),
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_wrong_number_is_refused_by_its_flag(name, values):
-    for value in values:
-        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} "):
-            replace(TrainConfig(), **{name: value}).check()
+def test_a_wrong_number_is_refused_by_its_flag():
+    wrong = {"steps": (0, -1, 10**30), "batch_size": (0, 10**10), "keep": (0,), "seed": (-1, 2**70)}
+    wrong |= {"lr": (0.0, 1e-320, float("nan"), 1e308), "weight_decay": (-0.1, float("inf"))}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} "):
+                replace(TrainConfig(), **{name: value}).check()
 
 
 # ---------------------------------------------------------------------- files
