@@ -4,7 +4,6 @@ A command is imported when it is asked for: `minipar --help` needs none of them,
 """
 
 import argparse
-import difflib
 import importlib
 import sys
 import tomllib
@@ -25,14 +24,9 @@ class Command(NamedTuple):
 
     @property
     def run(self) -> Callable[[Any], Any]:
-        """The function, which takes the flags."""
+        """The function, which takes a dataclass of flags."""
         module, _, name = self.where.partition(":")
         return getattr(importlib.import_module(f"minipar.{module}"), name)
-
-    @property
-    def flags(self) -> type:
-        """The dataclass of the flags."""
-        return next(iter(get_type_hints(self.run).values()))
 
 
 GROUPS = {
@@ -72,9 +66,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     # The longest command that the line begins with: "bench idle" stands before "bench".
     name = next((n for n in COMMANDS if argv[: len(n.split())] == n.split()), None)
     if name is None:
-        near = difflib.get_close_matches(argv[0], COMMANDS, 1)
-        hint = f"did you mean {near[0]}? There are" if near else "use one of"
-        raise ValueError(f"{argv[0]!r} is no command; {hint} {', '.join(COMMANDS)}")
+        raise ValueError(f"{argv[0]!r} is no command; use one of {', '.join(COMMANDS)}")
     flags, default = argv[len(name.split()) :], tyro.MISSING_NONPROP
     if name == "train":
         first = argparse.ArgumentParser(f"minipar {name}", add_help=False, allow_abbrev=False)
@@ -83,7 +75,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         given, _ = first.parse_known_args(flags)
         flags = _flags_of(given.config) + flags if given.config else flags
         default = importlib.import_module("minipar.cli.training").defaults(given.resume)
-    kind = COMMANDS[name].flags
+    kind = next(iter(get_type_hints(COMMANDS[name].run).values()))
     return name, tyro.cli(kind, default=default, prog=f"minipar {name}", args=flags)
 
 
@@ -93,20 +85,14 @@ def usage() -> str:
     for title, group in GROUPS.items():
         lines += ["", f"{title}:"]
         lines += [f"  minipar {name:18} {command.summary}" for name, command in group.items()]
-    how = "`minipar COMMAND --help` lists the flags; `minipar --version` says which this is."
-    return "\n".join([*lines, "", how])
+    return "\n".join([*lines, "", "`minipar COMMAND --help` lists the flags."])
 
 
 def _flags_of(file: str) -> list[str]:
     """Return the flags of a TOML file, as they would be typed."""
-    try:
-        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config {file}: {error}") from None
     typed = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            typed.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            typed += [f"--{name}", str(value)]
+    for name, value in tomllib.loads(Path(file).read_text(encoding="utf-8")).items():
+        is_switch = isinstance(value, bool)
+        typed.append(f"--no-{name}" if is_switch and not value else f"--{name}")
+        typed += [] if is_switch else [str(value)]
     return typed

@@ -25,6 +25,7 @@ from minipar.tools.prove.compare import RTOL
 from minipar.tools.prove.job import check_file, parse_mesh
 from minipar.tools.prove.prove import prove as judge
 from minipar.tools.traces import from_profiler
+from minipar.train.config import check_numbers
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,7 @@ def prove(command: Prove) -> None:
     """Print whether a training equals one device; where it parts, draw that and exit with 1."""
     check_file(command.file)
     sizes = parse_mesh(command.mesh)
-    for name, value in (("steps", command.steps), ("timeout", command.timeout)):
-        if not 1 <= value < 1e6:
-            raise ValueError(f"--{name} {value} must be 1 or more")
+    check_numbers(command, {"steps": 1, "timeout": 1})
     if not 0 < command.rtol < 1:
         raise ValueError(f"--rtol {command.rtol} must be between 0 and 1, such as 1e-10")
     check_fits_here(math.prod(sizes.values()))

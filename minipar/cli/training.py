@@ -15,16 +15,16 @@ from typing import Any
 from tqdm import tqdm
 
 from minipar.cli.main import is_bad_input
-from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.observe.timeline import Timeline
 from minipar.ranks import backends
 from minipar.ranks.launch import RankError, Ranks, check_fits_here
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
+from minipar.train.folder import on_first_rank
 from minipar.train.metrics import read
 from minipar.train.report import Report
-from minipar.train.stop import pass_on
+from minipar.train.stop import StopRequest
 from minipar.train.trainer import Trainer
 
 
@@ -61,36 +61,27 @@ def train(config: TrainConfig) -> None:
         with (
             _saying_how_to_go_on(folder),
             Ranks(config.num_ranks, **how, preload=(__name__,)) as ranks,
-            pass_on(ranks.pids),
+            StopRequest(ranks.pids),  # passes a signal on to them
         ):
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
-    except BaseException:
+    finally:
         with suppress(OSError):
             folder.rmdir()  # only an empty one goes
-        raise
     conclude(report, folder)
 
 
 def _train_under_torchrun(config: TrainConfig) -> None:
     rank, size = backends.rank_and_size()
     if size != (asked := config.num_ranks):
+        use = f"use --mesh dp={size} or torchrun's --nproc-per-node {asked}"
+        pod = "if a pod set WORLD_SIZE, and no torchrun, unset it and RANK"
         raise ValueError(
-            f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; use --mesh dp={size} "
-            f"or torchrun's --nproc-per-node {asked}; if a pod set WORLD_SIZE, and no torchrun, "
-            f"unset it and RANK"
+            f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; {use}; {pod}"
         )
     with backends.joined(config.backend, config.timeout):
-        place = problem = None
-        if rank == 0:  # one rank chooses, so that all speak of the same folder
-            try:
-                place = _place(config)
-            except (ValueError, OSError) as error:
-                problem = error
         world = Mesh(**config.as_plan().mesh_sizes()).world
-        place, problem = all_gather_object((place, problem), world)[0]
-        if problem is not None:
-            raise problem
-        folder, start = place
+        # One rank chooses, so that all speak of the same folder.
+        folder, start = on_first_rank(lambda: _place(config), world)
         with _saying_how_to_go_on(folder) if rank == 0 else nullcontext():
             report = trainer.train(config, str(folder), start, Progress)
     if rank == 0:
@@ -124,8 +115,8 @@ def _place(config: TrainConfig) -> tuple[Path, str | None]:
     if saved is not None and saved.name != checkpoint.newest(folder).name:
         print(f"later checkpoints stay in {folder}; name one of this run's to resume it")
     begins = f"Training {config.init or config.preset} on {config.data}"
-    print(f"{f'Resuming {saved}' if saved else begins} with {config.plan}, into {folder}/")
-    sys.stdout.flush()
+    begins = f"Resuming {saved}" if saved else begins
+    print(f"{begins} with {config.plan}, into {folder}/", flush=True)
     return folder, saved and str(saved)
 
 
@@ -166,10 +157,7 @@ def how_to_go_on(folder: Path) -> str:
     if saved is None:
         return "Stopped before the first checkpoint."
     resume = f"--resume {shlex.quote(str(folder))}"
-    how = f"minipar train {resume}"
-    if backends.under_torchrun():
-        how = f"the same line of torchrun, and in it {resume}"
-    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: {how}"
+    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: minipar train {resume}"
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -182,17 +170,15 @@ class Progress:
         print(f"{million:.2f}M parameters, {size} ranks on {trainer.device.type}", flush=True)
         self.total, how = trainer.config.steps, dict(unit="step", disable=None, dynamic_ncols=True)
         self.bar = tqdm(total=self.total, initial=trainer.step, **how)
-        self.first, self.begun, self.spoken = trainer.step + 1, time.monotonic(), -math.inf
+        self.spoken = -math.inf
 
     def __call__(self, line: dict[str, Any]) -> None:
         step, now = line["step"], time.monotonic()
         status = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
-        self.bar.set_postfix_str(status, refresh=step == self.first)
+        self.bar.set_postfix_str(status)
         self.bar.update()
         if self.bar.disable and (step == self.total or now - self.spoken > 10):
-            left = (self.total - step) * (now - self.begun) / (step - self.first + 1)
-            words = f", {tqdm.format_interval(left)} left" if step < self.total else ""
-            print(f"step {step}/{self.total}: {status}{words}", flush=True)
+            print(f"step {step}/{self.total}: {status}", flush=True)
             self.spoken = now
         if step == self.total:
             self.bar.close()
@@ -209,12 +195,12 @@ def conclude(report: Report | None, folder: Path) -> None:
     from minipar.lab import draw  # takes a second, of which training knows nothing
 
     steps = read(folder / "metrics.jsonl")
-    lines = {folder.name: [(line["step"], line["loss"]) for line in steps]}
-    validated = [(s["step"], s["validation_loss"]) for s in steps if "validation_loss" in s]
-    if validated:
-        lines["validation"] = validated
+    lines = {
+        name: tuple(zip(*((s["step"], s[key]) for s in steps if key in s), strict=True))
+        for name, key in ((folder.name, "loss"), ("validation", "validation_loss"))
+    }
     figure = draw.curves(
-        {name: tuple(zip(*points, strict=True)) for name, points in lines.items()},
+        lines,
         points=["validation"],
         xlabel="step",
         ylabel="loss in nats per token",
@@ -229,22 +215,17 @@ def conclude(report: Report | None, folder: Path) -> None:
 
 def summary(report: Report) -> str:
     """Return the table at the end of a run."""
-    rows = {}
-    if report.step_seconds is None:
-        rows["loss"] = f"all {report.steps} steps were done before; --steps adds more"
-    else:
-        rows["loss"] = f"{report.first_loss:.3f} -> {report.last_loss:.3f} nats per token"
-        rows["speed"] = (
-            f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step"
-        )
-        rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
-    rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
+    speed, seconds = report.tokens_per_second, report.step_seconds
+    rows = {
+        "loss": f"{report.first_loss:.3f} -> {report.last_loss:.3f} nats per token",
+        "validation loss": f"{report.validation_loss:.3f} nats per token",
+        "speed": f"{speed:,.0f} tokens/s, {seconds * 1e3:.0f} ms a step",
+        "utilisation": f"{report.mfu:.0%} of the FLOP/s of {report.peak}",
+    }
     if report.hidden_fraction is not None:
-        rows["communication"] = (
-            f"{report.sent_bytes / 1e6:,.0f} MB sent by each rank; "
-            f"{report.communication_seconds:.1f} s, {report.hidden_fraction:.0%} of it hidden "
-            "(rank 0, the whole run; timeline.png: all ranks, one step)"
-        )
+        sent, ms = report.sent_bytes / 1e6, report.communication_seconds * 1e3
+        hidden = f"{report.hidden_fraction:.0%} of it hidden (timeline.png)"
+        rows["communication"] = f"rank 0 sends {sent:,.1f} MB a step in {ms:,.0f} ms, {hidden}"
     memory = [num_bytes / 1e6 for num_bytes in report.peak_memory]
     rows["peak memory"] = f"{min(memory):,.0f} to {max(memory):,.0f} MB a rank"
     rows["files"] = (

@@ -9,7 +9,6 @@ import tyro
 
 from minipar.cli.training import found
 from minipar.model import hf
-from minipar.model.llama import Llama
 from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig, check_numbers
@@ -54,12 +53,11 @@ def export(command: Export) -> None:
     if (folder / "checkpoints").is_dir():
         raise ValueError(f"export: {folder} is a run, and would lose its config.json; name another")
     if any(folder.glob("model*.safetensors")) and not command.overwrite:
-        raise ValueError(
-            f"export: {folder} has weights already; name another folder, or say --overwrite"
-        )
-    tokenizer, (weights, shape) = _tokenizer_of(run), checkpoint.model_of(start)
+        has = f"export: {folder} has weights already"
+        raise ValueError(f"{has}; name another folder, or say --overwrite")
+    tokenizer, model = _tokenizer_of(run), checkpoint.model_of(start)
     try:
-        hf.save(weights, folder, shape)
+        hf.save(model, folder)
     except OSError as error:
         raise ValueError(f"export: cannot write {folder}: {error}") from None
     tokenizer.save(folder / "tokenizer.json")
@@ -80,10 +78,7 @@ def generate(command: Generate) -> None:
     path = Path(command.model).absolute()
     if path.parent.name == "checkpoints" or (path / "checkpoints").is_dir():
         run, saved = found(command.model, "generate")
-        tokenizer, (weights, shape) = _tokenizer_of(run), checkpoint.model_of(saved)
-        with torch.device("meta"):
-            model = Llama(shape)
-        model = hf.fill(model, weights).float()
+        tokenizer, model = _tokenizer_of(run), checkpoint.model_of(saved).float()
     elif path.is_dir():
         own = path / "tokenizer.json"
         reads_bytes = ByteTokenizer.wrote(own, hf.load_config(path).vocab_size)
@@ -92,5 +87,4 @@ def generate(command: Generate) -> None:
         raise ValueError(f"generate {path} does not exist; name a run, or what export wrote")
     start = torch.tensor(list(tokenizer.encode(command.prompt)))
     options = command.tokens, command.seed, command.temperature, command.top_k
-    prompt, text = write(model.to(compute_device()), tokenizer, start, *options)
-    print(f"{prompt}{text}")
+    print(write(model.to(compute_device()), tokenizer, start, *options))

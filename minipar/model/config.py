@@ -15,15 +15,9 @@ class RopeScaling:
     original_max_seq_len: int = 8192
 
     def __post_init__(self) -> None:
-        if self.factor < 1 or self.original_max_seq_len < 1:
+        if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
-                f"rope scaling with factor={self.factor} and "
-                f"original_max_seq_len={self.original_max_seq_len}: both must be at least 1"
-            )
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"rope scaling needs 0 < low_freq_factor < high_freq_factor, got "
-                f"{self.low_freq_factor} and {self.high_freq_factor}; Llama 3 uses 1 and 4"
+                f"{self}: needs factor >= 1 and 0 < low_freq_factor < high_freq_factor"
             )
 
 
@@ -59,29 +53,21 @@ class LlamaConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if self.num_heads % self.num_kv_heads:
             good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"use one of {good}"
-            )
+            heads = f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            raise ValueError(f"{heads}; use one of {good}")
         if not self.head_dim:
             if self.hidden_size % self.num_heads:
-                near = round(self.hidden_size / self.num_heads) * self.num_heads or self.num_heads
-                raise ValueError(
-                    f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
-                    f"use hidden_size={near}, or say head_dim"
-                )
+                width = f"hidden_size={self.hidden_size}"
+                raise ValueError(f"num_heads={self.num_heads} does not divide {width}")
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if self.head_dim < 0 or self.head_dim % 2:
-            raise ValueError(
-                f"head_dim={self.head_dim} must be even and positive, because RoPE turns pairs; "
-                f"use {max(self.head_dim + 1, 2)}"
-            )
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
 
     def check_length(self, seq_len: int) -> None:
         """Raise `ValueError` for a sequence of more tokens than there are positions for."""
         if seq_len > self.max_seq_len:
-            longest = f"max_seq_len={self.max_seq_len}"
-            raise ValueError(f"a sequence of {seq_len} tokens is longer than {longest}")
+            too_long = f"a sequence of {seq_len} tokens is longer than"
+            raise ValueError(f"{too_long} max_seq_len={self.max_seq_len}")
 
     @property
     def has_experts(self) -> bool:

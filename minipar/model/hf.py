@@ -27,6 +27,7 @@ from minipar.model.moe import MoEConfig
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Device = torch.device | str | None
 
 # ----------------------------------------------------------------------------- 1. the configuration
 
@@ -70,11 +71,9 @@ def load_config(path: str | Path) -> LlamaConfig:
     file = Path(path) / CONFIG
     try:
         return _parse(json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
 
 
@@ -114,10 +113,8 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kinds != {"llama3"} or rope.keys() - _SCALING.values():
         kind = " and ".join(sorted(map(repr, kinds))) or "not given"
-        raise ValueError(
-            f"a rope_type that is {kind} is not supported with {sorted(rope)}; use 'llama3' with "
-            f"{sorted(_SCALING.values())}, or 'default' with none"
-        )
+        use = f"use 'llama3' with {sorted(_SCALING.values())}, or 'default' with none"
+        raise ValueError(f"a rope_type that is {kind} is not supported with {sorted(rope)}; {use}")
     return theta, _named(rope, _SCALING, RopeScaling)
 
 
@@ -158,11 +155,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------- 2. reading
 
 
-def load(
-    path: str | Path,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> Llama:
+def load(path: str | Path, dtype: torch.dtype | None = None, device: Device = None) -> Llama:
     """Return the model in the folder `path`, on the CPU and in the dtype of its files by default.
 
     Raises `ValueError` where names, shapes or types do not fit `config.json`.
@@ -174,9 +167,7 @@ def load(
     return fill(model, weights, device)
 
 
-def fill(
-    model: Llama, weights: Mapping[str, Tensor], device: torch.device | str | None = None
-) -> Llama:
+def fill(model: Llama, weights: Mapping[str, Tensor], device: Device = None) -> Llama:
     """Make `weights` the parameters of `model`, which is on the meta device, without a copy.
 
     Parameters that `weights` lack stay on meta. Buffers (the counts of routers) become zeros, on
@@ -206,23 +197,14 @@ class Folder:
         ignored = {name for name in self.files if name.endswith("rotary_emb.inv_freq")} | {HEAD}
         missing, foreign = expected - self.files.keys(), self.files.keys() - expected - ignored
         if missing or foreign:
-            raise ValueError(
-                f"{self.path}: the weights are not those of {CONFIG}: "
-                f"missing {_some(missing)}; not known {_some(foreign)}"
-            )
+            found = f"missing {_some(missing)}; not known {_some(foreign)}"
+            raise ValueError(f"{self.path}: the weights are not those of {CONFIG}: {found}")
         stored_head = self.config.tie_embeddings and HEAD in self.files
         if stored_head and not torch.equal(self._stored(HEAD), self._stored(EMBEDDING)):
-            raise ValueError(
-                f"{self.files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they "
-                "are tied; write tie_word_embeddings: false if the head is one of its own"
-            )
+            differs = f"{HEAD} is not {EMBEDDING}, although {CONFIG} says that they are tied"
+            raise ValueError(f"{self.path}: {differs}; write tie_word_embeddings: false there")
 
-    def read(
-        self,
-        name: str,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype | None = None, device: Device = None) -> Tensor:
         """Return the parameter `name`, by default on the CPU and in the dtype of its file."""
         if ".experts." in name:
             experts = _names_in_files(self.config, name)
@@ -231,20 +213,15 @@ class Folder:
             ((stored,),) = _names_in_files(self.config, name)
             tensor = self._stored(stored)
         if tuple(tensor.shape) != self.shapes[name]:
-            raise ValueError(
-                f"{self.path}: {name} has shape {tuple(tensor.shape)}, but by {CONFIG} it is "
-                f"{self.shapes[name]}"
-            )
+            found = f"{name} has shape {tuple(tensor.shape)}"
+            raise ValueError(f"{self.path}: {found}, but by {CONFIG} it is {self.shapes[name]}")
         return tensor.to(device=device or "cpu", dtype=dtype)
 
     def _stored(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
             tensor = file.get_tensor(name)
         if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{self.files[name]}: {name} is stored as {tensor.dtype}: quantised weights are "
-                "not supported; use float64, float32, float16 or bfloat16"
-            )
+            raise ValueError(f"{self.path}: {name} is stored as {tensor.dtype}: not supported")
         return tensor
 
 
@@ -252,9 +229,7 @@ def _files_of(path: Path) -> dict[str, Path]:
     """Return the file of each stored tensor, by the tensor's name."""
     single, index = path / SINGLE, path / INDEX
     if single.exists() and index.exists():
-        raise ValueError(
-            f"{path}: {SINGLE} and {INDEX} are two sets of weights; delete one of them"
-        )
+        raise ValueError(f"{path}: {SINGLE} and {INDEX} are two sets of weights; delete one")
     if index.exists():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: path / file for name, file in weight_map.items()}
@@ -295,19 +270,13 @@ def _some(things: Set) -> str:
 # ------------------------------------------------------------------------------------- 3. writing
 
 
-def save(
-    source: Llama | Mapping[str, Tensor], path: str | Path, config: LlamaConfig | None = None
-) -> None:
-    """Write a model, or a full state dict with its `config`, to the folder `path`.
+def save(model: Llama, path: str | Path) -> None:
+    """Write a whole model to the folder `path`.
 
-    Weights in the folder are replaced, other files are left alone. Raises `ValueError` where names
-    or shapes are not those of `config`, before anything is written.
+    Weights in the folder are replaced, other files are left alone. Raises `ValueError` for a part
+    of a model, as a strategy may leave it, before anything is written.
     """
-    if isinstance(source, Llama):
-        source, config = source.state_dict(), source.config
-    if config is None:
-        raise ValueError("a state dict does not say what model it belongs to: pass config as well")
-    path, state = Path(path), dict(source)
+    path, state, config = Path(path), model.state_dict(), model.config
     if path.is_file():
         raise ValueError(f"{path} is a file; a checkpoint is a folder")
     if config.tie_embeddings:
@@ -316,10 +285,7 @@ def save(
     found = {(name, tuple(tensor.shape)) for name, tensor in state.items()}
     expected = set(_shapes(config).items())
     if found != expected:
-        raise ValueError(
-            "this is not the full state dict of the config: "
-            f"missing {_some(expected - found)}; not known {_some(found - expected)}"
-        )
+        raise ValueError(f"not a whole model: missing {_some(expected - found)}")
     tensors = {}
     for name, tensor in state.items():
         names = _names_in_files(config, name)

@@ -361,10 +361,6 @@ def generate(
     of keys and values: every new token runs the last `max_seq_len` tokens again, which is fast
     enough for a sample, not for serving.
     """
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(
-            f"temperature={temperature}, top_k={top_k}: use temperature >= 0 and top_k >= 1"
-        )
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -model.config.max_seq_len :])[:, -1].float()  # [B, V]
         if temperature < 1e-6:  # float32 could not hold the quotients

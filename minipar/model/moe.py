@@ -3,9 +3,9 @@
 Idea.   Parameters without their FLOPs. A *router* looks at a token and picks k of E small MLPs, the
         experts. The token's output is their weighted sum. A model of 47B parameters then costs as
         much per token as one of 13B.
-Math.   Scores s = softmax(W x) over the experts (or sigmoid of each). K is the set of the k largest
-        s_e + b_e. Then y = sum over e in K of g_e expert_e(x), with the weight g_e = s_e, or
-        g_e = s_e / (sum of s over K) if normalised. The bias b steers the choice only.
+Math.   Scores s = softmax(W x) over the experts. K is the set of the k largest s_e + b_e. Then
+        y = sum over e in K of g_e expert_e(x), with the weight g_e = s_e, or g_e = s_e / (sum of s
+        over K) if normalised. The bias b steers the choice only.
 Balance. Experts that are rarely chosen learn little, and then are chosen less. Two remedies:
         - a loss, balance_weight E/k sum_e f_e p_e, where f_e is the share of tokens that chose e,
           and p_e is the mean score of e;
@@ -21,7 +21,7 @@ Shapes. N tokens of width D, E experts, k chosen, F hidden width of an expert. A
         (token, one of its k choices); slot i belongs to token i // k. A *seat* is a row of an
         expert with a capacity: a slot takes a seat or is dropped.
 Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, loss); Jiang et al.
-        2401.04088 (Mixtral); DeepSeek-V3 2412.19437 (sigmoid, shared experts); Wang et al.
+        2401.04088 (Mixtral); DeepSeek-V3 2412.19437 (shared experts); Wang et al.
         2408.15664 (bias).
 Proved by tests/model/test_moe.py, against transformers.
 
@@ -43,7 +43,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, importing 
 from minipar.model import casts
 from minipar.model.experts import Experts, add_up
 
-SCORES = ("softmax", "sigmoid")
 SCOPES = ("none", "sequence", "microbatch", "batch")
 
 
@@ -58,7 +57,6 @@ class MoEConfig:
         num_shared: number of experts that every token passes, fused to one MLP of num_shared * F.
         first_dense: number of layers at the bottom that keep a dense MLP.
         every: of the layers above, each n-th has experts: 2 means every other layer.
-        score: "softmax" over all experts, or "sigmoid" of each.
         normalise: True if the k weights of a token sum to 1.
         balance: the tokens over which the balancing loss takes its means: tokens of each
             "sequence", of the "microbatch" of a rank, or of that microbatch on all ranks ("batch",
@@ -75,7 +73,6 @@ class MoEConfig:
     num_shared: int = 0
     first_dense: int = 0
     every: int = 1
-    score: str = "softmax"
     normalise: bool = True
     balance: str = "none"
     balance_weight: float = 0.01
@@ -84,23 +81,14 @@ class MoEConfig:
     forced: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "expert_size", "every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("num_shared", "first_dense", "balance_weight", "bias_speed"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative, or infinite")
-        for name, known in (("score", SCORES), ("balance", SCOPES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
-        k, n, c = self.top_k, self.num_experts, self.capacity_factor
+        if self.balance not in SCOPES:
+            raise ValueError(f"balance={self.balance!r} is unknown; use one of {SCOPES}")
+        k, n = self.top_k, self.num_experts
         if not 1 <= k <= n:
             raise ValueError(f"top_k={k} experts of num_experts={n}: use 1 to {n}")
         if k == 1 < n and self.normalise:
             why = "weighs every expert by 1, and the router would get no gradient"
             raise ValueError(f"top_k=1 with normalise=True {why}; use normalise=False, or top_k=2")
-        if c is not None and not 0 < c < math.inf:
-            raise ValueError(f"capacity_factor={c} must be positive and finite, or None")
 
     def is_sparse(self, layer: int) -> bool:
         """True if layer number `layer` has experts."""
@@ -175,13 +163,11 @@ class Router(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with casts.off(x.device.type):  # autocast would round x and W to 16 bits
             logits = F.linear(x.to(wide), self.weight.to(wide))  # [B, T, E]
-        scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1)
         experts = self._choose(scores.detach().flatten(0, -2))  # [N, k]
         weights = scores.flatten(0, -2).gather(1, experts)  # without the bias
         if config.normalise:
-            # k sigmoids may all be almost 0; of a softmax, the largest is at least 1 / E.
-            floor = 1e-20 if config.score == "sigmoid" else 0.0
-            weights = weights / (weights.sum(-1, keepdim=True) + floor)
+            weights = weights / weights.sum(-1, keepdim=True)
         if torch.is_grad_enabled():
             weights = self._attach_loss(weights, scores, experts, valid)
         return Routing(experts, weights)
@@ -215,8 +201,7 @@ class Router(nn.Module):
     def _imbalance(self, counts: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
         """Return the sum over tokens of E/k sum_e f_e p_e: 1 per token in perfect balance."""
         config = self.config
-        shares = scores / scores.sum(-1, keepdim=True)  # sigmoids as shares; a softmax stays
-        sums = (shares * valid[..., None]).sum(1)  # [B, E]: T p_e of each sequence
+        sums = (scores * valid[..., None]).sum(1)  # [B, E]: T p_e of each sequence
         if config.balance == "batch":
             counts = self.sum_counts(counts.sum(0))  # [E]
         else:
@@ -278,8 +263,7 @@ class MoE(nn.Module):
         self.experts = Experts(config.num_experts, width, config.expert_size)
         self.shared_experts = shared
         self.core: Callable[[Tensor, Routing], Tensor] = self.compute
-        self.dropped: Tensor | None = None  # slots that the last forward dropped, a scalar
-        self.num_dropped = 0  # slots dropped since `start_step`, without recomputed forwards
+        self.dropped: Tensor | int = 0  # slots that the last forward dropped
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Compute x [B, T, D]. `valid` [B, T] is False for padding, which counts nowhere."""
@@ -301,8 +285,6 @@ class MoE(nn.Module):
         stays = (nth < capacity).view_as(routing.experts)
         lost = ~stays if valid is None else ~stays & valid.view(-1, 1)
         self.dropped = lost.sum()
-        if torch._C._current_graph_task_id() == -1:  # else recomputation calls, inside of backward
-            self.num_dropped = self.num_dropped + self.dropped
         experts = torch.where(stays, routing.experts, num_experts)
         return Routing(experts, routing.weights, capacity * len(by_sequence))
 
@@ -358,7 +340,7 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
 def start_step(model: nn.Module, loss_weight: Callable[[], Tensor]) -> None:
     """Set the counts of `model` to zero, and the factor of its balancing losses."""
     for _, moe in mixtures(model):
-        moe.gate.loss_weight, moe.num_dropped = loss_weight, 0
+        moe.gate.loss_weight = loss_weight
         moe.gate.reset_counts()
 
 

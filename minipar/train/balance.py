@@ -43,12 +43,10 @@ def shares(speeds: Sequence[float], num_microbatches: int) -> list[int]:
     rounded proportional shares may. Every rank gets one at least, because an idle rank could not
     be measured any more. Ties go to the lower rank.
 
-    Raises `ValueError` for fewer microbatches than ranks, or a speed that is not positive.
+    Raises `ValueError` for fewer microbatches than ranks.
     """
     if num_microbatches < len(speeds):
         raise ValueError(f"{num_microbatches} microbatches are too few for {len(speeds)} ranks")
-    if not all(0 < speed < math.inf for speed in speeds):
-        raise ValueError(f"speeds={list(speeds)} must be positive")
     counts = [1] * len(speeds)
     soonest = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # when its second is done
     heapq.heapify(soonest)
@@ -102,9 +100,8 @@ def pack(lengths: Sequence[int], seq_len: int, multiple_of: int = 1) -> list[lis
     """
     for i, length in enumerate(lengths):
         if not 1 <= length <= seq_len:
-            raise ValueError(
-                f"document {i} has {length} tokens, and a row takes 1 to {seq_len}; cut it first"
-            )
+            row = f"a row takes 1 to {seq_len}"
+            raise ValueError(f"document {i} has {length} tokens, and {row}; cut it first")
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     num_rows = multiple_of * max(1, math.ceil(sum(lengths) / (seq_len * multiple_of)))
     while (rows := _lay_out(longest_first, lengths, seq_len, num_rows)) is None:

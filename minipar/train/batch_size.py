@@ -90,28 +90,22 @@ class NoiseScale:
 
     One step tells little. Numerator and denominator are averaged over steps, each for itself, with
     weights that fall by `decay` per step: the ratio of averages has no bias to first order, the
-    average of ratios has (appendix A.1). Raises `ValueError` unless 0 <= `decay` < 1.
+    average of ratios has (appendix A.1).
     """
 
     def __init__(self, decay: float = 0.95) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay} must be at least 0 and below 1; 0.9 to 0.99 is usual")
         self.decay = decay
         self.signal = self.trace = 0.0  # averages of |G|^2 and of tr(S)
         self._own_square: Tensor | float = 0.0
 
-    def watch(self, reduce: ddp.Reduce | None = None) -> ddp.Reduce:
-        """Return a `reduce` for `ddp.apply` that notes the norm of a bucket, then reduces it.
-
-        By `reduce` if given, else exactly.
-        """
-        reduce = reduce or ddp.all_reduce_bucket
+    def watch(self) -> ddp.Reduce:
+        """Return a `reduce` for `ddp.apply` that notes the norm of a bucket, then sums it up."""
 
         def watched(bucket: ddp.Bucket, axis: Axis, op: Op) -> Pending:
             dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
             norm = torch.linalg.vector_norm(bucket.flat, dtype=dtype)
             self._own_square = self._own_square + norm.double().square()
-            return reduce(bucket, axis, op)
+            return ddp.all_reduce_bucket(bucket, axis, op)
 
         return watched
 

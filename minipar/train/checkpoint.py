@@ -31,7 +31,8 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.model.llama import LlamaConfig, RopeScaling
+from minipar.model import hf
+from minipar.model.llama import Llama, LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
 from minipar.parallel.base.shards import Region
 from minipar.text import one_line
@@ -40,9 +41,9 @@ FORMAT = 4  # of the layout above
 ALONE = Axis("world", 0, 1, (0,))
 Files = dict[str, dict[str, int]]  # by name of a file: {"num_bytes": ..., "crc32": ...}
 CHUNK = 1 << 22  # bytes of a file that are read at once for its CRC
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
-"""Kinds of numbers, in the words of safetensors."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+"""Kinds of numbers, by their names in safetensors."""
 
 
 class CheckpointError(ValueError):
@@ -52,8 +53,7 @@ class CheckpointError(ValueError):
 # ---------------------------------------------------------------------- which checkpoints there are
 def available(folder: Path) -> list[Path]:
     """Return the complete checkpoints below `folder`, by steps."""
-    found = folder.glob("step_*") if folder.is_dir() else []
-    return sorted((path for path in found if path.name[5:].isdecimal()), key=step_of)
+    return sorted((p for p in folder.glob("step_*") if p.name[5:].isdecimal()), key=step_of)
 
 
 def newest(run: Path) -> Path | None:
@@ -103,11 +103,11 @@ class Stored:
                 overlap = box.common(offset, part.shape)
                 if overlap is None:
                     continue
-                with reading(self.folder, box.file), _open(self.folder / box.file) as contents:
-                    if overlap:
-                        stored = contents.get_slice(box.key)[_seen_from(box.offset, overlap)]
-                    else:  # a tensor without dims
-                        stored = contents.get_tensor(box.key)
+                with (
+                    reading(self.folder, box.file),
+                    safe_open(self.folder / box.file, "pt") as contents,
+                ):
+                    stored = contents.get_slice(box.key)[_seen_from(box.offset, overlap)]
                 part[_seen_from(offset, overlap)] = stored
         return numbers.view(self.shape) if region is None else numbers
 
@@ -128,17 +128,15 @@ def load(
     with reading(folder, "manifest.json"):
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if (layout := manifest["format"]) != FORMAT:
-            raise ValueError(
-                f"it has format {layout}, not {FORMAT}; export it by the minipar that wrote it"
-            )
+            says = f"it has format {layout}, not {FORMAT}"
+            raise ValueError(f"{says}; export it by the minipar that wrote it")
         files, tied = dict(manifest["files"]), dict(manifest["tied"])
     own = sorted(files)[axis.rank :: axis.size]
-    damage = [words for name in own if (words := _damage(folder / name, files[name]))]
-    for words in all_gather_object(damage, axis):
-        if words:
-            raise CheckpointError(
-                f"checkpoint {folder} is damaged: {words[0]}; resume from an earlier one"
-            )
+    damaged = [name for name in own if digest_of(folder / name) != files[name]]
+    for names in all_gather_object(damaged, axis):
+        if names:
+            damage = f"{names[0]} is missing, or does not match its CRC-32"
+            raise CheckpointError(f"checkpoint {folder}: {damage}; resume from an earlier one")
     weights, tensors = (
         {name: stored if lazily else stored() for name, stored in found.items()}
         for found in (find(folder, files, kind) for kind in ("weights_", "state_"))
@@ -152,35 +150,28 @@ def load(
 def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
     """Return where the tensors of a kind are, in the files of all ranks; read only their heads."""
     facts: dict[str, tuple] = {}
-    kinds = {word: dtype for dtype, word in DTYPES.items()}
     boxes: dict[str, list[Box]] = defaultdict(list)
     for file in sorted(name for name in files if name.startswith(kind)):
-        with reading(folder, file), _open(folder / file) as contents:
+        with reading(folder, file), safe_open(folder / file, "pt") as contents:
             told = contents.metadata() or {}
             for key in list(contents.keys()):
                 head = contents.get_slice(key)
                 size = head.get_shape()
                 name, shape, offset = json.loads(told[key]) if key in told else (key, size, None)
-                facts[name] = tuple(shape), kinds[head.get_dtype()]
+                facts[name] = tuple(shape), DTYPES[head.get_dtype()]
                 boxes[name].append(Box(file, key, tuple(offset or [0] * len(size)), tuple(size)))
     for name, (shape, _) in facts.items():
         numel = sum(math.prod(box.size) for box in boxes[name])
         if numel != math.prod(shape):
-            raise CheckpointError(
-                f"checkpoint {folder}: {name} of shape {shape} has {numel:,} numbers in all files"
-            )
+            has = f"{name} of shape {shape} has {numel:,} numbers in all files"
+            raise CheckpointError(f"checkpoint {folder}: {has}")
     return {name: Stored(folder, name, *facts[name], tuple(boxes[name])) for name in sorted(facts)}
 
 
-def _damage(path: Path, digest: dict[str, int]) -> str:
-    """Return how a file differs from its `digest`, or ""."""
-    if not path.is_file():
-        return f"{path.name} is missing"
-    return "" if digest_of(path) == digest else f"{path.name} does not match its CRC-32"
-
-
 def digest_of(path: Path) -> dict[str, int]:
-    """Return length and CRC-32 of a file."""
+    """Return length and CRC-32 of a file; {} if there is none."""
+    if not path.is_file():
+        return {}
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -199,10 +190,6 @@ def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
         what = one_line(error, 200)
         what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
         raise CheckpointError(f"checkpoint {folder}: {name} cannot be used: {what}") from None
-
-
-def _open(path: Path) -> safe_open:
-    return safe_open(path, framework="pt")
 
 
 def map_tensors(tree: Any, change: Any, path: str = "") -> Any:
@@ -227,8 +214,8 @@ def check_shapes(own: Mapping[str, Sequence[int]], weights: Mapping[str, Any], w
             raise CheckpointError(f"{where} is of another model: {name[:300]} has shape {shapes}")
 
 
-def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
-    """Return weights and shape of the model. Raises `CheckpointError` for a damaged checkpoint."""
+def model_of(checkpoint: Path) -> Llama:
+    """Return the model of a checkpoint, on the CPU. Raises `CheckpointError` if it is damaged."""
     weights, state = load(checkpoint)
     with reading(checkpoint):
         shape = dict(state["model"])
@@ -236,4 +223,6 @@ def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
             shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
         if shape["moe"] is not None:
             shape["moe"] = MoEConfig(**shape["moe"])
-        return weights, LlamaConfig(**shape)
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(**shape))
+        return hf.fill(model, weights)

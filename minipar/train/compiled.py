@@ -1,8 +1,7 @@
 """`--compile`: each block of a model as a graph, while strategies stay around it, and eager.
 
 A compiler sees a block's own operations: norms, rotations and products that become fewer kernels.
-What hooks do before and after a block, such as gathering its weights, and what runs it twice, is
-none of its business: so a function inside of the block is compiled, and not the module.
+A function inside of the block is compiled, and not the module: so hooks stay outside.
 
 A block is one graph under the strategies that stay outside of it: ddp, local SGD, ZeRO, fsdp and
 pipelines. Where ranks talk inside of it (tensor, context, expert parallelism), a graph ends at each
@@ -12,9 +11,7 @@ Blocks that are alike share their graphs, however many there are. Before a graph
 waits for all weights that are on their way to it (ZeRO 1 and 2).
 
 Refused are schedules that compute gradients of weights apart, as the backward of a graph is one
-piece, and selective recomputation, which looks at single operations. README has a table of it.
-
-In torch: `torch.compile`; torchtitan compiles block by block, too.
+piece, and selective recomputation, which looks at single operations: see book/library.md.
 """
 
 from typing import Any

@@ -28,8 +28,7 @@ WORDS = {
 }
 """Flags that are one word of a plan, and the word."""
 
-LARGEST = 10**9
-"""The largest number that a flag takes. More would overflow a clock, an index or the memory."""
+LARGEST = 10**9  # number that a flag takes: more would overflow a clock, an index or the memory
 LEAST = dict.fromkeys(("steps", "batch_size", "seq_len", "save_every", "keep", "timeout"), 1)
 LEAST |= {"lr": 1e-12, "max_norm": 1e-12}
 """The smallest number of a flag, if it is not 0."""
@@ -174,10 +173,9 @@ class TrainConfig:
         most = -(-self.batch_size // ranks)  # sequences of a rank
         made = -(-most // -(-most // plan.microbatches))  # microbatches that are not empty
         if made != plan.microbatches:
-            raise ValueError(
-                f"--microbatches {plan.microbatches} leaves some empty: a rank has {most} sequences"
-                f" of --batch-size {self.batch_size}, for {made} microbatches"
-            )
+            has = f"a rank has {most} sequences of --batch-size {self.batch_size}"
+            some = f"--microbatches {plan.microbatches} leaves some empty"
+            raise ValueError(f"{some}: {has}, for {made} microbatches")
         if plan.precision != "float32" and self.dtype != "float32":
             raise ValueError(f"--precision {plan.precision} needs --dtype float32")
         if self.compile != "none":
@@ -220,12 +218,10 @@ class TrainConfig:
 def check_numbers(record: Any, least: Mapping[str, float]) -> None:
     """Raise `ValueError` for a number in the dataclass `record` that is too small or too large.
 
-    `least` has the smallest value of a field by its name. A seed may be what torch takes.
+    `least` has the smallest value of a field by its name, if it is not 0.
     """
     for field in fields(record):
-        value, low, most = getattr(record, field.name), least.get(field.name, 0), LARGEST
-        if field.name == "seed":
-            most = 2**63 - 1
-        if isinstance(value, (int, float)) and not low <= value <= most:
-            flag = f"--{field.name.replace('_', '-')}"
-            raise ValueError(f"{flag} {str(value)[:80]} must be {low:g} or more, up to {most:,}")
+        value, low = getattr(record, field.name), least.get(field.name, 0)
+        if isinstance(value, (int, float)) and not low <= value <= LARGEST:
+            flag = f"--{field.name.replace('_', '-')} {value}"
+            raise ValueError(f"{flag} must be {low:g} or more, up to {LARGEST:,}")

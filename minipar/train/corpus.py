@@ -3,7 +3,7 @@
     corpus = load_corpus("stdlib", ByteTokenizer())
 
 The order of documents, and which of them are kept for validation, depend on their names alone. So
-every rank on every machine has the same text. A document is in one part only.
+every rank on every machine has the same text.
 """
 
 import glob
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,39 +54,37 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
     - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, 100 MB at most.
 
     Documents are drawn for validation by a hash of their names until `VALIDATION` of the tokens is
-    reached. A single document gives its end. `limit_bytes` reads only so much text.
+    reached. Where all documents are too long for this, validation is the end of the text.
+    `limit_bytes` reads only so much text.
 
     Raises `ValueError`, naming the source, where it is missing, empty, malformed or too short.
     """
     is_stream = source.startswith("hf:")
-    if limit_bytes is None and is_stream:
+    if is_stream and limit_bytes is None:
         limit_bytes = STREAM_LIMIT_BYTES
     names: list[str] = []
     tokens: list[Tensor] = []
     num_bytes = num_skipped = 0
-    try:
-        for name, text in _stream(source) if is_stream else _read(source):
-            if text is None:
-                num_skipped += 1
-                continue
-            data = text.encode("utf-8", errors="replace")
-            data = data if limit_bytes is None else data[: limit_bytes - num_bytes]
-            if data:
-                names.append(name)
-                # The limit may cut a character.
-                tokens.append(_tokenize(data.decode("utf-8", errors="ignore"), tokenizer))
-                num_bytes += len(data)
-            if num_bytes == limit_bytes:
-                break
-    except OSError as error:
-        raise ValueError(f"cannot read {error.filename or source}: {one_line(error)}") from error
-    num_tokens = sum(map(len, tokens))
-    notes = [f"{len(names):,} documents"] if len(names) > 1 else []
+    for name, text in _stream(source) if is_stream else _read(source):
+        if text is None:
+            num_skipped += 1
+            continue
+        data = text.encode("utf-8", errors="replace")
+        data = data if limit_bytes is None else data[: limit_bytes - num_bytes]
+        if data:
+            names.append(name)
+            # The limit may cut a character.
+            tokens.append(_tokenize(data.decode("utf-8", errors="ignore"), tokenizer))
+            num_bytes += len(data)
+        if num_bytes == limit_bytes:
+            break
+    notes = [f"{num_bytes / 1e6:.3g} MB of {source}"]
+    notes += [f"{len(names):,} documents"] if len(names) > 1 else []
     notes += [f"{num_skipped} files without text skipped"] if num_skipped else []
     notes += ["cut at the limit"] if num_bytes == limit_bytes else []
     if tokenizer.separator is None and not isinstance(tokenizer, ByteTokenizer):
         notes.append("nothing between documents: the tokenizer names no token that ends one")
-    description = ", ".join([f"{num_bytes / 1e6:.3g} MB of {source}", *notes])
+    num_tokens, description = sum(map(len, tokens)), ", ".join(notes)
     if num_tokens < 2 * MIN_TOKENS:
         raise ValueError(f"{source} is too short: {num_tokens} tokens ({description})")
     return Corpus(*_split(names, tokens), description)
@@ -135,21 +133,19 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
 
 
 def _rows(path: Path, text: str) -> list[tuple[int, Any]] | None:
-    """Return the numbered rows of a file of JSON documents; None for any other JSON."""
-    lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    rows: list[tuple[int, Any]] = []
+    """Return the numbered rows of a file of JSON documents; None for any other .json file."""
     try:
-        for number, line in lines:
-            rows.append((number, json.loads(line)))
-    except ValueError as error:
-        if path.suffix == ".jsonl":
-            raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
-        try:
-            rows = list(enumerate(json.loads(text), start=1))  # an array on many lines
-        except (TypeError, ValueError):
-            return None
-    if path.suffix == ".json" and len(rows) == 1 and isinstance(rows[0][1], list):
-        rows = list(enumerate(rows[0][1], start=1))
+        whole = json.loads(text)  # an array, or a single row
+        rows = list(enumerate(whole if isinstance(whole, list) else [whole], start=1))
+    except ValueError:
+        rows = []
+        for number, line in enumerate(text.split("\n"), start=1):
+            try:
+                rows += [(number, json.loads(line))] if line.strip() else []
+            except ValueError as error:
+                if path.suffix == ".json":
+                    return None
+                raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
     has_text = rows and isinstance(rows[0][1], dict) and "text" in rows[0][1]
     return rows if has_text or path.suffix == ".jsonl" else None
 
@@ -166,9 +162,8 @@ def _stream(source: str) -> Documents:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError(
-            f'{source} needs the datasets package: pip install "minipar[datasets]"'
-        ) from None
+        needs = "needs the datasets package: pip install"
+        raise ValueError(f'{source} {needs} "minipar[datasets]"') from None
     try:
         rows = load_dataset(name, split=split or "train", streaming=True)
         for number, row in enumerate(rows):
@@ -190,7 +185,7 @@ def _tokenize(text: str, tokenizer: Tokenizer) -> Tensor:
     return torch.cat([tokens, torch.tensor([tokenizer.separator], dtype=dtype)])
 
 
-def _split(names: list[str], tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _split(names: list[str], tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the tokens of training and of validation, each at least `MIN_TOKENS` long."""
     total = sum(map(len, tokens))
     wanted = VALIDATION * total
@@ -200,16 +195,13 @@ def _split(names: list[str], tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     chosen: set[int] = set()
     size = 0
-    order = sorted(range(len(names)), key=draw)
-    # First without the documents that overshoot by much; where all do, up to half of the text.
-    for most in (1.2 * wanted, total / 2):
-        for i in order:
-            if size < wanted and i not in chosen and size + len(tokens[i]) <= most:
-                chosen.add(i)
-                size += len(tokens[i])
+    for i in sorted(range(len(names)), key=draw):
+        if size < wanted and size + len(tokens[i]) <= 1.2 * wanted:  # not one that is too long
+            chosen.add(i)
+            size += len(tokens[i])
     if size >= MIN_TOKENS:
         kept = [t for i, t in enumerate(tokens) if i not in chosen]
         return torch.cat(kept), torch.cat([t for i, t in enumerate(tokens) if i in chosen])
-    everything = torch.cat(list(tokens))
+    everything = torch.cat(tokens)
     cut = total - max(MIN_TOKENS, round(wanted))
     return everything[:cut], everything[cut:]

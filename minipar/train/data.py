@@ -39,12 +39,10 @@ class Sequences:
     """
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
-        if not 1 <= seq_len < len(tokens):
-            most = len(tokens) - 1  # a sequence of T tokens needs T + 1: the last is only a target
-            raise ValueError(f"seq_len={seq_len} does not fit a text of {most + 1:,} tokens; "
-                             f"use 1 to {most:,}")  # fmt: skip
-        self.tokens = tokens
-        self.seq_len = seq_len
+        if not 1 <= seq_len < len(tokens):  # the last token is only a target
+            asked = f"seq_len={seq_len} does not fit a text of {len(tokens):,} tokens"
+            raise ValueError(f"{asked}; use 1 to {len(tokens) - 1:,}")
+        self.tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.seq_len)
@@ -106,8 +104,7 @@ class Batches:
     their place. The place in the epoch is counted in samples.
 
     `for microbatches in batches` ends with the epoch; the next `for` is the next epoch. Training
-    for a number of steps reads `batches.forever()`. Raises `ValueError` for a count below 1 and for
-    a rank outside of 0..size-1.
+    for a number of steps reads `batches.forever()`.
     """
 
     def __init__(
@@ -120,9 +117,6 @@ class Batches:
         seed: int = 0,
         microbatches: int = 1,
     ) -> None:
-        if min(batch_size, size, microbatches) < 1 or not 0 <= rank < size:
-            given = f"batch_size={batch_size}, {microbatches=}, {rank=}, {size=}"
-            raise ValueError(f"{given}: use counts of 1 or more, and a rank below size")
         self.sequences, self.batch_size = sequences, batch_size
         self.rank, self.size = rank, size
         self.seed = seed
@@ -151,11 +145,8 @@ class Batches:
         """From the next batch on, deal `batch_size` samples, ``shares[r]`` microbatches to rank r.
 
         All ranks call this with the same values. A share of 0 gives an empty list. All microbatches
-        have one shape, B = ceil(batch_size / sum(shares)). Raises `ValueError` for another number
-        of shares than ranks, or when there is nothing to deal.
+        have one shape, B = ceil(batch_size / sum(shares)).
         """
-        if len(shares) != self.size or min(shares) < 0 or sum(shares) < 1:
-            raise ValueError(f"shares={list(shares)} are not {self.size} counts from 0 up")
         self.batch_size, self.shares = batch_size, list(shares)
 
     def _turns(self) -> list[int]:
@@ -207,20 +198,13 @@ def on_device(
 ) -> Iterator[list[tuple[Tensor, ...]]]:
     """Yield `batches` on `device`, each microbatch cut by `shard`; none is read before its turn.
 
-    A GPU takes them from pinned memory while it computes what was launched before: on the stream
-    that computes, they would come after all of it.
+    A GPU fetches them from pinned memory by itself, so that the host need not wait.
     """
-    lane = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def moved(tokens: Tensor) -> Tensor:
-        if device.type != "cuda":
-            return tokens.to(device)
-        with torch.cuda.stream(lane):
-            arriving = tokens.pin_memory().to(device, non_blocking=True)
-        computing = torch.cuda.current_stream(device)
-        computing.wait_stream(lane)
-        arriving.record_stream(computing)  # the allocator must not reuse it before it is read
-        return arriving
+        if device.type == "cuda":
+            return tokens.pin_memory().to(device, non_blocking=True)
+        return tokens.to(device)
 
     for batch in batches:
         yield [shard((moved(inputs), moved(targets))) for inputs, targets in batch]

@@ -13,14 +13,15 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
 
-LOCK = "lock"
+LOCK, T = "lock", TypeVar("T")
 PATIENCE = 5.0  # seconds until a shared file system shows what another host has written
 
 
@@ -32,28 +33,18 @@ def held(folder: Path, axis: Axis) -> Iterator[None]:
     `ValueError` where another process holds it, or a rank does not see it; `OSError` where it
     cannot be made.
     """
-    fd = problem = None
-    word = secrets.token_hex(8)
-    if axis.rank == 0:
-        try:
-            fd = _lock(folder, word)
-        except (OSError, ValueError) as error:
-            problem = error
     me = f"rank {axis.rank} on {platform.node()}"
-    word, problem, first = all_gather_object((word, problem, me), axis)[0]
+    fd, word, first = on_first_rank(lambda: (*_lock(folder), me), axis)
     try:
-        if problem is not None:
-            raise problem
         sees = _shows(folder / LOCK, word)
         blind = [who for who, sees in all_gather_object((me, sees), axis) if not sees]
         if blind:
-            raise ValueError(
-                f"{folder} is not shared: {', '.join(blind[:8])} cannot read what {first} has "
-                f"written there; all hosts of a run need one folder, such as --out on NFS"
-            )
+            cannot = f"{', '.join(blind[:8])} cannot read what {first} has written there"
+            need = "all hosts of a run need one folder, such as --out on NFS"
+            raise ValueError(f"{folder} is not shared: {cannot}; {need}")
         yield
     finally:
-        if fd is not None:
+        if axis.rank == 0:
             with suppress(OSError):
                 (folder / LOCK).unlink()
             os.close(fd)
@@ -61,8 +52,22 @@ def held(folder: Path, axis: Axis) -> Iterator[None]:
                 folder.rmdir()  # only an empty one goes
 
 
-def _lock(folder: Path, word: str) -> int:
-    """Lock the folder, and write `word` there; return the file descriptor that keeps the lock."""
+def on_first_rank(work: Callable[[], T], axis: Axis) -> T:
+    """Return what `work` returns on the first rank, or raise what it raises there; a collective."""
+    result = problem = None
+    if axis.rank == 0:
+        try:
+            result = work()
+        except (OSError, ValueError) as error:
+            problem = error
+    result, problem = all_gather_object((result, problem), axis)[0]
+    if problem is not None:
+        raise problem
+    return result
+
+
+def _lock(folder: Path) -> tuple[int, str]:
+    """Lock the folder; return the file descriptor that keeps the lock, and a word written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -72,15 +77,15 @@ def _lock(folder: Path, word: str) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise ValueError(
-            f"{folder} is being written by another run; wait for its end, or stop it first"
-        ) from None
+        says = f"{folder} is being written by another run"
+        raise ValueError(f"{says}; wait for its end, or stop it first") from None
     except OSError:
         pass  # a file system without locks
+    word = secrets.token_hex(8)
     os.ftruncate(fd, 0)
     os.pwrite(fd, word.encode(), 0)
     os.fsync(fd)
-    return fd
+    return fd, word
 
 
 def _shows(path: Path, word: str) -> bool:

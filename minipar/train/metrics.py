@@ -19,9 +19,6 @@ from torch import Tensor
 from minipar.comm import clock
 from minipar.comm.mesh import Mesh
 
-MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu", "peak_memory"]
-"""Keys with values that differ between two runs that do the same."""
-
 
 class Log:
     """Writes the line of each step to `path`, when the next step has been launched.

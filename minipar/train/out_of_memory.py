@@ -16,20 +16,13 @@ class OutOfMemory(MemoryError):
     """A rank has run out of memory."""
 
 
-def is_one(error: BaseException) -> bool:
-    """True if an allocation has failed: Python's, torch's on the CPU, or a GPU's."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _SAYS)
-    )
-
-
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise `OutOfMemory` for an allocation that fails in the body."""
+    """Raise `OutOfMemory` for an allocation that fails: Python's, torch's on the CPU, a GPU's."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_one(error):
+        if not isinstance(error, MemoryError) and not any(says in str(error) for says in _SAYS):
             raise
         remedy = "minipar plan --fix names a plan that needs less"
         raise OutOfMemory(f"out of memory ({one_line(error, 160)}); {remedy}") from error

@@ -64,7 +64,7 @@ class Precision:
     "bf16" and "fp16" want a model in float32: its parameters are the master weights. Autocast
     casts them for matmuls and attention, once per forward, and leaves norms, softmax and sums in
     float32. "fp16" has a `LossScaler`, its own or the one given. Ranks of `axes` leave out the same
-    steps, and so do ranks that cut a gradient. Raises `ValueError` for an unknown name.
+    steps, and so do ranks that cut a gradient.
     """
 
     def __init__(
@@ -74,8 +74,6 @@ class Precision:
         axes: Sequence[Axis] = (),
         scaler: "LossScaler | None" = None,
     ) -> None:
-        if name not in COMPUTE_DTYPES:
-            raise ValueError(f"precision={name!r} is unknown; use {', '.join(COMPUTE_DTYPES)}")
         self.dtype = COMPUTE_DTYPES[name]
         self.device, self.axes = torch.device(device), axes
         if scaler is None and name == "fp16":
@@ -129,11 +127,8 @@ def reduce_in(dtype: torch.dtype) -> ddp.Reduce:
     """Send gradients as `dtype`, whatever they are kept in: ``ddp.apply(..., reduce=...)``.
 
     bf16 sends half the bytes of float32. But each of n-1 additions on the way rounds to 8 bits, at
-    most 2^-8 of a sum of absolute values. So the error grows with the number of ranks. Raises
-    `ValueError` unless `dtype` is a float.
+    most 2^-8 of a sum of absolute values. So the error grows with the number of ranks.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"gradients cannot be sent as {dtype}; use float32, bfloat16 or float16")
 
     def reduce(bucket: ddp.Bucket, axis: Axis, op: Op) -> Pending:
         wire = bucket.flat.to(dtype)  # the same tensor, if it has that dtype: then all is in place
@@ -153,8 +148,7 @@ class LossScaler:
 
     All ranks must leave out the same steps. Where gradients are replicated, ranks agree by
     themselves, since an infinity survives a sum. Where gradients are sharded, `unscale` asks the
-    ranks along those axes. Nothing here waits for the device, but a step of an optimizer that
-    cannot skip by itself (a fused one can).
+    ranks along those axes.
 
     State: `loss_scale` (float32), `good_steps` and `num_skipped` (int32), tensors on `device`;
     `found_inf` (1.0 or 0.0) between `unscale` and `update`. Equal to `torch.amp.GradScaler` step
@@ -215,14 +209,7 @@ class LossScaler:
         """Step `optimizer`, unless gradients were not finite. After `unscale`."""
         if self.found_inf is None:
             raise RuntimeError("call unscale() between backward() and step()")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused optimizer reads the flag on the device, and nothing waits for it.
-            optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-        elif not look(self.found_inf, on_meta=0.0):
+        if not look(self.found_inf, on_meta=0.0):  # the only wait for the device
             optimizer.step()
 
     def update(self) -> None:
@@ -342,20 +329,15 @@ class Fp8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(dtype)
 
 
-def use_fp8(model: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> list[str]:
+def use_fp8(model: nn.Module) -> list[str]:
     """Turn the linear layers of `model` into `Fp8Linear`, in place; return their names.
 
-    Parameters, names and hooks stay. A layer with a word of `skip` in its path is left alone: the
-    head is the most sensitive one, and the embedding is not a product. Scales are the rank's:
-    a layer cut over ranks has one per piece. Raises `ValueError` if nothing is left to turn.
+    Parameters, names and hooks stay. `lm_head` is left alone: the head is the most sensitive one,
+    and the embedding is not a product. A layer that is cut over ranks has one scale per piece.
     """
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and not set(skip) & set(name.split("."))
-    }
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no linear layer apart from {list(skip)}")
-    for module in found.values():
-        module.__class__ = Fp8Linear
-    return list(found)
+    turned = []
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and name != "lm_head":
+            module.__class__ = Fp8Linear
+            turned.append(name)
+    return turned

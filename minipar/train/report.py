@@ -22,52 +22,40 @@ from minipar.observe.timeline import Timeline
 
 @dataclass
 class Report:
-    """The report at the end of a run; None where there is nothing to report.
-
-    Communication is the reporting rank's, in the steps since the run was last resumed; it
-    is scaled up from the recorded steps.
-    """
+    """The report at the end of a run."""
 
     folder: str
     data: str
     num_parameters: int
-    first_step: int  # steps done before, by the run that this one resumed
     steps: int
-    first_loss: float | None
-    last_loss: float | None
+    first_loss: float
+    last_loss: float
     validation_loss: float
-    tokens_per_second: float | None
-    mfu: float | None  # model FLOPs utilisation: the share of the peak below
+    tokens_per_second: float
+    mfu: float  # model FLOPs utilisation: the share of the peak below
     peak: str  # the most that the ranks could do, and the source of this number
-    step_seconds: float | None  # median
-    sent_bytes: float
+    step_seconds: float  # median
+    sent_bytes: int  # by the first rank, in the step of timeline.json; so are these two:
     communication_seconds: float
-    hidden_fraction: float | None  # None without communication
+    hidden_fraction: float | None  # of these seconds; None without communication
     peak_memory: list[int]  # bytes, per rank
-    prompt: str = ""  # of the sample
-    sample: str = ""  # or why there is none
+    sample: str = ""  # a prompt of 32 tokens and what the model wrote; or why there is none
 
     def write(self, folder: Path) -> None:
         """Write report.json, and sample.txt."""
-        text = f"Prompt:\n{self.prompt}\n\nThe model goes on:\n{self.sample}\n"
-        text = text if self.prompt else f"{self.sample}\n" if self.sample else ""
-        (folder / "sample.txt").write_text(text, encoding="utf-8")
+        (folder / "sample.txt").write_text(f"{self.sample}\n", encoding="utf-8")
         write_json(folder / "report.json", asdict(self))
 
 
 class StepRecorder:
-    """Records the timeline of the last `count` steps of `num_steps`, which stand for all.
-
-    One recording goes over all of them, so a communication that one step launches and the next one
-    waits for is whole. It counts for the step that launches it.
-    """
+    """Records the last `count` steps of `num_steps`; one recording goes over all of them."""
 
     def __init__(self, model: nn.Module | None, num_steps: int, count: int) -> None:
         self.model, self.num_steps, self.count = model, num_steps, min(count, num_steps)
         self.done = 0
         self.recorded = Timeline()
         self.steps: list[tuple[float, float]] = []  # start and end of each recorded step
-        self._recording = ExitStack()
+        self.recording = ExitStack()  # for a `with` around all steps
 
     @property
     def is_on(self) -> bool:
@@ -79,7 +67,7 @@ class StepRecorder:
         """Around each step, all of them."""
         self.done += 1
         if self.is_on and not self.steps:
-            self.recorded = self._recording.enter_context(timeline.record(self.model))
+            self.recorded = self.recording.enter_context(timeline.record(self.model))
         start = clock.now()
         yield
         if self.is_on:
@@ -87,24 +75,7 @@ class StepRecorder:
                 torch.cuda.synchronize()  # so that the kernels of a step run between its times
             self.steps.append((start, clock.now()))
         if self.done == self.num_steps:
-            self.close()
-
-    def close(self) -> None:
-        """End the recording."""
-        self._recording.close()
-
-    def communication(self) -> tuple[float, float, float | None]:
-        """Return (bytes sent, seconds, fraction of the seconds that is hidden) of all steps."""
-        inside = (
-            span
-            for span in self.recorded
-            if any(start <= span.start < end for start, end in self.steps)
-        )
-        rows = Timeline(inside).overlap()
-        scale = self.num_steps / max(len(self.steps), 1)
-        seconds = sum(row.total for row in rows)
-        hidden = sum(row.hidden for row in rows) / seconds if seconds else None
-        return scale * sum(row.num_bytes for row in rows), scale * seconds, hidden
+            self.recording.close()
 
     def typical(self, mesh: Mesh) -> Timeline:
         """Return the recorded step in the middle, with the spans of all ranks; a collective."""
@@ -139,17 +110,20 @@ PROFILED_STEPS = 5
 """Steps after which the profiler has ended."""
 
 
-def training_figures(lines: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the figures of a `Report` that follow from `lines`, the metrics of its steps."""
-    if not lines:
-        return dict.fromkeys(("first_loss", "last_loss", "tokens_per_second", "step_seconds"))
+def figures(lines: Sequence[dict[str, Any]], step: Timeline) -> dict[str, float | None]:
+    """Return what a `Report` says of the metrics of all steps, and of the timeline of one."""
     timed = [line for line in lines if not line.get("recorded")] or lines  # a recorder takes time
     seconds = [line["seconds"] for line in timed]
+    rows = [row for row in step.overlap() if row.rank == 0]
+    communication = sum(row.total for row in rows)
     return {
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
         "tokens_per_second": sum(line["tokens"] for line in timed) / sum(seconds),
         "step_seconds": statistics.median(seconds),
+        "sent_bytes": sum(row.num_bytes for row in rows),
+        "communication_seconds": communication,
+        "hidden_fraction": sum(r.hidden for r in rows) / communication if communication else None,
     }
 
 

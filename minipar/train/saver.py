@@ -21,7 +21,6 @@ In torch: `torch.distributed.checkpoint`.
 import io
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
@@ -37,7 +38,6 @@ from minipar.model.hf import write_json
 from minipar.parallel.base.shards import Part, Region
 from minipar.train.checkpoint import (
     ALONE,
-    DTYPES,
     FORMAT,
     Files,
     available,
@@ -89,7 +89,8 @@ class Saver:
         share = {"weights": dict(own.get("weights", {})), "state": dict(own.get("state", {}))}
         for name in dealt[self.axis.rank]:
             t = weights[name]
-            share["weights"][name] = Part(t.detach().flatten(), Region.whole(t.shape))
+            # Copied, as safetensors refuses tied weights, which share their memory.
+            share["weights"][name] = Part(_copy_on_host(t).flatten(), Region.whole(t.shape))
         for parts in share.values():
             for name, part in parts.items():
                 if self.in_background or part.numbers.device.type != "cpu":
@@ -134,7 +135,7 @@ class Saver:
         result = problem = None
         try:
             result = work()
-        except (OSError, RuntimeError) as error:  # torch wraps OSError
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch wraps OSError
             problem = str(error)
         outcomes = all_gather_object((result, problem), self.axis)
         for rank, (_, problem) in enumerate(outcomes):
@@ -201,12 +202,12 @@ def _write_share(folder: Path, rank: int, share: Parts, state: Any) -> Files:
         for name, part in own.items():
             for i, (offset, box) in enumerate(part.region.boxes(part.numbers)):
                 key = f"{name}#{i}" if i else name
-                tensors[key] = box
+                tensors[key] = box.contiguous()
                 if tuple(box.shape) != part.region.shape:
                     places[key] = json.dumps([name, part.region.shape, offset])
         if tensors:
             written.append(folder / f"{kind}_{rank:05d}.safetensors")
-            save_file(tensors, places, written[-1])
+            save_file(tensors, written[-1], places)
     if state is not None:
         written.append(folder / "state.pt")
         content = io.BytesIO()  # torch's own writer does not say why it could not write
@@ -217,27 +218,11 @@ def _write_share(folder: Path, rank: int, share: Parts, state: Any) -> Files:
     return {path.name: digest_of(path) for path in written}
 
 
-def save_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
-    """Write a safetensors file; the library's own writer would hold all of it twice meanwhile."""
-    header, start = {"__metadata__": dict(metadata)} if metadata else {}, 0
-    in_order = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # all aligned
-    for name, tensor in in_order:
-        place = [start, start := start + tensor.nbytes]
-        kind = DTYPES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in in_order:
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
 def _remove(checkpoint: Path) -> None:
     """Delete `checkpoint`, if there is one; under its name there is never a part of it."""
-    if os.path.lexists(checkpoint):
-        # What was removed before under that name may still be there, in part.
-        removed = checkpoint.with_name(f".removed_{checkpoint.name}_{secrets.token_hex(4)}")
+    if checkpoint.exists():
+        removed = checkpoint.with_name(f".removed_{checkpoint.name}")
+        shutil.rmtree(removed, ignore_errors=True)  # what a killed process has left
         os.replace(checkpoint, removed)
         shutil.rmtree(removed, ignore_errors=True)  # a file that cannot go ends no run
 

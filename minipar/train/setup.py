@@ -16,6 +16,7 @@ from minipar.model import hf
 from minipar.model.init import initial_weight
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
+from minipar.parallel.base.optimizer_state import pack
 from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint, compiled, shards
 from minipar.train.checkpoint import Stored
@@ -60,7 +61,8 @@ def load(
     checkpoint.check_shapes(strategy.shapes, weights, where)
     shards.fill(strategy, weights)
     decays = [group["weight_decay"] for group in strategy.optimizer.param_groups]
-    shards.load_optimizer(strategy, optimizer)
+    state = pack(optimizer["state"], strategy.names, optimizer["groups"])
+    strategy.load_full_optimizer_state(state)
     for group, decay in zip(strategy.optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay  # as the flags of this run say
     if strategy.plan.compression != "none":

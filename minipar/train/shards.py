@@ -17,18 +17,12 @@ from torch import Tensor, nn
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
 from minipar.parallel.base.masters import master_of
-from minipar.parallel.base.optimizer_state import pack
 from minipar.parallel.base.shards import Part, Region, Row, copies_axis, piece_of
 from minipar.parallel.compose import Composed
 from minipar.train.saver import Saver, deal
 
 
-def save(
-    strategy: Composed,
-    saver: Saver,
-    step: int,
-    state: dict[str, Any],
-) -> None:
+def save(strategy: Composed, saver: Saver, step: int, state: dict[str, Any]) -> None:
     """Write a checkpoint of weights, optimizer and `state`; a collective of names and numbers.
 
     Raises `OSError` as `Saver.save`.
@@ -42,11 +36,6 @@ def save(
     ]
     state = state | {"optimizer": {"state": optimizer, "groups": groups}}
     saver.save(step, {}, state, {"weights": weights, "state": own}, tied)
-
-
-def load_optimizer(strategy: Composed, saved: dict[str, Any]) -> None:
-    """Read this rank's part of the optimizer state that `save` wrote, under whichever plan."""
-    strategy.load_full_optimizer_state(pack(saved["state"], strategy.names, saved["groups"]))
 
 
 def parts(

@@ -1,10 +1,10 @@
 """A graceful stop: SIGTERM or SIGUSR1 asks a run to save after the step that it is in, and to end.
 
-Schedulers warn before they kill: Slurm sends SIGTERM, and with `--signal=USR1@120` SIGUSR1 two
-minutes before the time is up. Any rank may get a signal, one or all, and at different moments. So a
-rank only notes it; after each step all ranks agree, and stop after the same one. A second signal
-ends the process at once. One signal often arrives several times: Slurm signals every process of a
-job, and a launcher passes on to its ranks what it gets. A repeat within a second is ignored.
+Slurm warns before it kills, by SIGTERM, or with `--signal=USR1@120` by SIGUSR1. Any rank may get a
+signal, one or all, and at different moments. So a rank only notes it; after each step all ranks
+agree, and stop after the same one. A second signal ends the process at once. One signal often
+arrives several times: Slurm signals every process of a job, and a launcher passes on to its ranks
+what it gets. A repeat within a second is ignored.
 
 torchrun passes SIGTERM on, kills the ranks that have not ended 30 seconds later, and ends with an
 exit code that is not 0. SIGUSR1 ends torchrun, unless it is started with `--signals-to-handle
@@ -17,10 +17,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-
-from minipar.ranks.launch import RankError
+from collections.abc import Sequence
+from contextlib import suppress
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
@@ -36,7 +34,6 @@ class StopRequest:
     def __init__(self, pids: Sequence[int] = ()) -> None:
         self.pids = pids
         self.since: float | None = None  # when the first signal came, by the clock
-        self.number = 0  # of that signal
 
     @property
     def came(self) -> bool:
@@ -55,7 +52,7 @@ class StopRequest:
     def _note(self, number: int, _: object) -> None:
         now = time.monotonic()
         if self.since is None:
-            self.since, self.number = now, number
+            self.since = now
             for pid in self.pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -64,19 +61,3 @@ class StopRequest:
                 raise SystemExit(128 + number)  # the launcher ends its ranks
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-@contextmanager
-def pass_on(pids: Sequence[int]) -> Iterator[None]:
-    """In a launcher: while the body runs, its ranks, `pids`, get the signal that it gets.
-
-    Raises `SystemExit` where the signal has ended the ranks: they had not begun to train.
-    """
-    with StopRequest(pids) as request:
-        try:
-            yield
-        except RankError as error:
-            ended = all(f.exitcode == -request.number for f in error.failures.values())
-            if request.came and ended:
-                raise SystemExit(128 + request.number) from None
-            raise

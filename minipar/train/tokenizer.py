@@ -1,9 +1,8 @@
 """Tokenizers: one token per byte, or a Hugging Face `tokenizer.json`."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import tokenizers
 from torch import Tensor
@@ -15,20 +14,6 @@ ENDS = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>
 """Usual names of the token that ends a document, for a tokenizer that does not tell."""
 
 
-class Tokenizer(Protocol):
-    """The methods of a tokenizer that the rest of the package calls."""
-
-    vocab_size: int
-    separator: int | None  # the id put after each document; None: documents follow at once
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
-
-    def save(self, path: Path) -> None:
-        """Write a tokenizer.json, and its tokenizer_config.json beside it."""
-
-
 class ByteTokenizer:
     """One token per UTF-8 byte: nothing to train, nothing to download, any text fits.
 
@@ -36,7 +21,7 @@ class ByteTokenizer:
     """
 
     vocab_size = 256
-    separator = None
+    separator = None  # the id put after each document
 
     def encode(self, text: str) -> bytes:
         """Return the bytes of `text`."""
@@ -78,8 +63,8 @@ class FileTokenizer:
     """A Hugging Face `tokenizer.json`, read by the `tokenizers` package.
 
     The token that ends a document is the `eos_token` of the tokenizer_config.json beside the file,
-    else one of the usual `ENDS`. A text is encoded whole: truncation, padding and dropout, which
-    the file may ask for, are for single sentences. Raises `ValueError` for a missing or bad file.
+    else one of the usual `ENDS`. A text is encoded whole: truncation and padding, which the file
+    may ask for, are for single sentences. Raises `ValueError` for a missing or bad file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -92,8 +77,6 @@ class FileTokenizer:
             raise ValueError(f"{path} is no tokenizer.json: {one_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        if getattr(self._tokenizer.model, "dropout", None):
-            self._tokenizer.model.dropout = None
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         names = (_told_end(path.with_name("tokenizer_config.json")), *ENDS)
@@ -111,6 +94,9 @@ class FileTokenizer:
     def save(self, path: Path) -> None:
         """Write the file as it was, and the name of the end token beside it."""
         _save(path, self._text, self._end)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:

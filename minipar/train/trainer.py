@@ -14,10 +14,7 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
-from minipar.model import hf
-from minipar.model.llama import Llama
 from minipar.observe import watchdog
-from minipar.observe.timeline import Timeline
 from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint, out_of_memory, peak, setup, shards
 from minipar.train.config import TrainConfig
@@ -31,9 +28,9 @@ from minipar.train.report import (
     PROFILED_STEPS,
     Report,
     StepRecorder,
+    figures,
     peak_memory,
     profiler,
-    training_figures,
 )
 from minipar.train.sampling import write
 from minipar.train.saver import Saver
@@ -57,6 +54,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config, self.folder, self.plan = config, folder, config.as_plan()
         self.mesh = Mesh(**self.plan.mesh_sizes())
+        self.is_first = self.mesh.rank == 0  # the rank that writes the files of the run
         self.device = compute_device()
         torch.manual_seed(config.seed)
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or None)
@@ -74,14 +72,9 @@ class Trainer:
         dtype = COMPUTE_DTYPES[self.plan.precision] or getattr(torch, config.dtype)
         self.peak = peak.of_ranks(self.device, dtype, self.mesh.world)
         self.flops_per_token = self.model.config.flops_per_token(config.seq_len)
-        self.saver = Saver(
-            folder / "checkpoints",
-            self.mesh.world,
-            keep=config.keep,
-            in_background=config.async_save,
-        )
-        self.step = self.first_step = 0  # steps done; those done when this run began, or went on
-        self.timeline = Timeline()
+        how = dict(keep=config.keep, in_background=config.async_save)
+        self.saver = Saver(folder / "checkpoints", self.mesh.world, **how)
+        self.step = 0  # steps done
 
     def _batches(self, tokens: Tensor, seed: int) -> Batches:
         axis = self.mesh.joint("dp", "ep")
@@ -93,11 +86,6 @@ class Trainer:
             seed=seed,
             microbatches=self.plan.microbatches,
         )
-
-    @property
-    def is_first(self) -> bool:
-        """True if this rank is the one that writes files."""
-        return self.mesh.rank == 0
 
     # ------------------------------------------------------------------ the loop
     def run(
@@ -119,7 +107,7 @@ class Trainer:
         if config.profile:
             profiling = profiler(self.folder / "profile", self.mesh.rank)
         batches = on_device(self.batches.forever(), self.device, self.strategy.shard)
-        with closing(self.saver), closing(recorder), profiling as profile:
+        with closing(self.saver), recorder.recording, profiling as profile:
             for self.step in steps:
                 with recorder.step():
                     result = self._train_step(next(batches))
@@ -140,7 +128,7 @@ class Trainer:
                     self.saver.finish()
                     return None
             self.saver.finish()
-        return self._report(log.lines, validation_loss if steps else self.validate(), recorder)
+        return self._report(log.lines, validation_loss, recorder)
 
     def _train_step(self, batch: list[tuple[Tensor, ...]]) -> StepResult:
         for group in self.optimizer.param_groups:
@@ -163,7 +151,7 @@ class Trainer:
         return StepRecorder(blocks, num_steps, max(0, min(self.config.record_steps, most)))
 
     def _profile(self, profile: torch.profiler.profile | None) -> None:
-        if profile is not None and self.step <= self.first_step + PROFILED_STEPS:
+        if profile is not None and profile.step_num < PROFILED_STEPS:
             if self.plan.zero in (1, 2):  # their weights are still on their way:
                 self.strategy.full_state_dict()  # gloo would crash when the profiler ends
             profile.step()
@@ -175,10 +163,8 @@ class Trainer:
         is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
         if not math.isfinite(loss) or not is_sound:
             self.saver.finish()  # of a step before, which was finite
-            raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {norm}; checkpoints are untouched. "
-                f"Try a lower --lr than {self.config.lr:g}"
-            )
+            found = f"step {step}: loss {loss}, gradient norm {norm}; checkpoints are untouched"
+            raise FloatingPointError(f"{found}. Try a lower --lr than {self.config.lr:g}")
         line["tokens_per_second"] = num_tokens / line["seconds"]
         line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, line["seconds"])
         line["peak_memory"] = peak_memory(self.device)
@@ -196,11 +182,9 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        steps = self.config.steps
-        warmup_steps = min(self.config.warmup_steps, steps)
-        return warmup_cosine(
-            step, peak=self.config.lr, total_steps=steps, warmup_steps=warmup_steps
-        )
+        peak, steps = self.config.lr, self.config.steps
+        warmup = min(self.config.warmup_steps, steps)
+        return warmup_cosine(step, peak=peak, total_steps=steps, warmup_steps=warmup)
 
     def validate(self) -> float:
         """Return the loss on the same sample of text every time."""
@@ -222,8 +206,6 @@ class Trainer:
             "model": asdict(self.model.config),
             "precision": self.precision.state_dict(),
             "data": self.batches.state_dict(),
-            "validation": self.validation.fingerprint,
-            "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
         }
         shards.save(self.strategy, self.saver, self.step, state)
 
@@ -231,33 +213,22 @@ class Trainer:
         """Continue from the checkpoint in `folder`: exactly, unless a printed line says not.
 
         A collective. Raises `CheckpointError` on all ranks for one that is damaged or does not fit,
-        and `ValueError` for one of more steps than this run shall have.
+        and `ValueError` for one of all steps that this run shall have.
         """
         done = checkpoint.step_of(folder)
-        if done > self.config.steps:
-            raise ValueError(f"--steps {self.config.steps} is below the {done} of {folder}")
+        if done >= self.config.steps:
+            raise ValueError(f"{folder} has {done} steps already: --steps must be more")
         weights, state = checkpoint.load(folder, self.mesh.world, lazily=True)
         with checkpoint.reading(folder):
             _check_shape(state["model"], asdict(self.model.config))
             self.batches.load_state_dict(state["data"])
             setup.load(self.strategy, weights, state["optimizer"], f"checkpoint {folder}")
             self.precision.load_state_dict(state["precision"])
-            random_states = state["random"]
-            torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])
-            self.step = self.first_step = state["step"]
-            if state["validation"] != self.validation.fingerprint:
-                say(
-                    self.mesh,
-                    f"the validation text of {self.config.data} is not that of the checkpoint: "
-                    f"validation losses from here on cannot be compared with earlier ones",
-                )
+            self.step = state["step"]
             before, now = state["lr"], self.learning_rate(self.step - 1)
             if not math.isclose(before, now):
-                say(
-                    self.mesh,
-                    f"this run's flags change the schedule: the learning rate of step {self.step} "
-                    f"was {before:.3g}, and is {now:.3g} now",
-                )
+                rate = f"the learning rate of step {self.step} was {before:.3g}, and is {now:.3g}"
+                say(self.mesh, f"this run's flags change the schedule: {rate} now")
 
     # ------------------------------------------------------------------ the end
     def _report(
@@ -266,42 +237,28 @@ class Trainer:
         self.timeline = recorder.typical(self.mesh)
         carrier = link.current().label if self.config.backend == "link" else "this machine"
         self.timeline.label = f"measured, one step, {self.mesh.size} ranks, {carrier}"
-        figures = training_figures(lines)
-        speed = figures["tokens_per_second"]
-        sent_bytes, communication_seconds, hidden_fraction = recorder.communication()
+        told = figures(lines, self.timeline)
         return Report(
             folder=str(self.folder),
             data=self.corpus.description,
             num_parameters=self.num_parameters,
-            first_step=self.first_step,
             steps=self.step,
-            **figures,
+            **told,
             validation_loss=validation_loss,
-            mfu=speed and self.peak.utilisation(self.flops_per_token, speed, seconds=1),
+            mfu=self.peak.utilisation(self.flops_per_token, told["tokens_per_second"], 1),
             peak=self.peak.source,
-            sent_bytes=sent_bytes,
-            communication_seconds=communication_seconds,
-            hidden_fraction=hidden_fraction,
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
         )
 
-    def sample(self) -> tuple[str, str]:
-        """Return a prompt, and the text that the model writes, on the first rank; a collective.
-
-        The prompt is the beginning of the validation text.
-        """
+    def sample(self) -> str:
+        """Return how the model that was saved last continues the validation text."""
         count, prompt = self.config.sample_tokens, self.corpus.validation[:32]
         if not count:
-            return "", ""
+            return ""
         if self.plan.zero == 3:
-            return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
-        weights = self.strategy.full_state_dict()
-        if not self.is_first:
-            return "", ""
-        with torch.device("meta"):
-            model = Llama(self.model.config)
-        model = hf.fill(model, weights).to(self.device, getattr(torch, self.config.dtype))
-        return write(model.eval(), self.tokenizer, prompt, count, self.config.seed)
+            return f"(none: no rank has the whole model; minipar generate {self.folder})"
+        model = checkpoint.model_of(checkpoint.newest(self.folder)).to(self.device)
+        return write(model, self.tokenizer, prompt, count, self.config.seed)
 
 
 def _check_shape(saved: dict[str, Any], own: dict[str, Any]) -> None:
@@ -340,11 +297,9 @@ def train(
         report = trainer.run(told, request)
         if report is None:
             return None
-        # A run that was done already has reported more than one of no step could.
-        has_news = trainer.step > trainer.first_step or not (place / "report.json").exists()
-        report.prompt, report.sample = trainer.sample()
-        if trainer.is_first and trainer.timeline.spans:
-            trainer.timeline.save(place / "timeline.json")
-        if trainer.is_first and has_news:
+        if trainer.is_first:
+            report.sample = trainer.sample()
             report.write(place)
+            if trainer.timeline.spans:
+                trainer.timeline.save(place / "timeline.json")
         return report

@@ -37,7 +37,6 @@ FOUR = MoEConfig(
     2,
     12,
     num_shared=1,
-    score="sigmoid",
     balance="sequence",
     balance_weight=0.1,
     bias_speed=0.02,

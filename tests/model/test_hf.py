@@ -92,14 +92,6 @@ def test_we_load_what_transformers_saves(name, max_shard_size, folder):
     torch.testing.assert_close(model(tokens), twin(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_round_trip_is_exact(name, folder):
-    model = saved(folder, name)
-    back = hf.load(folder)
-    assert back.config == model.config and same_weights(back, model)
-    assert all(p.requires_grad and p.is_leaf for p in back.parameters())
-
-
 @pytest.mark.parametrize("version", [4, 5])
 def test_both_layouts_of_the_configuration_are_read(version, folder):
     saved(folder)
@@ -131,15 +123,6 @@ def test_dtype_is_that_of_the_file_unless_said_otherwise(folder):
     assert LlamaForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
-def test_one_tensor_asked_for_is_one_tensor_read(folder, monkeypatch):
-    """Mutant: all are read, and all but one thrown away."""
-    model, read = saved_in_shards(folder), []
-    source, stored = hf.Folder(folder), hf.Folder._stored
-    monkeypatch.setattr(hf.Folder, "_stored", lambda *args: read.append(args[1]) or stored(*args))
-    name = "model.layers.1.mlp.up_proj.weight"
-    assert torch.equal(source.read(name), model.get_parameter(name)) and read == [name]
-
-
 def test_a_tied_head_is_not_stored_but_may_be(folder):
     model = saved(folder, "tied")
     weights = load_file(folder / hf.SINGLE)
@@ -160,38 +143,29 @@ def test_a_tied_head_is_not_stored_but_may_be(folder):
 # ------------------------------------------------------------------------------------------- saving
 
 
-def saves(change, **of_the_config):
-    """Save a state dict, changed, and with its config."""
-
-    def save(folder):
-        model = Llama(replace(CONFIGS["gqa"], **of_the_config))
-        state = dict(model.state_dict())
-        change(state)
-        hf.save(state, folder, model.config)
-
-    return save
+def without_norm(model: Llama) -> None:
+    model.model.norm = None
 
 
-NO_NORM = r"missing \('model.norm.weight', \(48,\)\); not known nothing"
-ANOTHER_NORM = r"missing .* \(48,\)\); not known .* \(3,\)\)"
+def cut(model: Llama) -> None:
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
 
 
 @pytest.mark.parametrize(
-    "save, message",
+    "change, config, message",
     [
-        (saves(lambda s: s.pop("model.norm.weight")), NO_NORM),
-        (saves(lambda s: s.update(extra=torch.ones(1))), "missing nothing; not known .'extra'"),
-        (saves(lambda s: s.update({"model.norm.weight": torch.ones(3)})), ANOTHER_NORM),
-        (saves(dict, qk_norm=True), "no Llama and no Mixtral of Hugging Face's is like this"),
-        (saves(dict, moe=MoEConfig(6, 2, 80, num_shared=1)), "no Llama and no Mixtral"),
-        (saves(dict, moe=MoEConfig(6, 2, 80, bias_speed=0.1)), "no Llama and no Mixtral"),
-        (saves(dict, moe=MoEConfig(6, 2, 80, normalise=False)), "no Llama and no Mixtral"),
-        (lambda folder: hf.save({}, folder), "pass config as well"),
+        (without_norm, {}, r"not a whole model: missing \('model.norm.weight', \(48,\)\)"),
+        (cut, {}, r"not a whole model: missing \('model.norm.weight', \(48,\)\)"),
+        (id, dict(qk_norm=True), "no Llama and no Mixtral of Hugging Face's is like this"),
+        (id, dict(moe=MoEConfig(6, 2, 80, num_shared=1)), "no Llama and no Mixtral"),
+        (id, dict(moe=MoEConfig(6, 2, 80, normalise=False)), "no Llama and no Mixtral"),
     ],
 )
-def test_what_is_no_whole_model_is_not_written(save, message, folder):
+def test_what_is_no_whole_model_is_not_written(change, config, message, folder):
+    model = Llama(replace(CONFIGS["gqa"], **config))
+    change(model)
     with pytest.raises(ValueError, match=message):
-        save(folder)
+        hf.save(model, folder)
     assert not folder.exists()
 
 
@@ -204,20 +178,6 @@ def test_saving_again_leaves_no_stale_shard_and_no_foreign_file_behind(folder):
     assert same_weights(hf.load(folder), model)
 
 
-def test_a_failing_save_leaves_the_old_checkpoint_as_it_was(folder, monkeypatch):
-    """The disk is full in the middle of the file. Mutant: the old file is written over."""
-    old = saved_in_shards(folder)
-
-    def full_disk(tensors, file, metadata):
-        file.write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(hf, "save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        saved(folder, "mqa")
-    assert same_weights(hf.load(folder), old)
-
-
 # ---------------------------------------------------------------------------------------- refused
 
 
@@ -225,17 +185,12 @@ def test_a_failing_save_leaves_the_old_checkpoint_as_it_was(folder, monkeypatch)
     "changes, message",
     [
         (dict(model_type="mistral"), "model_type='mistral'; only 'llama'"),
-        (dict(model_type=...), "model_type=None; only 'llama'"),
         (dict(attention_bias=True), "attention_bias=True is not supported, only False is"),
-        (dict(mlp_bias=True), "mlp_bias=True is not supported"),
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only 'silu' is"),
         (dict(sliding_window=4096), "sliding_window=4096 is not supported"),
-        (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
         (dict(quantization_config={"bits": 4}), "quantization_config=.* is not supported"),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
         (dict(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_type that is 'yarn'"),
         (dict(rope_scaling={"factor": 4.0}), "rope_type that is not given .* with .'factor'"),
-        (dict(rope_scaling={"type": None, "factor": 4.0}), "rope_type that is not given"),
         (dict(rope_parameters={"rope_type": "default", "factor": 4.0}), "is 'default' is not"),
         (dict(rope_scaling=LLAMA3 | {"type": "linear"}), "'linear' and 'llama3'"),
         (dict(rope_scaling=LLAMA3 | {"attention_factor": 1.5}), "not supported with"),
@@ -244,10 +199,7 @@ def test_a_failing_save_leaves_the_old_checkpoint_as_it_was(folder, monkeypatch)
         (dict(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "both given"),
         (dict(rope_parameters={"rope_theta": 5e5}), r"given twice, as \[10000.0, 500000.0\]"),
         (dict(hidden_size=...), "hidden_size"),
-        (dict(hidden_size="48"), "config.json: "),
-        (dict(num_key_value_heads=4), "num_kv_heads=4 does not divide num_heads=6"),
         (dict(num_hidden_layers=4), "missing model.layers.3.input_layernorm.weight, .* 6 more"),
-        (dict(num_hidden_layers=2), "not known model.layers.2.*"),
         (dict(intermediate_size=81), r"_proj.weight has shape \(80, 48\), but .* \(81, 48\)"),
     ],
 )
@@ -295,16 +247,15 @@ def two_sets(folder) -> None:
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (two_sets, "two sets of weights; delete one of them"),
+        (two_sets, "two sets of weights; delete one"),
         (lambda f: (f / hf.SINGLE).unlink(), "neither model.safetensors nor"),
         (lambda f: edit_weights(f, lm_head__weight=...), "missing lm_head.weight; not known noth"),
         (lambda f: edit_weights(f, extra=torch.ones(1)), "missing nothing; not known extra"),
         (
             lambda f: edit_weights(f, model__norm__weight=torch.ones(48, dtype=torch.int8)),
-            "model.norm.weight is stored as torch.int8: quantised weights are not supported",
+            "model.norm.weight is stored as torch.int8: not supported",
         ),
-        (lambda f: (f / "config.json").unlink(), "config.json: cannot be read .No such file"),
-        (lambda f: os.truncate(f / "config.json", 40), "config.json: "),
+        (lambda f: (f / "config.json").unlink(), "config.json: .*No such file"),
     ],
 )
 def test_damaged_folders_are_named(damage, message, folder):

@@ -1,7 +1,6 @@
 """The model is the published one, starts from the seed alone, and can be split from outside."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,23 +99,17 @@ def too_long():
     Llama(replace(TINY, max_seq_len=8))(torch.zeros(1, 9, dtype=torch.long))
 
 
-def sample(**options):
-    generate(Llama(TINY), torch.zeros(1, 1, dtype=torch.long), 1, **options)
-
-
 @pytest.mark.parametrize(
     "call, word",
     [
         (lambda: replace(TINY, num_kv_heads=3), "3 does not divide num_heads=4; use one of .1, 2"),
         (lambda: replace(TINY, num_heads=5, num_kv_heads=5, head_dim=0), "divide hidden_size=128"),
-        (lambda: replace(TINY, head_dim=31), "must be even and positive, .* use 32"),
+        (lambda: replace(TINY, head_dim=31), "head_dim=31 must be even"),
         (lambda: replace(TINY, num_layers=0), "num_layers=0 must be positive"),
         (lambda: replace(TINY, norm_eps=-1.0), "norm_eps=-1.0 must be positive"),
-        (lambda: RopeScaling(low_freq_factor=4.0), "low_freq_factor < high_.*, got 4.0 and 4.0"),
+        (lambda: RopeScaling(low_freq_factor=4.0), "low_freq_factor < high_freq_factor"),
         (lambda: RopeScaling(factor=0.5), "factor=0.5"),
         (too_long, "9 tokens is longer than max_seq_len=8"),
-        (lambda: sample(temperature=-1.0), "use temperature >= 0 and top_k >= 1"),
-        (lambda: sample(top_k=0), "use temperature >= 0 and top_k >= 1"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(call, word):
@@ -150,7 +143,6 @@ def test_initial_weights_have_the_documented_spread():
 
 
 def test_initialisation_neither_reads_nor_disturbs_the_global_random_state():
-    torch.manual_seed(1)
     before = torch.get_rng_state()
     first = Llama(TINY, seed=7)
     assert torch.equal(torch.get_rng_state(), before)
@@ -158,8 +150,7 @@ def test_initialisation_neither_reads_nor_disturbs_the_global_random_state():
     second, other = Llama(TINY, seed=7), Llama(TINY, seed=8)
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name)), name
-        if parameter.ndim == 2:
-            assert not torch.equal(parameter, other.get_parameter(name)), name
+        assert parameter.ndim == 1 or not torch.equal(parameter, other.get_parameter(name)), name
 
 
 def test_built_on_meta_then_materialised_is_the_same_model():
@@ -223,16 +214,6 @@ def test_groups_that_no_kernel_of_a_gpu_takes_are_spelled_out(monkeypatch):
     expected = dense_core(q, k, v)
     monkeypatch.setattr(llama, "_no_fused_groups", lambda *_: True)
     torch.testing.assert_close(dense_core(q, k, v), expected, rtol=0, atol=1e-14)
-
-
-def test_only_flash_attention_takes_groups_on_a_gpu():
-    mask, on_gpu = object(), dict(is_cuda=True, device=torch.device("cuda"))
-    needs = [
-        llama._no_fused_groups(SimpleNamespace(dtype=dtype, **on_gpu), given)
-        for dtype, given in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, mask))
-    ]
-    assert needs == [True, False, True]
-    assert not llama._no_fused_groups(torch.zeros(2), mask)  # a CPU's kernel takes groups
 
 
 def test_trap_19_a_shard_rotates_by_its_own_positions():

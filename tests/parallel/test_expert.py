@@ -260,7 +260,7 @@ def _with_seats(dispatch: str) -> tuple[Tensor, int, Tensor]:
     axis, layer = Mesh(dp=1, ep=2).ep, one_layer(replace(SIX, capacity_factor=0.7))
     expert.apply(layer, axis, dispatch=dispatch)
     x = torch.cat([tokens_of(3 * axis.rank + i) for i in range(2)])
-    return layer(x), layer.num_dropped, x
+    return layer(x), int(layer.dropped), x
 
 
 @pytest.mark.parametrize("dispatch", expert.CORES.keys() - {"hierarchical"})
@@ -271,7 +271,7 @@ def test_trap_35_all_ranks_agree_on_the_capacity_however_uneven_they_are(ranks, 
     out = alone(torch.cat([x for *_, x in outcomes]))
     torch.testing.assert_close(torch.cat([mine for mine, *_ in outcomes]), out)
     dropped = [num for _, num, _ in outcomes]
-    assert sum(dropped) == alone.num_dropped and len(set(dropped)) > 1 and min(dropped) > 0
+    assert sum(dropped) == alone.dropped and len(set(dropped)) > 1 and min(dropped) > 0
 
 
 class _Order(calls.Tap):
@@ -452,7 +452,7 @@ def test_each_core_equals_one_device_with_uneven_numbers_of_tokens_and_drops(
         each = [_rows(rank, dispatch) for rank in range(ep)]
         out = alone(torch.cat(each))
         out.square().sum().backward()
-        assert (alone.num_dropped > 3) == (capacity is not None)
+        assert (alone.dropped > 3) == (capacity is not None)
         for found, want in zip(outcomes, out.split([len(rows) for rows in each]), strict=True):
             torch.testing.assert_close(found[dispatch][0], want, rtol=1e-12, atol=1e-12)
             for name, p in alone.named_parameters():

@@ -326,7 +326,7 @@ class Outside(gallery.Net):
 
 def sums_outside(model, mesh):
     """Each rank has added the bias when the model sums up, outside of the module."""
-    model = megatron(model, mesh, row={"early": True, "leave": untouched})
+    model = megatron(model, mesh, row={"early": True, "leave": gallery.untouched})
     model.__class__ = Outside
     return model
 

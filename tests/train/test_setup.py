@@ -4,13 +4,11 @@ Unless a test says otherwise runs are in float64: what agrees to 1e-10 is the sa
 """
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
@@ -35,9 +33,7 @@ PLAIN = TrainConfig(
 
 
 def report_of(folder: Path) -> dict:
-    return json.loads(
-        (folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
-    )
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 # ---------------------------------------------------------------------- any plan
@@ -96,27 +92,6 @@ def test_any_plan_leaves_what_one_device_would(run, on_one_device, plan):
     assert validated[0][2] and validated[1] == pytest.approx(validated[0], rel=1e-10)
 
 
-CHAINS = {
-    "zero": ["dp=2,zero=2", "dp=3,zero=3", "dp=2,zero=1", "dp=1"],
-    "mesh": ["dp=4", "tp=2,pp=2,microbatches=2", "dp=1", "dp=2,cp=2,zero=1,microbatches=2"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chain", CHAINS)
-def test_a_run_goes_on_by_another_plan_on_other_ranks(run, chain):
-    """As if nothing had happened: losses, norms, the place in the data, the learning rate.
-
-    Mutants: moments of one rank saved as if of all; pieces cut as by other ranks.
-    """
-    whole, start, first = run(1, "whole", steps=8), None, 0
-    for plan, stop in zip(CHAINS[chain], (4, 6, 7, 8), strict=True):
-        size = Plan.parse(plan).num_ranks
-        folder = run(size, f"to {stop}", start=start, plan=plan, mesh="", steps=8, save_every=stop)
-        assert_same_run(folder, whole, first)
-        start, first = folder / f"checkpoints/step_{stop:06d}", stop
-
-
 @pytest.mark.slow
 def test_experts_in_parts_train_and_go_on_as_copies_of_all_would(run):
     """ZeRO 3 fills what a router counts, too. Mutants: shares of a batch by dp alone, alike along
@@ -133,14 +108,10 @@ def test_experts_in_parts_train_and_go_on_as_copies_of_all_would(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    ["dp=2,zero=3,microbatches=2", "dp=2,tp=2,zero=1,sequence_parallel,microbatches=2"],
-)
-def test_a_plan_resumes_to_the_bit(run, plan):
+def test_a_plan_resumes_to_the_bit(run):
     """In single precision, with the weight decay of its flags. Mutants: a moment not restored; the
     weight decay of the checkpoint."""
-    size = Plan.parse(plan).num_ranks
+    plan, size = "dp=2,tp=2,zero=1,sequence_parallel,microbatches=2", 4
     changes = dict(plan=plan, mesh="", dtype="float32")
     whole = run(size, "whole", **changes)
     start = whole / "checkpoints/step_000003"
@@ -151,47 +122,6 @@ def test_a_plan_resumes_to_the_bit(run, plan):
     other = run(size, "other", start=start, weight_decay=0.7, steps=4, **changes)
     groups = saved(other, 4)[1]["optimizer"]["groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.7}
-
-
-@pytest.mark.slow
-def test_a_compressed_run_goes_on_and_says_what_is_lost(run, capfd):
-    plan = "dp=2,compression=top-k"
-    start = run(2, "whole", plan=plan, mesh="", steps=3) / "checkpoints/step_000003"
-    assert "compression starts" not in capfd.readouterr().out
-    rest = run(2, "rest", start=start, plan=plan, mesh="", steps=4)
-    assert "compression starts with nothing kept back" in capfd.readouterr().out
-    assert lines_of(rest, "step") == [(4,)]
-
-
-# ---------------------------------------------------------------------- sixteen bits
-
-
-def with_an_overflow_on_one_rank(config: TrainConfig, folder: str) -> tuple[int, bool]:
-    trainer = Trainer(config, Path(folder))
-    steps = []
-
-    def poison(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        steps.append(output.requires_grad)
-        if trainer.mesh.rank == 1 and sum(steps) == 2 and output.requires_grad:
-            output.register_hook(lambda gradient: gradient * math.inf)
-
-    trainer.model.register_forward_hook(poison)
-    trainer.run()
-    weights = trainer.strategy.full_state_dict()
-    return int(trainer.precision.scaler.num_skipped), all(
-        weight.isfinite().all().item() for weight in weights.values()
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2,zero=2", "tp=2,sequence_parallel"])
-def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(ranks, text, tmp_path, plan):
-    """Mutant: the flag is not shared, and where ranks differ in it one of them steps alone."""
-    changes = dict(data=str(text), dtype="float32", precision="fp16")
-    config = replace(PLAIN, plan=plan, **changes)
-    config.check()
-    found = ranks(2).run(with_an_overflow_on_one_rank, config, str(tmp_path))
-    assert found == [(1, True), (1, True)]
 
 
 # ---------------------------------------------------------------------- never whole

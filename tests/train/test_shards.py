@@ -3,15 +3,12 @@
 Every tensor that comes back is equal to what was saved, bit for bit.
 """
 
-import math
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
@@ -22,7 +19,7 @@ from minipar.observe import timeline
 from minipar.parallel import compose
 from minipar.parallel.base.shards import Part, Region
 from minipar.parallel.plan import Plan
-from minipar.train import shards
+from minipar.train import setup, shards
 from minipar.train.checkpoint import CheckpointError, Stored, load
 from minipar.train.optim import make_optimizer
 from minipar.train.saver import Saver
@@ -109,8 +106,7 @@ def load_under(folder: Path, plan: str, config: LlamaConfig) -> tuple[dict[str, 
         return numbers
 
     with mock.patch.object(Stored, "__call__", counted):
-        shards.fill(strategy, weights)
-        shards.load_optimizer(strategy, state["optimizer"])
+        setup.load(strategy, weights, state["optimizer"], "here")
     own = set(strategy.model.state_dict(keep_vars=True).values())
     moments = (t for entries in strategy.optimizer.state.values() for t in entries.values())
     num_own = sum(t.numel() for t in (*own, *moments) if t.ndim)
@@ -172,34 +168,6 @@ def numel_of(folder: Path, rank: int) -> int:
 
 
 # ---------------------------------------------------------------------- boxes
-@pytest.mark.slow
-@given(st.data())
-def test_the_boxes_of_a_region_are_where_they_say(data):
-    """Of any slice in blocks, and any range of it. Mutant: a row begun is taken for a whole one."""
-    shape = data.draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
-    whole = torch.arange(math.prod(shape)).view(shape)
-    spans, own = [], whole
-    for dim, size in enumerate(shape):
-        block = size // 2 if size % 2 == 0 and data.draw(st.booleans()) else size
-        start = data.draw(st.integers(0, block))
-        stop = data.draw(st.integers(start, block))
-        spans.append(tuple((at + start, at + stop) for at in range(0, size, block)))
-        own = torch.cat([own.narrow(dim, a, b - a) for a, b in spans[-1]], dim)
-    start = data.draw(st.integers(0, own.numel()))
-    stop = data.draw(st.integers(start, own.numel()))
-    numbers = own.flatten()[start:stop]
-    region = Region(shape, tuple(spans), slice(start, stop))
-    found = list(region.boxes(numbers))
-    for offset, box in found:
-        where = tuple(slice(at, at + n) for at, n in zip(offset, box.shape, strict=True))
-        assert box.numel() and box.equal(whole[where])
-    joined = [box.flatten() for _, box in found]
-    assert torch.equal(torch.cat([*joined, whole.new_empty(0)]).sort()[0], numbers.sort()[0])
-    assert region.numel == len(numbers)
-    everything = Region(shape, tuple(spans))
-    assert everything.numel == own.numel()
-
-
 def test_the_boxes_of_the_drawing():
     region = Region((3, 4), (((0, 3),), ((2, 4),)), slice(1, 5))
     found = [(offset, box.tolist()) for offset, box in region.boxes(torch.tensor([1, 2, 3, 4]))]

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minipar.ranks.launch import RankError
-from minipar.ranks.worker import Failure
 from minipar.train import checkpoint, stop, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
-from minipar.train.stop import StopRequest, pass_on
+from minipar.train.stop import StopRequest
 
 CONFIG = TrainConfig(
     steps=6,
@@ -38,42 +36,18 @@ def test_a_signal_is_noted_and_nothing_else(number):
     assert signal.getsignal(number) == before
 
 
-def test_a_second_signal_ends_the_process():
-    """Mutant: it is noted, too, and a run that hangs can only be killed."""
-    pid = os.fork()
-    if pid == 0:
-        with StopRequest() as request:
-            os.kill(os.getpid(), signal.SIGTERM)
-            request.since -= 2 * stop.ECHO_SECONDS
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
-
-
 def test_a_launcher_passes_a_signal_on_once(monkeypatch):
-    got = []
-    with monkeypatch.context() as patched, pass_on([11, 12]):
-        clock = patched.setattr
-        clock(stop.time, "monotonic", lambda: 100.0)
-        own, kill = os.getpid(), os.kill
-        clock(os, "kill", lambda pid, number: got.append((pid, number)))
+    got, now, kill, own = [], 100.0, os.kill, os.getpid()
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now)
+    with StopRequest([11, 12]), monkeypatch.context() as patched:
+        patched.setattr(os, "kill", lambda pid, number: got.append((pid, number)))
         for _ in range(2):
             kill(own, signal.SIGUSR1)
         assert got == [(11, signal.SIGUSR1), (12, signal.SIGUSR1)]
-        clock(stop.time, "monotonic", lambda: 100.0 + 2 * stop.ECHO_SECONDS)
+        now += 2 * stop.ECHO_SECONDS
         with pytest.raises(SystemExit) as caught:
             kill(own, signal.SIGTERM)
         assert caught.value.code == 143
-
-
-@pytest.mark.parametrize("exitcode, code", [(-signal.SIGTERM, 143), (-signal.SIGKILL, None)])
-def test_ranks_that_end_by_the_signal_before_they_train_are_no_failure(exitcode, code):
-    """The launcher ends as if it had come to itself; but a rank that was killed is told."""
-    failure = Failure("rank 0 of 1", "Died", "it ended", "it ended", exitcode)
-    with pytest.raises((SystemExit, RankError)) as caught, pass_on([]):
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise RankError({0: failure})
-    assert getattr(caught.value, "code", None) == code
 
 
 def test_a_signal_before_the_first_step_is_noted(text, tmp_path, monkeypatch):
