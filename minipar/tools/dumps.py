@@ -23,6 +23,8 @@ from minipar.text import printable
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
 """Verbs with sizes that may differ between ranks."""
+_NAME = re.compile(r"(?:rank|_)(\d{1,5})(\.json|\.pkl|\.pickle)?$")
+"""Nothing but these behind the rank: nccl_trace_rank_3.2026-08-11 is not of rank 11."""
 _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 """Names that end a group of coalesced calls. allreduce_coalesced, in small letters, is a call."""
 
@@ -69,62 +71,54 @@ class _Plain(pickle.Unpickler):
 
 
 def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
-    """Return recordings by rank, and notes, from files and folders.
+    """Return recordings by rank, and notes on files in a folder that are named otherwise.
 
-    Raises `ValueError`, which names the file, for other files, for two of one rank, and where
-    no call was recorded. In a folder, what cannot be read is skipped if there is another dump.
+    Raises `ValueError`, which names the file, for what is no dump, for two of one rank, and where
+    no call was recorded.
     """
-    found: dict[int, Recording] = {}
-    files: dict[int, Path] = {}
-    skipped: list[str] = []
+    found: dict[int, tuple[Path, Recording]] = {}
+    notes: list[str] = []
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"no such dump: {path}")
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            try:
-                recordings = [] if file.is_dir() else _recordings(file)
-            except (OSError, ValueError) as error:
-                if file == path:
-                    raise
-                skipped.append(printable(error))
-                continue
-            for recording in recordings:
-                first = files.setdefault(recording.rank, file)
+            is_named = file == path or _NAME.search(file.name) or file.name == "stalled.json"
+            if not is_named and file.is_file():
+                notes.append(f"skipped: {printable(file)}")
+            for recording in _recordings(file) if is_named and not file.is_dir() else []:
+                first, _ = found.setdefault(recording.rank, (file, recording))
                 if first != file:
                     raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
-                found[recording.rank] = recording
     where = " ".join(map(str, paths))
     if not found:
-        raise ValueError("; ".join(skipped[:1]) or f"no dump of a flight recorder in {where}")
+        raise ValueError(f"no dump of a flight recorder in {where}: names end with _RANK")
+    recordings = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
-    if not any(recording.entries or recording.last for recording in found.values()):
+    if not any(recording.entries or recording.last for recording in recordings.values()):
         raise ValueError(
-            f"no call of {names(sorted(found))} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
+            f"no call of {names([*recordings])} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
             f"be above 0 when the job starts, such as 2000"
         )
-    return dict(sorted(found.items())), [f"skipped: {error}" for error in skipped[:5]]
+    return recordings, notes[:5]
 
 
 def _recordings(file: Path) -> list[Recording]:
-    raw = file.read_bytes()
     try:
+        raw = file.read_bytes()
         dump = json.loads(raw) if raw[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
         if "minipar_stall" in dump:
             return [_of_watchdog(state) for state in dump["minipar_stall"]]
-        recording = _of_recorder(dump)
+        if not (name := _NAME.search(file.name)):
+            raise ValueError("which rank wrote it? Let its name end with _RANK")
+        return [_of_recorder(dump, int(name[1]))]
     except Exception as error:  # a broken pickle raises anything
         why = printable(f"{error!r:.150}")
         raise ValueError(f"{file} is not a dump of a flight recorder: {why}") from None
-    # No number behind anything else: nccl_trace_rank_3.2026-08-11 is not of rank 11.
-    said = re.search(r"(?:rank|_)(\d{1,5})(\.[a-z]+)?$", file.name)
-    if said is None:
-        raise ValueError(f"{file}: which rank wrote it? Let its name end with _NUMBER")
-    return [replace(recording, rank=int(said[1]))]
 
 
-def _of_recorder(dump: dict[str, Any]) -> Recording:
+def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, about in dict(dump.get("pg_config") or {}).items():
+    for name, about in dump.get("pg_config", {}).items():
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
         if name != "":  # as gloo calls whichever group was made last
             groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
@@ -146,11 +140,11 @@ def _of_recorder(dump: dict[str, Any]) -> Recording:
     for calls in together.values():
         entries += calls if calls[0].peer is not None else [_joined(calls)]
     first = dump["entries"][0].get("record_id", 0) if dump["entries"] else 0
-    status = dict(dump.get("pg_status") or {})
+    status = dump.get("pg_status", {})
     last = _status(status, ids, groups)
     # A dump of open calls alone is empty where all have ended.
     has_ended = not entries and any(s["last_enqueued_collective"] > 0 for s in status.values())
-    return Recording(-1, "", entries, groups, last=last, has_turned=int(first) > 0 or has_ended)
+    return Recording(rank, "", entries, groups, last=last, has_turned=first > 0 or has_ended)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:

@@ -27,22 +27,19 @@ def test_the_rank_in_a_name(tmp_path, name, rank):
     assert list(dumps.read([tmp_path])[0]) == [rank]
 
 
-@pytest.mark.parametrize(
-    "content", [b'{"step": 1}\n{"step": 2}\n', b"\x80\x02", b'{"entries": [0]}']
-)
-def test_what_cannot_be_read_is_skipped_beside_a_dump(tmp_path, content):
-    """Mutants: one unreadable file hides all dumps of a folder; or none of them is named."""
+def test_what_is_named_otherwise_is_skipped_and_a_broken_dump_is_not(tmp_path):
+    """Mutants: a broken dump is skipped, and its rank has left none; other files are read."""
     folder = write(tmp_path / "run", {0: dump(call("all_reduce", 1))})
-    other = folder / "metrics_1.jsonl"
-    other.write_bytes(content)
-    recordings, (note,) = dumps.read([folder])
-    assert list(recordings) == [0] and note.startswith(f"skipped: {other} is no")
-    for named in (other, f"{folder}//{other.name}"):
-        with pytest.raises(ValueError, match=r"metrics_1\.jsonl is no"):
-            dumps.read([folder / "trace_0", named])
-    (folder / "trace_0").unlink()
-    with pytest.raises(ValueError, match=r"metrics_1\.jsonl is no"):
+    (folder / "deeper").mkdir()
+    other = folder / "deeper" / "metrics_1.jsonl"
+    other.write_text("{}", encoding="utf-8")
+    recordings, notes = dumps.read([folder])
+    assert list(recordings) == [0] and notes == [f"skipped: {other}"]
+    other.rename(broken := folder / "deeper" / "rank_1.json")
+    with pytest.raises(ValueError, match=r"rank_1\.json is not a dump"):
         dumps.read([folder])
+    with pytest.raises(ValueError, match=r"metrics_1\.jsonl is not a dump"):
+        dumps.read([folder / "trace_0", broken.rename(other)])
 
 
 class Evil:
