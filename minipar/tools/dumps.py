@@ -81,11 +81,12 @@ def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"no such dump: {path}")
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            is_named = file == path or _NAME.search(file.name) or file.name == "stalled.json"
-            if not is_named and file.is_file():
+        inside = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        for file in inside:
+            if file != path and file.name != "stalled.json" and not _NAME.search(file.name):
                 notes.append(f"skipped: {printable(file)}")
-            for recording in _recordings(file) if is_named and not file.is_dir() else []:
+                continue
+            for recording in _recordings(file):
                 first, _ = found.setdefault(recording.rank, (file, recording))
                 if first != file:
                     raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
