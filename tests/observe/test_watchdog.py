@@ -1,9 +1,7 @@
 """The watchdog: the conclusion that it draws, alone; then real ranks that keep others waiting."""
 
 import json
-import os
 import pickle
-import signal
 import threading
 import time
 from dataclasses import asdict
@@ -19,7 +17,6 @@ from minipar.observe import timeline, watchdog
 from minipar.observe.watchdog import Call, State, explain
 from minipar.tools import dumps, hang
 from tests.on_ranks import on_ranks
-from tests.patience import until
 
 EVERYONE = (0, 1, 2, 3)
 
@@ -190,34 +187,6 @@ def test_computing_while_a_collective_is_in_flight_is_no_stall():
         dawdle(3 * BOUND)
         pending.wait()
     assert told == []
-
-
-def stopped(folder: str) -> list[str]:
-    mesh, told = Mesh(dp=2), []
-    with watchdog.watch(BOUND, told.append):
-        comm.all_reduce(torch.ones(10), mesh.dp)
-        if mesh.rank == 1:
-            Path(folder, str(os.getpid())).touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        comm.all_reduce(torch.ones(10), mesh.dp)
-    return told
-
-
-def wake_later(folder: Path) -> None:
-    until(lambda: list(folder.iterdir()), 20)
-    time.sleep(8 * BOUND + 1)  # the others grant a second for an answer
-    os.kill(int(next(folder.iterdir()).name), signal.SIGCONT)
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_cannot_answer_but_its_process_is_named(ranks, tmp_path):
-    waker = threading.Thread(target=wake_later, args=(tmp_path,))
-    waker.start()
-    (report,), nothing = ranks(2).run(stopped, str(tmp_path))
-    waker.join()
-    assert nothing == [] and "Whether rank 1 of 2 has reached it is unknown." in report
-    process = f"its process {next(tmp_path.iterdir()).name} does not answer"
-    assert f"rank 1 of 2: nothing is heard of it; {process}" in report
 
 
 # ---------------------------------------------------------------------- leaving, and costs
