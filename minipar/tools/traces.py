@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,10 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
 
     With GPU kernels: communication = those that `kernels.KERNELS` names or the profiler calls a
     collective, in their args or by a `record_param_comms` around the launch, and copies from
-    GPU to GPU; compute = every other kernel, its kind by where it was launched; other memcpys
-    and memset are of kind copy. Without: communication = what gloo timed (else the `c10d` calls);
-    compute = outermost operators less blocking calls. What is neither backward nor optimizer is
-    called forward. `axis` is the description of the process group; `num_bytes` follows from the
-    message size where the trace has it, else 0; ``meta["step"]`` is the step that launched a call.
+    GPU to GPU; compute = every other kernel; other memcpys and memset are of kind copy. Without:
+    communication = what gloo timed (else the `c10d` calls); compute = outermost operators less
+    blocking calls. `axis` is the description of the process group, `num_bytes` 0 where the trace
+    does not tell, ``meta["step"]`` the step that launched a call.
 
     Clocks: files of one host share one. Others are aligned at the ends of common collectives:
     the nth all-reduce of a group ends on all of its ranks together (median over n).
@@ -87,14 +85,16 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
             span.rank = trace.rank
     if len({trace.host for trace in traces}) > 1 or len(set(bases)) > 1:
         notes.append(_align(traces))
-    spans = list(chain.from_iterable(trace.spans for trace in traces))
+    spans = [span for trace in traces for span in trace.spans]
     alike = sorted({s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)})
     if alike:
         what = "these names look like communication and were counted as computing"
         notes.append(f"{what}: {_some([name[:60] for name in alike], 5)}")
-    timeline = Timeline(spans, notes=notes)
-    result, by = timeline.shifted(), timeline.start
-    result.steps = {t.rank: [(n, a - by, b - by) for n, a, b in t.steps] for t in traces}
+    first = min(span.start for span in spans)
+    for trace in traces:
+        trace.move(-first)
+    result = Timeline((span for trace in traces for span in trace.spans), notes=notes)
+    result.steps = {trace.rank: trace.steps for trace in traces}
     return result
 
 
