@@ -233,10 +233,9 @@ class Watchdog(calls.Tap):
         self._alarms += 1
 
     def _where(self, rank: int) -> str:
-        """Return the host and the process of `rank`; nothing where one host has all the ranks."""
-        host, pid, _ = self._places[rank]
-        several = len({host for host, *_ in self._places}) > 1
-        return f" on host {host}, process {pid}" if several else ""
+        """Return the host of `rank`; nothing where one host has all the ranks."""
+        hosts = [host for host, *_ in self._places]
+        return f" on host {hosts[rank]}" if len({*hosts}) > 1 else ""
 
     def _silent(self, rank: int) -> State:
         """Return the state of a rank that does not answer."""
