@@ -306,7 +306,7 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
         if not missing:
             said.append(("stuck", [rank], f"{waits}, and rank {peer} has called it."))
         elif report.knows(peer):
-            text = f"{waits}; rank {peer} has no other end of it open."
+            text = f"{waits}; the other end is not open on rank {peer}."
             said.append(("accused", [peer], text))
         else:
             said.append(("unknown", [peer], f"{waits}; nothing is known of rank {peer}."))

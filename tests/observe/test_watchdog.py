@@ -170,7 +170,7 @@ def test_a_message_that_does_not_come_names_its_sender(ranks, tmp_path):
     (report,) = sum(ranks(4).run(late_for_a_message, str(dump)), [])
     page = hang.explain(*dumps.read([dump]))
     assert page.findings == [
-        "rank 0 waits in recv #1 from rank 2 on dp; rank 2 has no other end of it open."
+        "rank 0 waits in recv #1 from rank 2 on dp; the other end is not open on rank 2."
     ]
     assert page.culprits == [2] and "in dawdle" in str(page)
     assert "rank 0 of 4 (dp=0) has waited for " in report

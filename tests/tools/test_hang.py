@@ -278,8 +278,8 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
             6: dump(waits("recv 1<-0", 3, group=TP), members={TP: [4, 6]}),
         },
         ["They wait in a circle: rank 4, which waits for rank 6, which waits for rank 4.",
-         "rank 4 waits in recv #3 from rank 6 on tp; rank 6 has no other end of it open.",
-         "rank 6 waits in recv #3 from rank 4 on tp; rank 4 has no other end of it open."],
+         "rank 4 waits in recv #3 from rank 6 on tp; the other end is not open on rank 6.",
+         "rank 6 waits in recv #3 from rank 4 on tp; the other end is not open on rank 4."],
         [4, 6],
     ),
     "what queues up behind a call is no hang of its own": (
@@ -395,7 +395,7 @@ def test_in_a_ring_the_rank_that_did_not_come_is_named(tmp_path):
         State(3, "rank 3 of 4", (exchange(4, 2, 0),), (exchange(4, 2, 0),), "waiting"),
     )
     assert report.findings == [
-        f"rank {rank} waits in exchange #4 with rank 2 on cp; rank 2 has no other end of it open."
+        f"rank {rank} waits in exchange #4 with rank 2 on cp; the other end is not open on rank 2."
         for rank in (1, 3)
     ]
     assert report.culprits == [2]
