@@ -90,8 +90,12 @@ def usage() -> str:
 
 def _flags_of(file: str) -> list[str]:
     """Return the flags of a TOML file, as they would be typed."""
+    try:
+        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {file}: {error}") from None
     typed = []
-    for name, value in tomllib.loads(Path(file).read_text(encoding="utf-8")).items():
+    for name, value in values.items():
         is_switch = isinstance(value, bool)
         typed.append(f"--no-{name}" if is_switch and not value else f"--{name}")
         typed += [] if is_switch else [str(value)]

@@ -126,8 +126,7 @@ def read_timeline(traces: list[str]) -> Timeline:
         if not recorded.spans:
             raise ValueError(f"{traces[0]} is a timeline without spans")
         return recorded
-    bar = partial(tqdm, disable=None, leave=False, unit="trace")
-    return from_profiler(traces[0] if len(traces) == 1 else traces, progress=bar)
+    return from_profiler(traces)
 
 
 def hang(command: Hang) -> None:

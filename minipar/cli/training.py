@@ -55,6 +55,8 @@ def train(config: TrainConfig) -> None:
         backend = backends.pick_backend(config.num_ranks)
     backends.check_backend(backend, config.num_ranks)
     folder, start = _place(config)
+    if _is_done(config, start):
+        return
     how = dict(backend=backend, timeout=config.timeout, sink=None)
     try:
         # The ranks find the trainer imported: once, and not in each of them.
@@ -82,6 +84,8 @@ def _train_under_torchrun(config: TrainConfig) -> None:
         world = Mesh(**config.as_plan().mesh_sizes()).world
         # One rank chooses, so that all speak of the same folder.
         folder, start = on_first_rank(lambda: _place(config), world)
+        if _is_done(config, start, rank):
+            return
         with _saying_how_to_go_on(folder) if rank == 0 else nullcontext():
             report = trainer.train(config, str(folder), start, Progress)
     if rank == 0:
@@ -118,6 +122,14 @@ def _place(config: TrainConfig) -> tuple[Path, str | None]:
     begins = f"Resuming {saved}" if saved else begins
     print(f"{begins} with {config.plan}, into {folder}/", flush=True)
     return folder, saved and str(saved)
+
+
+def _is_done(config: TrainConfig, start: str | None, rank: int = 0) -> bool:
+    """True if a run has done its steps, as where a scheduler starts its job again; say so."""
+    is_done = start is not None and checkpoint.step_of(Path(start)) == config.steps
+    if is_done and rank == 0:
+        print(f"all {config.steps} steps were done before; --steps adds more")
+    return is_done
 
 
 def new_folder(config: TrainConfig) -> Path:
@@ -157,7 +169,10 @@ def how_to_go_on(folder: Path) -> str:
     if saved is None:
         return "Stopped before the first checkpoint."
     resume = f"--resume {shlex.quote(str(folder))}"
-    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: minipar train {resume}"
+    how = f"minipar train {resume}"
+    if backends.under_torchrun():
+        how = f"the same line of torchrun, and in it {resume}"
+    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: {how}"
 
 
 # ---------------------------------------------------------------------- what is printed

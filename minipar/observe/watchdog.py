@@ -10,17 +10,15 @@ prints, on one of the ranks, once a rank has waited for 60 s in one collective:
 
     minipar: stalled
     rank 2 of 4 (dp=1, tp=0) has not reached all_reduce #118 on dp (4.0 MB on the wire), in which
-    rank 0 of 4 (dp=0, tp=0) has waited for 61 s.
-    rank 2 of 4 (dp=1, tp=0): its last was all_gather #40 on tp (1.0 MB on the wire), begun 62 s
+    rank 0 of 4 (dp=0, tp=0) has waited for 61.0 s.
+    rank 2 of 4 (dp=1, tp=0): its last was all_gather #40 on tp (1.0 MB on the wire), begun 62.0 s
     ago. It is here: ... (its Python stack)
 
 How:    A tap on calls notes this rank's last call on each axis, and the calls that it waits in: a
-        microsecond, and no message. A thread per rank looks at the notes now and then. A thread
-        that sees a wait over the bound puts an alarm into the store through which the ranks met.
-        The threads of all ranks answer through the store with their notes and stacks. `explain`
-        makes the report of the answers.
-Limits: On NCCL the GPU waits in a collective, not the process. There the watchdog sees a hang only
-        in waits of the process itself.
+        microsecond, and no message. A thread per rank looks at the notes now and then. A wait over
+        the bound puts an alarm into the store through which the ranks met. The threads of all ranks
+        answer there with their notes and stacks. `explain` makes the report of the answers.
+Limits: On NCCL the GPU waits in a collective, not the process: only waits of the process are seen.
 In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier`.
 """
 
@@ -42,9 +40,6 @@ import torch.distributed as dist
 from minipar.comm import calls
 from minipar.comm.mesh import Mesh
 
-STACK_FRAMES = 12
-"""Innermost frames of a rank that are shown."""
-
 
 # ---------------------------------------------------------------------- the report, pure
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Call:
     @property
     def key(self) -> tuple:
         """Return the key that one collective has on all of its ranks."""
-        return self.axis, self.ranks, bool(self.peers), self.number
+        return self.axis, self.ranks, bool(self.peers), self.number, self.verb
 
     def __str__(self) -> str:
         what = f" with {names(self.peers)}" if self.peers else ""
@@ -79,9 +74,8 @@ class State:
     label: str  # "rank 2 of 4 (dp=1, tp=0)"
     begun: tuple[Call, ...] = ()
     awaited: tuple[Call, ...] = ()
-    stack: str = ""  # of its main thread; empty if the rank does not answer
-    silence: str = "it does not answer"
-    is_known: bool = True  # False: nothing is known about its calls
+    stack: str = ""  # of its main thread
+    silence: str = ""  # why it does not answer: nothing is known about its calls
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "State":
@@ -95,32 +89,24 @@ class State:
     def has_reached(self, call: Call) -> bool:
         """True if this rank has begun the collective `call`, or a later one on the same axis."""
         latest = next((c for c in self.begun if c.key[:3] == call.key[:3]), None)
-        return latest is not None and (
-            latest.number > call.number or (latest.key, latest.verb) == (call.key, call.verb)
-        )
+        return latest is not None and (latest.number > call.number or latest.key == call.key)
 
 
 def explain(states: Sequence[State]) -> str:
     """Return the report: who waits in which call, for whom, and what the missing ranks do instead.
 
-    `states` has one of each rank.
+    `states` has one of each rank, in order.
     """
-    by_rank = {state.rank: state for state in states}
-    collectives = {(c.key, c.verb): c for s in states for c in s.awaited if not c.peers}
     lines: list[str] = []
     causes: list[State] = []
-    for call in collectives.values():
-        of_axis = [by_rank[rank] for rank in call.ranks]
-        waits = {
-            s.rank: c
-            for s in of_axis
-            for c in s.awaited
-            if (c.key, c.verb) == (call.key, call.verb)
-        }
-        waiting = [by_rank[rank] for rank in waits]
-        unknown = [s for s in of_axis if not s.is_known]
-        missing = [s for s in of_axis if s.is_known and not s.has_reached(call)]
-        wait = f"{_have(waiting)} waited for {_time(max(c.seconds for c in waits.values()))}"
+    awaited = [(state, call) for state in states for call in state.awaited]
+    for key in dict.fromkeys(call.key for _, call in awaited if not call.peers):
+        waiting = [state for state, call in awaited if call.key == key]
+        call = max((c for _, c in awaited if c.key == key), key=lambda call: call.seconds)
+        wait = f"{_have(waiting)} waited for {call.seconds:.1f} s"
+        of_axis = [states[rank] for rank in call.ranks]
+        unknown = [s for s in of_axis if s.silence]
+        missing = [s for s in of_axis if not s.silence and not s.has_reached(call)]
         if missing:
             lines.append(f"{_have(missing)} not reached {call}, in which {wait}.")
         elif unknown:
@@ -128,25 +114,22 @@ def explain(states: Sequence[State]) -> str:
         else:
             lines.append(f"{wait} in {call}, which all have reached, and which does not end.")
         causes += missing + unknown
-    for state in states:
-        for call in state.awaited:
-            if call.peers:
-                lines.append(f"{state.label} has waited for {_time(call.seconds)} in {call}.")
-                causes += [by_rank[peer] for peer in call.peers]
+    for state, call in awaited:
+        if call.peers:
+            lines.append(f"{state.label} has waited for {call.seconds:.1f} s in {call}.")
+            causes += [states[peer] for peer in call.peers]
     # Rank 0 waits for 1, which waits for 2: only the stack of 2 helps. In a circle, show all.
-    shown = [s for s in causes if not s.awaited or not s.stack] or [s for s in states if s.awaited]
-    lines += [_doing(by_rank[rank]) for rank in dict.fromkeys(s.rank for s in shown)]
+    shown = [s for s in causes if not s.awaited] or [s for s in states if s.awaited]
+    lines += [_doing(states[rank]) for rank in dict.fromkeys(s.rank for s in shown)]
     return "\n".join(["minipar: stalled", *lines])
 
 
 def _doing(state: State) -> str:
     """Return what a rank does, with its stack."""
+    if state.silence:
+        return f"{state.label}: nothing is heard of it; {state.silence}."
     last = min(state.begun, key=lambda call: call.seconds, default=None)
-    ago = f"its last was {last}, begun {_time(last.seconds)} ago" if last else "it has called none"
-    if not state.is_known:
-        ago = "nothing is heard of it"
-    if not state.stack:
-        return f"{state.label}: {ago}; {state.silence}."
+    ago = f"its last was {last}, begun {last.seconds:.1f} s ago" if last else "it has called none"
     return f"{state.label}: {ago}. It is here:\n{state.stack}"
 
 
@@ -170,10 +153,6 @@ def _size(num_bytes: int) -> str:
     if num_bytes < 1e3:
         return f"{num_bytes} bytes"
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 # ---------------------------------------------------------------------- watching
@@ -247,46 +226,41 @@ class Watchdog(calls.Tap):
         """Put the state of this rank into the store."""
         begun, awaited = _until_now(self._begun), _until_now(self._awaited)
         frame = sys._current_frames().get(threading.main_thread().ident)
-        stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:]).rstrip()
+        stack = "".join(traceback.format_stack(frame)[-12:]).rstrip()
         state = State(self.rank, Mesh.label + self._where(self.rank), begun, awaited, stack)
         self._reported |= {call.key for call in awaited}
         self._store.set(f"answer {self._alarms} {self.rank}", json.dumps(asdict(state)))
         self._alarms += 1
 
     def _where(self, rank: int) -> str:
-        """Return the host and the process of `rank`; nothing where one host has all the ranks."""
-        host, pid, _ = self._places[rank]
-        # Several nodes of torchrun are several hosts, even where all have one name.
-        several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
-        several = several or len({host for host, *_ in self._places}) > 1
-        return f" on host {host}, process {pid}" if several else ""
+        """Return the host of `rank`; nothing where one host has all the ranks."""
+        hosts = [host for host, *_ in self._places]
+        return f" on host {hosts[rank]}" if len({*hosts}) > 1 else ""
 
     def _silent(self, rank: int) -> State:
         """Return the state of a rank that does not answer."""
         pid = self._places[rank][1]
         silence = f"its process {pid} does not answer: it was stopped, has ended, or is cut off"
-        label = f"rank {rank} of {self.size}{self._where(rank)}"
-        return State(rank, label, silence=silence, is_known=False)
+        return State(rank, f"rank {rank} of {self.size}{self._where(rank)}", silence=silence)
 
     def _report(self, alarm: int) -> None:
         """Collect the answers of all ranks that answer soon, and tell their report."""
+        keys = [f"answer {alarm} {rank}" for rank in range(self.size)]
         limit = time.monotonic() + 3 * self.pause + 1
-        states: dict[int, State] = {}
-        while len(states) < self.size and time.monotonic() < limit and not self._stop.is_set():
-            for rank in set(range(self.size)) - states.keys():
-                if self._store.check([key := f"answer {alarm} {rank}"]):
-                    # JSON and no pickle: any process that reaches the store can write there.
-                    with suppress(ValueError, TypeError, KeyError):
-                        states[rank] = State.from_json(self._store.get(key))
-            time.sleep(min(0.1, self.pause))
-        if self._stop.is_set():
-            return  # the wait has ended meanwhile
-        every = [states.get(rank) or self._silent(rank) for rank in range(self.size)]
+        while not self._store.check(keys) and time.monotonic() < limit:
+            if self._stop.wait(min(0.1, self.pause)):
+                return  # the wait has ended meanwhile
+        states = [self._silent(rank) for rank in range(self.size)]
+        for rank, key in enumerate(keys):
+            # JSON and no pickle: any process that reaches the store can write there.
+            with suppress(ValueError, TypeError, KeyError):
+                if self._store.check([key]):
+                    states[rank] = State.from_json(self._store.get(key))
         if self._dump is not None:
             with suppress(OSError):  # a full disk does not keep the report back
-                content = json.dumps({"minipar_stall": [asdict(state) for state in every]})
+                content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
                 self._dump.write_text(content, encoding="utf-8")
-        self._tell(explain(every))
+        self._tell(explain(states))
 
 
 def _until_now(noted: dict[Any, Call]) -> tuple[Call, ...]:

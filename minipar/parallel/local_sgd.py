@@ -47,6 +47,7 @@ from torch.optim import Optimizer
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
+from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import split_like
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
@@ -89,6 +90,16 @@ def send_gradients(
     return receive
 
 
+def refuse(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise `ValueError` for state beside the parameters, on which ranks would never agree."""
+    if any(router.config.bias_speed is not None for _, router in routers(model)):
+        own = "each rank would move the biases of its routers by its own tokens"
+        raise ValueError(f"{own}; balance experts by a loss (bias_speed=None)")
+    if any(hasattr(p, "master") for p in parameters):
+        short = "masters.keep() came before: 16 bits of the weights would be averaged"
+        raise ValueError(f"{short}; call it after local_sgd.apply")
+
+
 # ---------------------------------------------------------------------- 1. averaging parameters
 class LocalSGD(Strategy):
     """Average the parameters of all ranks after every `every` steps.
@@ -111,6 +122,7 @@ class LocalSGD(Strategy):
         self.every, self.synchronous_steps, self.average = every, synchronous_steps, average
         self.steps, self.parameters = 0, [p for p in model.parameters() if p.requires_grad]
         claim(model, "local_sgd", axis)
+        refuse(model, self.parameters)
         replicate(model, axis)
         self.watch(self.parameters)
         if not average or synchronous_steps:

@@ -50,10 +50,7 @@ from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
 
 # ---------------------------------------------------------------------- 1. a bucket, cut n ways
 class Bucket(Row):
-    """Parameters in a flat buffer, of which this rank owns, and steps, one slice.
-
-    Parameters are views of the buffer, and so are the pieces of this rank.
-    """
+    """Parameters, all views of a flat buffer; this rank owns, and steps, one slice."""
 
     reducing: Pending | None = None  # from `whole` to `reduced`
     gathering: Pending | None = None  # slices of all ranks to `weights`
@@ -276,6 +273,8 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's slices, and start to hand them out, the first layer's first."""
+        if not self.names:
+            raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         self.synchronize()
         for p in self.bucket_of:
             if hasattr(p, "master"):

@@ -1,24 +1,25 @@
 """Read what ranks wrote down when their job hung: dumps of a flight recorder, or of our watchdog.
 
-A pickle could call any function. Here it calls none: only containers, text and numbers are read.
-The layout stands in torch/csrc/distributed/c10d/FlightRecorder.hpp.
+One file per rank, its name ending with the rank (``nccl_trace_rank_3``), pickle or JSON. NCCL
+writes it where ``TORCH_FR_BUFFER_SIZE=2000`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT=1`` are set; on gloo,
+each rank writes ``torch._C._distributed_c10d._dump_fr_trace()`` itself. Or the ``stalled.json`` of
+`minipar train`, of all ranks. A pickle could call any function. Here it calls none: only
+containers, text and numbers are read.
 """
 
 import io
 import json
 import pickle
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from minipar.observe.watchdog import State, names
 from minipar.text import printable
-
-MOST_RANKS = 10**5
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
 """Verbs with sizes that may differ between ranks."""
@@ -30,7 +31,7 @@ _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 class Entry:
     """One call of one rank. `number` counts within the group; messages count apart."""
 
-    verb: str
+    verb: str  # "send", "recv" or "exchange" for a message
     group: str
     number: int
     done: bool
@@ -50,10 +51,14 @@ class Recording:
     entries: list[Entry]
     groups: dict[str, tuple[str, tuple[int, ...]]]
     stack: tuple[str, ...] = ()  # where the rank is now, if that is known
-    said: str = ""  # of a rank that does not answer
-    is_known: bool = True  # False if nothing can be said of its calls
+    silence: str = ""  # why nothing can be said of its calls
     last: dict[str, tuple[int, int]] = field(default_factory=dict)  # group: enqueued, completed
-    has_turned: bool = False  # True if older calls have fallen out of the ring
+    has_turned: bool = False  # True if older calls are not in the dump
+
+    def title(self, group: str) -> str:
+        """Return the description of a group, else its name."""
+        desc = self.groups[group][0]
+        return f"group {group}" if desc in ("", "undefined") else desc
 
 
 class _Plain(pickle.Unpickler):
@@ -64,114 +69,101 @@ class _Plain(pickle.Unpickler):
 
 
 def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
-    """Return recordings by rank, and notes, from files and folders.
+    """Return recordings by rank, and notes on files in a folder that are no dumps.
 
-    Raises `ValueError`, which names the file, for other files, for two of one rank, and where
-    no call was recorded. In a folder, what cannot be read is skipped if there is another dump.
+    Raises `ValueError`, which names the file, for a named file that is no dump, for two of one
+    rank, and where no call was recorded.
     """
-    found: dict[int, tuple[Recording, Path]] = {}
-    skipped: list[str] = []
-    for file, host, is_named in _files([Path(path) for path in paths]):
-        try:
-            recordings = _recordings(file, printable(host))
-        except (OSError, ValueError) as error:
-            if is_named:
-                raise
-            skipped.append(printable(error))
-            continue
-        for recording in recordings:
-            first = found.setdefault(recording.rank, (recording, file))[1]
-            if first != file:
-                raise ValueError(f"{first} and {file} are both of rank {recording.rank}; give one")
-    where = " ".join(map(str, paths))
-    if not found:
-        raise ValueError("; ".join(skipped[:1]) or f"no dump of a flight recorder in {where}")
-    # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
-    if not any(recording.entries or recording.last for recording, _ in found.values()):
-        raise ValueError(
-            f"no call of {names(sorted(found))} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
-            f"be above 0 when the job starts, such as 2000"
-        )
-    notes = [f"skipped: {error}" for error in skipped[:5]]
-    return {rank: found[rank][0] for rank in sorted(found)}, notes
-
-
-def _files(paths: list[Path]) -> Iterable[tuple[Path, str, bool]]:
-    """Yield file, host and whether the user named it."""
-    for path in paths:
+    found: dict[int, tuple[Path, Recording]] = {}
+    notes: list[str] = []
+    for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"no such dump: {path}")
-        inside = [*sorted(path.iterdir()), *sorted(path.glob("*/*"))] if path.is_dir() else [path]
+        inside = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
         for file in inside:
-            if not file.is_dir():
-                host = file.parent.name if file.parent not in (path, path.parent) else ""
-                yield file, host, file in paths
+            try:
+                recordings = _recordings(file)
+            except ValueError as error:
+                if file == path:
+                    raise
+                notes.append(f"skipped: {printable(error)}")
+                continue
+            for recording in recordings:
+                first, _ = found.setdefault(recording.rank, (file, recording))
+                if first != file:
+                    raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
+    where = " ".join(map(str, paths))
+    if not found:
+        raise ValueError("; ".join(notes[:1]) or f"no dump of a flight recorder in {where}")
+    by_rank = {rank: found[rank][1] for rank in sorted(found)}
+    # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
+    if not any(recording.entries or recording.last for recording in by_rank.values()):
+        raise ValueError(
+            f"no call of {names([*by_rank])} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
+            f"be above 0 when the job starts, such as 2000"
+        )
+    return by_rank, notes[:5]
 
 
-def _recordings(file: Path, host: str) -> list[Recording]:
-    raw = file.read_bytes()
+def _recordings(file: Path) -> list[Recording]:
     try:
+        raw = file.read_bytes()
         dump = json.loads(raw) if raw[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
         if "minipar_stall" in dump:
-            found = [_of_watchdog(state) for state in dump["minipar_stall"]]
-        else:
-            found = [_of_recorder(dump, file, host)]
+            return [_of_watchdog(state) for state in dump["minipar_stall"]]
+        return [_of_recorder(dump, _rank_of(file.name))]
     except Exception as error:  # a broken pickle raises anything
         why = printable(f"{error!r:.150}")
         raise ValueError(f"{file} is not a dump of a flight recorder: {why}") from None
-    if not all(0 <= recording.rank < MOST_RANKS for recording in found):
-        raise ValueError(f"{file}: which rank wrote it? Let its name end with the number")
-    return found
 
 
 def _rank_of(name: str) -> int:
     """Return the number behind "rank" in the name of a file, else the last one that is no date."""
     name = re.sub(r"(19|20)\d\d-\d\d-\d\d[T_ \d:.-]*", "", name)
-    if told := re.search(r"rank_?(\d+)(?!\d|[\w.-]*_\d)", name):
-        return int(told[1])
-    numbers = re.findall(r"\d+", name)
-    return int(numbers[-1]) if numbers else -1
+    behind = re.search(r"rank_?(\d{1,5})(?!\d|[\w.-]*_\d)", name)
+    numbers = [behind[1]] if behind else re.findall(r"\d+", name)
+    if not numbers or len(numbers[-1]) > 5:
+        raise ValueError("which rank wrote it? Let its name end with the number")
+    return int(numbers[-1])
 
 
-def _of_recorder(dump: dict[str, Any], file: Path, host: str) -> Recording:
-    rank = dump["rank"] if type(dump.get("rank")) is int else _rank_of(file.name)
+def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, about in dict(dump.get("pg_config") or {}).items():
+    for name, about in dump.get("pg_config", {}).items():
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
         if name != "":  # as gloo calls whichever group was made last
             groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
-    entries: list[Entry] = []
     ids: dict[str, str] = {}  # pg_id -> group
-    inside: dict[tuple, list[Entry]] = defaultdict(list)  # by group and numbers
+    together: dict[tuple, list[Entry]] = {}  # by group and numbers: the calls of a coalesced one
     for values in dump["entries"]:
-        name, desc, *_ = (*map(printable, values.get("process_group") or ()), "", "")
-        name = name or printable(values.get("pg_id", ""))
+        name, desc = map(printable, values["process_group"])
         groups.setdefault(name, (desc, ()))
         ids[printable(values.get("pg_id", ""))] = name
         entry = _entry(values, name)
-        at_once = name, *map(values.get, ("seq_id", "collective_seq_id", "p2p_seq_id"))
-        if _END_OF_GROUP.fullmatch(entry.verb) and at_once in inside:
+        at_once = name, values["collective_seq_id"], values.get("p2p_seq_id")
+        if _END_OF_GROUP.fullmatch(entry.verb) and at_once in together:
             # Torch updates the state of this entry alone: it holds for all calls in the group.
-            for call in inside[at_once]:
+            for call in together[at_once]:
                 call.done, call.begun = call.done or entry.done, call.begun or entry.begun
         else:
-            inside[at_once].append(entry)
-            entries.append(entry)
+            together.setdefault(at_once, []).append(entry)
+    entries: list[Entry] = []
+    for calls in together.values():
+        entries += calls if calls[0].peer is not None else [_joined(calls)]
     first = dump["entries"][0].get("record_id", 0) if dump["entries"] else 0
-    last = _status(dict(dump.get("pg_status") or {}), ids, groups)
-    host = printable(dump.get("host_name") or host)
-    return Recording(rank, host, entries, groups, last=last, has_turned=int(first) > 0)
+    status = dump.get("pg_status", {})
+    last = _status(status, ids, groups)
+    # A dump of open calls alone is empty where all have ended.
+    has_ended = not entries and any(s["last_enqueued_collective"] > 0 for s in status.values())
+    return Recording(rank, "", entries, groups, last=last, has_turned=first > 0 or has_ended)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:
     """Return the last enqueued and completed call of each group whose `pg_id` is known.
 
-    Groups without an entry are matched in the order of their creation, where the counts agree.
+    Where no entry has the id, names and ids count groups in the order of their creation.
     """
-    numbered = [name for name in groups if name.isdecimal()]
-    if not ids.keys() <= status.keys():
-        ids = {name: name for name in groups}  # keyed by names
-    elif len(numbered) == len(groups) == len(status) and all(i.isdecimal() for i in status):
+    if len(groups) == len(status) and all(name.isdecimal() for name in (*groups, *status)):
         ids = dict(zip(sorted(status, key=int), sorted(groups, key=int), strict=True)) | ids
     counts = "last_enqueued_collective", "last_completed_collective"
     return {ids[i]: tuple(int(s[count]) for count in counts) for i, s in status.items() if i in ids}
@@ -180,19 +172,17 @@ def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[
 def _entry(values: dict[str, Any], group: str) -> Entry:
     backend, _, verb = printable(values["profiling_name"]).rpartition(":")
     message = re.match(r"(send|recv)\s+\d{1,9}\s*(?:->|<-)\s*(\d{1,9})", verb)
-    number = values.get("p2p_seq_id") if message else None
-    number = number or values.get("collective_seq_id", values.get("seq_id"))
     verb = message[1] if message else verb
     types = "/".join(sorted({printable(d) for d in values.get("input_dtypes") or ()}))
     items = sum(prod(map(int, size)) for size in values.get("input_sizes") or ())
-    done = values.get("state") == "completed" or bool(values.get("time_discovered_completed_ns"))
+    done = values.get("state") == "completed"
     if backend == "gloo":  # it knows no other sign; NCCL also retires a call that timed out
         done = done or values.get("retired") is True
     splits = values.get("input_split_sizes"), values.get("output_split_sizes")
     return Entry(
         verb,
         group,
-        int(number),
+        int(values["p2p_seq_id" if message else "collective_seq_id"]),
         done,
         data="" if _UNEVEN.search(verb) or not types else f"{items} {types}",
         peer=int(message[2]) if message else None,
@@ -205,20 +195,34 @@ def _entry(values: dict[str, Any], group: str) -> Entry:
     )
 
 
+def _joined(calls: list[Entry]) -> Entry:
+    """Return the calls of one number as one: "2 x _broadcast_oop", of "16 Float + 25 Float"."""
+    runs = [(verb, len([*run])) for verb, run in groupby(call.verb for call in calls)]
+    return replace(
+        calls[0],
+        verb=" + ".join(f"{count} x {verb}" if count > 1 else verb for verb, count in runs),
+        data=" + ".join(call.data for call in calls) if all(c.data for c in calls) else "",
+        done=all(call.done for call in calls),
+        begun=any(call.begun for call in calls),
+    )
+
+
 def _of_watchdog(values: Any) -> Recording:
     state = State.from_json(json.dumps(values))
-    waits = {(call.key, call.verb): call for call in state.awaited}
-    calls = {(call.key, call.verb): call for call in state.begun} | waits
+    waits = {call.key: call for call in state.awaited}
+    calls = {call.key: call for call in state.begun} | waits
     entries, groups = [], {}
     # The latest call stands last, behind it the call in which the rank waits.
     for key, call in sorted(calls.items(), key=lambda c: (c[0] in waits, -c[1].seconds)):
-        name = f"{printable(call.axis)} {call.ranks}"
+        name, waiting = f"{printable(call.axis)} {call.ranks}", key in waits
         groups[name] = printable(call.axis), tuple(map(int, call.ranks))
-        waiting, verb = key in waits, printable(call.verb)
-        ends = [call.ranks.index(peer) for peer in call.peers] or [None]
+        verb, ends = printable(call.verb), [call.ranks.index(peer) for peer in call.peers]
+        if ends and verb not in ("recv", "exchange"):
+            verb = "send"  # which may have a name of its own
         ends = ends if waiting else ends[:1]  # calls that have ended are one call
-        entries += [Entry(verb, name, int(call.number), not waiting, peer=end) for end in ends]
+        entries += [
+            Entry(verb, name, int(call.number), not waiting, peer=end) for end in ends or [None]
+        ]
     stack = tuple(printable(line).strip() for line in reversed(state.stack.splitlines()))
     host = printable(state.label).partition(" on host ")[2]
-    said, known = "" if state.stack else printable(state.silence), bool(state.is_known)
-    return Recording(int(state.rank), host, entries, groups, stack, said, known)
+    return Recording(int(state.rank), host, entries, groups, stack, printable(state.silence))

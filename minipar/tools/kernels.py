@@ -10,40 +10,29 @@ first row that fits counts.
 import re
 
 KERNELS: tuple[tuple[str, str, str], ...] = (
-    (r"\bnccl|\brccl", "", "NCCL, RCCL, torchcomms' nccl*Ctran*"),
-    (r"\bmscclKernel_", "", "MSCCL's algorithms inside of RCCL"),
-    (r"\bmscclpp", "", "MSCCL++: known by its argument types"),
-    (r"\boneccl_", "", "oneCCL on Intel's GPUs"),
-    (r"\bhcom_|\bhccl", "", "HCCL on Ascend"),
+    (r"\b(nccl|rccl|oneccl_|hccl|hcom_)", "", "NCCL, RCCL, oneCCL of Intel, HCCL of Ascend"),
+    (r"\bmscclKernel_|\bmscclpp", "", "MSCCL inside of RCCL; MSCCL++, by its argument types"),
     # layout:: only counts; prologues and epilogues copy on their own GPU
     (r"\b(deep_ep|uccl)::(?!layout)(?!\w+::\w+_(pro|epi)logue)", "all_to_all", "DeepEP, UCCL-EP"),
     (r"\bhybrid_ep::(dispatch|combine|device_sync)_kernel", "all_to_all", "DeepEP's hybrid_ep"),
-    (r"\ba2a_(dispatch|combine)_(send|recv)", "all_to_all", "Perplexity's pplx-garden"),
-    (r"\(anonymous namespace\)::(dispatch|combine)Kernel<", "all_to_all", "pplx-kernels"),
-    (r"\bEp(Dispatch|Combine)\w*Kernel", "all_to_all", "MoRI's experts"),
-    (r"\bmoeA2A(Dispatch|Combine)", "all_to_all", "TensorRT-LLM's experts"),
-    (
-        r"\b(one_shot|two_shot|multimem)(_one_shot)?_(all_reduce|reduce|all_gather)",
-        "",
-        "torch's symmetric memory; Triton's of that name",
-    ),
+    (r"\b(moeA2A|Ep|a2a_)(Dispatch|Combine)\w*(Kernel|_send|_recv)", "all_to_all", "experts of "
+     "TensorRT-LLM, MoRI, pplx-garden"),
+    (r"\b(one_shot|two_shot|multimem)(_one_shot)?_(all_reduce|reduce|all_gather)", "", "torch's "
+     "symmetric memory; Triton's of that name"),
     (r"\b(all_to_all_vdev|allToAllV|exchangeSplit)", "all_to_all", "torch's symmetric memory"),
     (r"\b(nv|roc|i)shmem|_on_stream_kernel", "", "NVSHMEM, rocSHMEM"),
-    (r"\bcross_device_reduce", "all_reduce", "vLLM, SGLang, AITER"),
-    (r"\breduce_scatter_cross_device_store", "reduce_scatter", "AITER's fused all-reduce"),
-    (r"\bdda(AllReduce|AllGather|ReduceScatter|AllToAll)", "", "torchcomms"),
-    (r"\bquickreduce::", "all_reduce", "QuickReduce of vLLM and AITER"),
-    (r"\b(lowPrecision)?(one|two)Shot_?AllReduce", "all_reduce", "TensorRT-LLM"),
-    (r"\ballreduce_fusion_kernel", "all_reduce", "TensorRT-LLM, AITER, FlashInfer"),
+    (r"\b(cross_device_reduce|quickreduce::)", "all_reduce", "vLLM, SGLang, AITER"),
+    (r"\b((lowPrecision)?(one|two)Shot_?AllReduce|allreduce_fusion_kernel)", "all_reduce",
+     "TensorRT-LLM, AITER, FlashInfer"),
     (r"\bk?userbuffers_", "", "Transformer Engine"),
     (r"\bmemcpy ptop", "peer_copy", "a copy from one GPU to another"),
-)
+)  # fmt: skip
 
 _TABLE = [(re.compile(pattern, re.IGNORECASE), verb) for pattern, verb, _ in KERNELS]
 _ALIKE = re.compile(
     r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|a2a|p2p|peer|shmem|symm_?mem|multimem"
     r"|lamport|\b[a-z]{1,3}ccl(_|D|::(?!layout))|cross_device|(dispatch|combine)_?(send|recv)"
-    r"|\brdma",
+    r"|\brdma|::(dispatch|combine)Kernel",
     re.IGNORECASE,
 )
 

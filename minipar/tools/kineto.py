@@ -6,7 +6,6 @@
 import re
 from collections import defaultdict
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from minipar.comm.collectives import wire_bytes
@@ -24,15 +23,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("double", "long", "complexfloat", "uint64"), 8),
     **dict.fromkeys(("float", "int", "uint32"), 4),
     **dict.fromkeys(("half", "bfloat16", "short", "uint16"), 2),
-    **dict.fromkeys(("byte", "char", "bool"), 1),  # and all of float8
-}
-_OLD = {  # categories of torch before 1.13
-    "Kernel": "kernel",
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Runtime": "cuda_runtime",
-    "Operator": "cpu_op",
-}
+}  # 1 for all others: byte, char, bool, and all of float8
 HOST = "python_function", "cpu_op", "user_annotation"
 """Categories of the host's work; not of launches, which have no duration here."""
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -43,13 +34,17 @@ _ROUNDING = 20e-6
 
 
 def usable(events: list[Any]) -> list[Event]:
-    """Return the events that take time, and the launches of kernels."""
+    """Return the events that take time, and the launches of kernels.
+
+    Raises `ValueError` for the format of torch before 1.13.
+    """
     good = []
     for event in events:
         if event.get("ph") != "X":
             continue  # names, counters, arrows and marks
         event = {"args": {}, "dur": 0, "tid": None, "cat": ""} | event
-        event["cat"] = _OLD.get(event["cat"], event["cat"])
+        if event["cat"] in ("Kernel", "Operator"):
+            raise ValueError("its categories are those of torch before 1.13, which are not read")
         if _is_launch(event) or event["dur"] > 0:
             good.append(event)
     return good
@@ -64,8 +59,7 @@ def whole(value: Any, otherwise: int = 0) -> int:
 
 
 def about(document: Event) -> Event:
-    info = document.get("distributedInfo")
-    return info if isinstance(info, dict) else {}
+    return document.get("distributedInfo") or {}
 
 
 def seconds(event: Event) -> Interval:
@@ -76,51 +70,51 @@ def seconds(event: Event) -> Interval:
 # ---------------------------------------------------------------------- a GPU
 def gpu_spans(events: list[Event]) -> dict[Any, list[Span]]:
     """Return the spans of each device."""
-    launches = {  # correlation id -> the runtime or driver call that launched the kernel
-        _number(event): event for event in events if _is_launch(event)
+    launches = {  # correlation id -> thread and time of the call that launched the kernel
+        event["args"]["correlation"]: (event["tid"], float(event["ts"]))
+        for event in events
+        if _is_launch(event)
     }
     gpu = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    began = {}
-    for event in gpu:
-        if launch := launches.get(_number(event)):
-            began[id(event)] = launch["tid"], float(launch["ts"])
-    inside = _enclosing(events, set(began.values()))
+    begun = [launches.get(event["args"].get("correlation")) for event in gpu]
+    inside = _enclosing(events, {*begun} - {None})
     devices: dict[Any, list[Span]] = defaultdict(list)
-    for event in gpu:
-        cat, args, name = event["cat"], event["args"], printable(event["name"])
-        verb = verb_of(name) if cat != "gpu_memset" else None
-        at = began.get(id(event))
-        kind, around = inside.get(at, ("compute", ()))
-        meta = {"launched": 1e-6 * at[1]} if at else {}
-        meta["stream"] = args.get("stream", event["tid"])
+    for event, at in zip(gpu, begun, strict=True):
+        args, name, around = event["args"], printable(event["name"]), inside.get(at, ())
+        is_kernel = event["cat"] == "kernel"
+        verb = verb_of(name) if event["cat"] != "gpu_memset" else None
+        ends = {args.get("fromDevice"), args.get("toDevice")}
+        if not is_kernel and None not in ends and len(ends) == 2:
+            verb = "peer_copy"
         # Torch's launches for a collective are part of it, but for copies and its own kernels.
         said = next((e for e in reversed(around) if e["name"] == "record_param_comms"), None)
-        within = said if cat == "kernel" and "at::native" not in name else None
-        ends = args.get("fromDevice"), args.get("toDevice")
-        if cat == "gpu_memcpy" and None not in ends and ends[0] != ends[1]:
-            verb = "peer_copy"
-        if verb is not None or (cat == "kernel" and "Collective name" in args) or within:
+        within = is_kernel and said and "at::native" not in name
+        if verb is not None or "Collective name" in args or within:
             known = {**(said["args"] if said else {}), **args}
             span = _collective(event | {"args": known}, verb)
             span.num_bytes = span.num_bytes or whole(args.get("bytes"))
-            span.meta |= meta | {"site": _site(around)}
+            span.meta["site"] = _site(around)
         else:
-            span = Span(kind if cat == "kernel" else "copy", name, 0, *seconds(event), meta=meta)
-        device = args.get("device")
-        devices[device if isinstance(device, int) else None].append(span)
+            kind = "copy" if not is_kernel else _phase(around) if at else "compute"
+            span = Span(kind, name, 0, *seconds(event))
+        span.meta |= {"launched": 1e-6 * at[1]} if at else {}
+        span.meta["stream"] = args.get("stream", event["tid"])
+        devices[args.get("device")].append(span)
     return devices
 
 
-def _number(event: Event) -> int:
-    """Return the number that a kernel shares with its launch; -1 if it has none."""
-    return whole(event["args"].get("correlation"), -1)
+def _phase(around: tuple[Event, ...]) -> str:
+    names = [event["name"] for event in around]
+    if any(name.startswith(_OPTIMIZER) for name in names):
+        return "optimizer"
+    return "backward" if any(name.startswith(_BACKWARD) for name in names) else "forward"
 
 
 def cut_short(spans: list[Span]) -> list[str]:
     """End kernels where the next of their stream begins: a stream runs one after the other."""
     streams: dict[Any, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start):
-        streams[str(span.meta.pop("stream", ""))].append(span)
+        streams[span.meta.pop("stream", "")].append(span)
     over = []
     for ours in streams.values():
         for span, after in zip(ours, ours[1:], strict=False):
@@ -131,9 +125,8 @@ def cut_short(spans: list[Span]) -> list[str]:
     return [f"{told}: {len(over)}, by up to {1e6 * max(over):,.0f} us"] if over else []
 
 
-def _enclosing(events: list[Event], at: set[tuple]) -> dict[tuple, tuple[str, tuple[Event, ...]]]:
-    """Return for each (thread, microseconds) forward, backward or optimizer, and the host's calls
-    in the midst of which it was, the outermost first."""
+def _enclosing(events: list[Event], at: set[tuple]) -> dict[tuple, tuple[Event, ...]]:
+    """Return the host's calls in the midst of which each (thread, microseconds) was, in order."""
     moments, threads, result = defaultdict(list), defaultdict(list), {}
     for thread, moment in at:
         moments[thread].append(moment)
@@ -141,9 +134,7 @@ def _enclosing(events: list[Event], at: set[tuple]) -> dict[tuple, tuple[str, tu
         if event["cat"] in HOST and event["tid"] in moments:
             threads[event["tid"]].append(event)
     for thread, wanted in moments.items():
-        ours = threads[thread]
-        ours.sort(key=lambda e: e["dur"], reverse=True)  # twice, for tuples would take memory
-        ours.sort(key=lambda e: e["ts"])
+        ours = sorted(threads[thread], key=lambda event: (event["ts"], -event["dur"]))
         stack, i = [], 0
         for moment in sorted(wanted):
             while i < len(ours) and ours[i]["ts"] <= moment:
@@ -153,10 +144,7 @@ def _enclosing(events: list[Event], at: set[tuple]) -> dict[tuple, tuple[str, tu
                 i += 1
             while stack and stack[-1]["ts"] + stack[-1]["dur"] < moment:
                 stack.pop()
-            phases = [e["name"] for e in stack if e["name"].startswith((_OPTIMIZER, _BACKWARD))]
-            kind = "backward" if phases else "forward"
-            kind = "optimizer" if any(n.startswith(_OPTIMIZER) for n in phases) else kind
-            result[thread, moment] = kind, tuple(stack[-40:])
+            result[thread, moment] = tuple(stack[-40:])
     return result
 
 
@@ -182,10 +170,11 @@ def _collective(event: Event, verb: str | None) -> Span:
     group = args.get("Process Group Description")
     group = args.get("Process Group Name") if group in (None, "", "undefined") else group
     items = max(whole(args.get("In msg nelems")), whole(args.get("Out msg nelems")))
-    tensor = items * _ITEM_BYTES.get(str(args.get("dtype", "")).lower(), 1)
+    num_bytes = items * _ITEM_BYTES.get(str(args.get("dtype", "")).lower(), 1)
     size = whole(args.get("Group size"))
-    known = size > 1 and name in _VERBS.values()
-    num_bytes = tensor if name == "exchange" else wire_bytes(name, tensor, size) if known else 0
+    if name != "exchange":
+        known = size > 1 and name in _VERBS.values()
+        num_bytes = wire_bytes(name, num_bytes, size) if known else 0
     seq = args.get("Seq")
     meta = {"group": str(args.get("Process Group Ranks", ""))}
     meta["seq"] = seq if isinstance(seq, int) else None
@@ -209,7 +198,7 @@ def _axis_name(group: Any) -> str:
 
 
 # ---------------------------------------------------------------------- a CPU
-def cpu_spans(events: list[Event], document: Event, file: Path) -> list[Span]:
+def cpu_spans(events: list[Event], document: Event) -> list[Span]:
     """Return the spans of a job on CPUs. Raises `ValueError` where its GPU is not in the trace."""
     comm = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
     calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
@@ -217,41 +206,43 @@ def cpu_spans(events: list[Event], document: Event, file: Path) -> list[Span]:
     is_elsewhere = "ccl" in backend and ("gloo" not in backend or len(calls) > len(comm))
     if is_elsewhere or any(re.match(r"[a-z]+ccl:", event["name"]) for event in events):
         raise ValueError(
-            f"{file} lacks the GPU of its job (backend {printable(backend) or 'nccl'}): it has no "
+            f"it lacks the GPU of its job (backend {printable(backend) or 'nccl'}): it has no "
             f"kernel, and the host's times are not the times of its collectives; profile with "
             f"ProfilerActivity.CUDA (other devices are not known here)"
         )
-    groups = about(document).get("pg_config")
-    only = groups[0] if isinstance(groups, list) and len(groups) == 1 else None
+    groups = about(document).get("pg_config") or [{}]
     # gloo does not say which group: known only where there is but one
-    axis = only.get("pg_desc", "") if isinstance(only, dict) else "gloo" if groups else ""
-    axis, comm = _axis_name(axis), comm or calls
+    axis = _axis_name(groups[0].get("pg_desc", "")) if len(groups) == 1 else "gloo"
+    comm = comm or calls
     spans = [Span("comm", _verb(printable(e["name"])), 0, *seconds(e), axis) for e in comm]
     if len(calls) == len(comm):  # gloo works in threads of its own, in the order of the calls
         places = [(e["tid"], float(e["ts"])) for e in calls]
         inside = _enclosing(events, set(places))
         for span, place in zip(spans, places, strict=True):
-            span.meta["site"] = _site(inside[place][1])
+            span.meta["site"] = _site(inside[place])
     threads = defaultdict(list)
     for event in events:
         if event["cat"] in ("cpu_op", "user_annotation"):
             threads[event["tid"]].append(event)
     for ours in threads.values():
-        ours.sort(key=lambda e: (e["ts"], -e["dur"]))
-        # A call that blocks inside of an operator is not computing: it is cut out.
-        waits = union(seconds(e) for e in ours if _WAITS.match(e["name"]))
-        done = float("-inf")
-        for event in ours:
-            start, end = seconds(event)
-            annotation = event["cat"] == "user_annotation"
-            optimizer = event["name"].startswith(_OPTIMIZER)
-            if start < done or _WAITS.match(event["name"]) or (annotation and not optimizer):
-                continue
+        spans += _computing(sorted(ours, key=lambda e: (e["ts"], -e["dur"])))
+    return spans
+
+
+def _computing(ours: list[Event]) -> list[Span]:
+    """Return the outermost operators of a thread, and its optimizer's steps.
+
+    A call that blocks inside of an operator is not computing: it is cut out.
+    """
+    spans, done = [], float("-inf")
+    waits = union(seconds(event) for event in ours if _WAITS.match(event["name"]))
+    for event in ours:
+        start, end = seconds(event)
+        is_work = event["cat"] == "cpu_op" or event["name"].startswith(_OPTIMIZER)
+        if start >= done and is_work and not _WAITS.match(event["name"]):
             done = end
-            backward = event["name"].startswith(_BACKWARD)
-            kind = "optimizer" if optimizer else "backward" if backward else "forward"
             name = printable(event["name"]).removeprefix(_BACKWARD + ": ")
             name = name.removeprefix(_OPTIMIZER + "#").removesuffix(".step")
-            for piece in subtract([(start, end)], waits):
-                spans.append(Span(kind, name, 0, *piece))
+            pieces = subtract([(start, end)], waits)
+            spans += [Span(_phase((event,)), name, 0, *piece) for piece in pieces]
     return spans

@@ -7,6 +7,7 @@ before wait inside of theirs.
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,22 +53,19 @@ class Breakdown:
     ranks: int = 1
 
     def __str__(self) -> str:
-        tables = [table(kind, rows) for kind, rows in self.parts.items() if rows]
-        return "\n\n".join(filter(None, [*tables, self.verdict()]))
-
-    def verdict(self) -> str:
-        """Return who is waited for most, in a sentence; empty where one rank was recorded."""
-        if not self.waited:
-            unknown = "who is waited for is not known: no collective of a known group on one clock"
-            return unknown if self.ranks > 1 else ""
-        w = self.waited[0]
-        return (
-            f"waited for most: rank {w.rank}, last to begin {w.calls} of its {w.of} collectives; "
-            f"the others spent {1e3 * w.seconds:.1f} ms in them until it came"
-        )
+        tables = [_table(kind, rows) for kind, rows in self.parts.items() if rows]
+        if self.waited:
+            w = self.waited[0]
+            last = f"last to begin {w.calls} of its {w.of} collectives"
+            others = f"the others spent {1e3 * w.seconds:.1f} ms in them until it came"
+            tables.append(f"waited for most: rank {w.rank}, {last}; {others}")
+        elif self.ranks > 1:
+            why = "no collective of a known group on one clock"
+            tables.append(f"who is waited for is not known: {why}")
+        return "\n\n".join(tables)
 
 
-def table(kind: str, rows: list[Part]) -> str:
+def _table(kind: str, rows: list[Part]) -> str:
     """Return the parts in plain text, milliseconds a rank; "-" stands for unknown numbers."""
     lines = [(kind, "ms", "comm ms", "exposed ms", "hidden", "calls", "MB sent")]
     for row in rows[:12]:
@@ -92,14 +90,20 @@ def breakdown(timeline: Timeline) -> Breakdown:
         "call site": lambda s: printable(s.meta.get("site", "not recorded")),
     }
     for kind, key in keys.items():
-        groups: dict[str, dict[int, list[Span]]] = defaultdict(lambda: {rank: [] for rank in comm})
-        for rank, spans in comm.items():
-            for span in spans:
-                groups[key(span)][rank].append(span)
+        groups = _grouped(comm, key)
         rows = [_part(name, timeline.duration, own, busy) for name, own in groups.items()]
         rows.sort(key=lambda row: (-row.exposed, row.name))
         parts[kind] = rows if [row.name for row in rows] != ["not recorded"] else []
     return Breakdown(parts, _waited(comm), list(timeline.notes), len(comm))
+
+
+def _grouped(comm: dict[int, list[Span]], key: Callable[[Span], str]) -> dict[str, dict]:
+    """Return the spans of each rank by their key."""
+    groups: dict[str, dict] = defaultdict(lambda: {rank: [] for rank in comm})
+    for rank, spans in comm.items():
+        for span in spans:
+            groups[key(span)][rank].append(span)
+    return groups
 
 
 def _part(name: str, seconds: float, comm: dict[int, list[Span]], busy: dict) -> Part:
@@ -114,19 +118,15 @@ def _part(name: str, seconds: float, comm: dict[int, list[Span]], busy: dict) ->
 
 
 def _steps(timeline: Timeline, comm: dict, busy: dict) -> list[Part]:
-    windows: dict[str, dict[int, Interval]] = defaultdict(dict)
-    for rank, steps in timeline.steps.items():
+    lengths: dict[str, list[float]] = defaultdict(list)
+    for steps in timeline.steps.values():
         for name, start, end in steps:
-            windows[name][rank] = start, end
-    rows = []
-    for name, window in sorted(windows.items(), key=lambda item: min(item[1].values())):
-        seconds = statistics.mean(end - start for start, end in window.values())
-        mine = {
-            rank: [span for span in comm[rank] if span.meta.get("step") == name]
-            for rank in window
-            if rank in comm
-        }
-        rows.append(_part(name, seconds, mine, busy))
+            lengths[name].append(end - start)
+    groups = _grouped(comm, lambda span: span.meta.get("step", ""))
+    rows = [
+        _part(name, statistics.mean(seconds), groups[name], busy)
+        for name, seconds in lengths.items()
+    ]
     if len(rows) > 1:
         fields = ("seconds", "total", "exposed", "calls", "num_bytes")
         values = (statistics.median(getattr(row, field) for row in rows) for field in fields)
@@ -155,8 +155,7 @@ def _waited(comm: dict[int, list[Span]]) -> list[Waited]:
                 count[rank] += 1
             last[late] += 1
     found = [
-        Waited(late, sum(measure(union(intervals)) for intervals in of.values()), last[late],
-               count[late])
+        Waited(late, sum(measure(union(times)) for times in of.values()), last[late], count[late])
         for late, of in waits.items()
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda waited: -waited.seconds)

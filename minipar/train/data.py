@@ -104,7 +104,8 @@ class Batches:
     their place. The place in the epoch is counted in samples.
 
     `for microbatches in batches` ends with the epoch; the next `for` is the next epoch. Training
-    for a number of steps reads `batches.forever()`.
+    for a number of steps reads `batches.forever()`. Raises `ValueError` for a count below 1 and for
+    a rank outside of 0..size-1.
     """
 
     def __init__(
@@ -117,6 +118,9 @@ class Batches:
         seed: int = 0,
         microbatches: int = 1,
     ) -> None:
+        if min(batch_size, size, microbatches) < 1 or not 0 <= rank < size:
+            given = f"batch_size={batch_size}, {microbatches=}, {rank=}, {size=}"
+            raise ValueError(f"{given}: use counts of 1 or more, and a rank below size")
         self.sequences, self.batch_size = sequences, batch_size
         self.rank, self.size = rank, size
         self.seed = seed

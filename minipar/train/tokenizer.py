@@ -63,8 +63,8 @@ class FileTokenizer:
     """A Hugging Face `tokenizer.json`, read by the `tokenizers` package.
 
     The token that ends a document is the `eos_token` of the tokenizer_config.json beside the file,
-    else one of the usual `ENDS`. A text is encoded whole: truncation and padding, which the file
-    may ask for, are for single sentences. Raises `ValueError` for a missing or bad file.
+    else one of the usual `ENDS`. A text is encoded whole: truncation, padding and dropout, which
+    the file may ask for, are for single sentences. Raises `ValueError` for a missing or bad file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -77,6 +77,8 @@ class FileTokenizer:
             raise ValueError(f"{path} is no tokenizer.json: {one_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         names = (_told_end(path.with_name("tokenizer_config.json")), *ENDS)

@@ -16,8 +16,10 @@ from minipar.comm.collectives import all_reduce, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.model.llama import token_loss
+from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
 from minipar.parallel import local_sgd
+from minipar.parallel.base import masters
 from minipar.parallel.local_sgd import DelayedGradients
 from minipar.train.optim import make_optimizer
 from tests.law import models
@@ -192,3 +194,17 @@ def test_a_late_gradient_of_a_layer_that_one_rank_alone_has_used_is_everybodys()
     for layer in layers[:2]:
         assert layer.weight.grad.tolist() == [[0.5, 0.5]]
     assert layers[2].weight.grad is None
+
+
+@on_ranks(2)
+def test_state_on_which_ranks_would_never_agree_is_refused():
+    """Weights whose float32 masters lie elsewhere, and biases that each router moves."""
+    mesh, refused = Mesh(dp=2), []
+    kept = models.llama(0)
+    masters.keep(kept, torch.optim.SGD(kept.parameters(), lr=0.1), torch.bfloat16)
+    for model in (kept, models.llama(0, moe=MoEConfig(4, 2, 12, bias_speed=0.1))):
+        with timeline.record() as recorded, pytest.raises(ValueError) as error:
+            local_sgd.apply(model, mesh.dp, torch.optim.SGD(model.parameters(), lr=0.1))
+        refused.append(str(error.value))
+        assert not recorded.spans
+    assert "masters.keep() came before" in refused[0] and "biases of its routers" in refused[1]

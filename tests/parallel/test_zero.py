@@ -148,6 +148,13 @@ def test_refused_before_the_first_collective(call, says):
     assert not recorded.spans
 
 
+def test_a_step_before_apply_is_refused():
+    """Mutant: a model whose strategy was forgotten never moves."""
+    optimizer = ShardedOptimizer(Layers(seed=0).parameters(), AdamW, Mesh().dp, lr=0.1)
+    with pytest.raises(RuntimeError, match="no gradients come here before zero.apply"):
+        optimizer.step()
+
+
 def test_parameters_that_moved_are_noticed():
     """Mutant: weights that no optimizer reaches any more."""
     model = Layers(seed=0)

@@ -312,8 +312,12 @@ def summed_up(gradient: Tensor) -> Tensor:
 def halves_what_it_has(model, mesh):
     """Each forward halves the gradients of the microbatches before."""
     replicate(model, mesh.tp)
-    have = lambda model: (p.grad for p in model.parameters() if p.grad is not None)  # noqa: E731
-    model.register_forward_pre_hook(lambda model, _: [grad.div_(2) for grad in have(model)])
+
+    def halve(model, _) -> None:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad / 2
+
+    model.register_forward_pre_hook(halve)
     return model
 
 

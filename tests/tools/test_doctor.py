@@ -3,7 +3,6 @@
 import re
 import socket
 
-import psutil
 import pytest
 import torch
 
@@ -49,11 +48,8 @@ def test_the_loopback_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
     assert doctor.network().mark == "note"
     assert "export GLOO_SOCKET_IFNAME" in doctor.network().says
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9")
-    assert doctor.network().mark == "FAIL"
-    entry = type("", (), {"family": socket.AF_INET, "address": "10.1.2.3"})
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"nowhere9": [entry]})
-    assert doctor.network() == ("ok", "network", "gloo listens at 10.1.2.3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert doctor.network() == ("ok", "network", "gloo listens at the interface eth7")
 
 
 def test_a_wrong_sum_is_no_success(monkeypatch):

@@ -108,7 +108,7 @@ def call(verb, number, state="completed", *, group=("0", "default_pg"), size=8, 
     is_message, done = "-" in verb, state == "completed"
     return {
         "record_id": 0,
-        "pg_id": int(group[0]),
+        "pg_id": group[0],
         "process_group": group,
         "collective_seq_id": 1 if is_message else number,
         "p2p_seq_id": number if is_message else 0,
@@ -176,8 +176,9 @@ def busy(first, **more):
 IN_DP = dump(waits("all_reduce", 7, group=DP), members={DP: [0, 1]})
 SPLITS = [{"input_split_sizes": a, "output_split_sizes": [1, 2]} for a in ([1, 3], [2, 2])]
 UNEVEN = [call("_broadcast_oop", 2, "scheduled", size=size) for size in (16, 26, 20)]
-MADE = ("35", "tp")
-BOTH = {("0", "default_pg"): [0, 1], MADE: [0, 1]}
+MADE, HASHED = ("35", "tp"), ("a7f3", "tp")
+WORLD = {("0", "default_pg"): [0, 1]}
+BOTH = WORLD | {MADE: [0, 1]}
 ALL_64 = {("0", "default_pg"): [*range(64)]}
 NCCL = {  # dumps by rank -> what is said, and the ranks to look at
     "a rank is still in what others have ended": (
@@ -240,16 +241,22 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         [1],
     ),
     "a rank whose calls have all ended has an empty dump": (
-        many((0,), waits("all_reduce", 8, "scheduled"), pg_status=status(8, 7))
-        | many((1,), members={("0", "default_pg"): [0, 1]}, pg_status=status(7, 7)),
+        many((0,), waits("all_reduce", 8, "scheduled"), members=WORLD, pg_status=status(8, 7))
+        | many((1,), members=WORLD, pg_status=status(7, 7)),
         ["rank 1 did not come to all_reduce #8 on default_pg."],
+        [1],
+    ),
+    "a status whose group is not known proves nothing": (
+        many((0,), waits("all_reduce", 8, group=HASHED, pg_id=1), members={HASHED: [0, 1]})
+        | many((1,), members={HASHED: [0, 1]}, pg_status=status(8, 8, "1")),
+        ["Whether rank 1 came to all_reduce #8 on tp is unknown."],
         [1],
     ),
     "the second of several calls in one": (
         many((0,), UNEVEN[0], UNEVEN[1], waits("ALLGATHER_coalesced", 2))
         | many((1,), UNEVEN[0], UNEVEN[2], waits("ALLGATHER_coalesced", 2)),
-        ["rank 1 gave 20 BFloat16 to _broadcast_oop #2 on default_pg as call 2 of 2 in one, "
-         "rank 0 gave 26 BFloat16."],
+        ["rank 1 gave 16 BFloat16 + 20 BFloat16 to 2 x _broadcast_oop #2 on default_pg, rank 0 "
+         "gave 16 BFloat16 + 26 BFloat16."],
         [1],
     ),
     "splits of an all-to-all": (
@@ -259,7 +266,7 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
     ),
     "one of 64, of which six left dumps": (
         many((40, 41, 42, 44, 45), waits("all_reduce", 3), members=ALL_64)
-        | many((43,), call("all_reduce", 2)),
+        | many((43,), call("all_reduce", 2), members=ALL_64),
         ["rank 43 did not come to all_reduce #3 on default_pg.",
          "Whether ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (58 in all) came to all_reduce #3 on "
          "default_pg is unknown."],
@@ -271,28 +278,9 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
             6: dump(waits("recv 1<-0", 3, group=TP), members={TP: [4, 6]}),
         },
         ["They wait in a circle: rank 4, which waits for rank 6, which waits for rank 4.",
-         "rank 4 waits in recv #3 from rank 6 on tp; rank 6 has no send for it open.",
-         "rank 6 waits in recv #3 from rank 4 on tp; rank 4 has no send for it open."],
+         "rank 4 waits in recv #3 from rank 6 on tp; the other end is not open on rank 6.",
+         "rank 6 waits in recv #3 from rank 4 on tp; the other end is not open on rank 4."],
         [4, 6],
-    ),
-    "ends of a message have other sizes": (
-        {0: dump(waits("send 0->1", 1)), 1: dump(waits("recv 1<-0", 1, size=6))},
-        ["Both ends of send #1 to rank 1 on default_pg of rank 0 are open: 8 BFloat16 meets "
-         "6 BFloat16."],
-        [0, 1],
-    ),
-    "another order, where ranks run ahead": (
-        many((0,), waits("all_reduce", 5), waits("all_gather", 6))
-        | many((1,), waits("all_gather", 5), waits("all_reduce", 6)),
-        ["rank 1 called all_gather where rank 0 called all_reduce #5 on default_pg; theirs comes "
-         "at #6: another order."],
-        [0, 1],
-    ),
-    "another type of data": (
-        many((0, 1), waits("all_reduce", 2))
-        | many((2,), waits("all_reduce", 2, input_dtypes=["Int"])),
-        ["rank 2 gave 8 Int to all_reduce #2 on default_pg, ranks 0, 1 gave 8 BFloat16."],
-        [2],
     ),
     "what queues up behind a call is no hang of its own": (
         {r: dump(*(waits("all_reduce", n) for n in range(10, 14 - r))) for r in (0, 1)},
@@ -307,11 +295,6 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         },
         ["rank 3 did not come to all_gather #1 on tp."],
         [3],
-    ),
-    "dumps of one of two hosts": (
-        many((0, 1), waits("all_reduce", 1), members={("0", "default_pg"): [0, 1, 2, 3]}),
-        ["Whether ranks 2, 3 came to all_reduce #1 on default_pg is unknown."],
-        [2, 3],
     ),
 }  # fmt: skip
 
@@ -344,7 +327,7 @@ def test_a_victim_line_for_a_group(tmp_path):
     sends = [waits("send 0->1", n) for n in (1, 2)]
     report = told(tmp_path, {0: dump(*sends), 1: dump(call("all_reduce", 1))})
     assert report.culprits == [1]
-    assert "  rank 0 in 2 messages on default_pg -> rank 1" in str(report)
+    assert "  rank 0 in messages on default_pg -> rank 1" in str(report)
 
 
 @pytest.mark.parametrize("end", ["coalesced", "ALLGATHER_coalesced"])
@@ -354,13 +337,16 @@ def test_calls_of_one_group_end_with_its_last_entry(tmp_path, done, end):
     state = "completed" if done else "started"
     inner = [waits("_reduce_scatter_base", 1, "scheduled") for _ in range(2)]
     report = told(tmp_path, many((0, 1), *inner, call(end, 1, state)))
-    reached = "All have called _reduce_scatter_base #1 on default_pg, and it does not end."
+    reached = "All have called 2 x _reduce_scatter_base #1 on default_pg, and it does not end."
     assert report.findings == ([] if done else [reached])
     batch = {0: waits("send 0->1", 1, "scheduled"), 1: waits("recv 1<-0", 1, "scheduled")}
     batch = {r: dump(e, call(end, 1, state, p2p_seq_id=1)) for r, e in batch.items()}
     report = told(tmp_path / "dumps", batch)
-    open_ends = "Both ends of send #1 to rank 1 on default_pg of rank 0 are open."
-    assert report.findings == ([] if done else [open_ends])
+    both = [
+        "rank 0 waits in send #1 to rank 1 on default_pg, and rank 1 has called it.",
+        "rank 1 waits in recv #1 from rank 0 on default_pg, and rank 0 has called it.",
+    ]
+    assert report.findings == ([] if done else both)
 
 
 # ---------------------------------------------------------------------- our own watchdog
@@ -378,7 +364,7 @@ def test_our_own_watchdog_is_read(tmp_path):
         tmp_path,
         State(0, "rank 0 of 3 on host a, process 1", (calls[0],), (calls[0],), "here"),
         State(1, "rank 1 of 3 on host b, process 2", (calls[1],), (), here),
-        State(2, "rank 2 of 3 on host b", silence="it does not answer", is_known=False),
+        State(2, "rank 2 of 3 on host b", silence="it does not answer"),
     )
     assert report.findings == [
         "rank 1 did not come to all_reduce #4 on dp.",
@@ -387,7 +373,7 @@ def test_our_own_watchdog_is_read(tmp_path):
     assert report.culprits == [1, 2]
     assert "rank 1 on b, process 2: its last was all_reduce #3 on dp; it is here:" in str(report)
     assert "rank 0 in all_reduce #4 on dp -> rank 1 and perhaps rank 2" in str(report)
-    assert "rank 2 on b: nothing is heard of it; it does not answer" in str(report)
+    assert "rank 2 on b: it does not answer" in str(report)
 
 
 def exchange(number, *peers, seconds=5.0):
@@ -409,7 +395,7 @@ def test_in_a_ring_the_rank_that_did_not_come_is_named(tmp_path):
         State(3, "rank 3 of 4", (exchange(4, 2, 0),), (exchange(4, 2, 0),), "waiting"),
     )
     assert report.findings == [
-        f"rank {rank} waits in exchange #4 with rank 2 on cp; rank 2 has no exchange for it open."
+        f"rank {rank} waits in exchange #4 with rank 2 on cp; the other end is not open on rank 2."
         for rank in (1, 3)
     ]
     assert report.culprits == [2]
@@ -419,18 +405,16 @@ def test_in_a_ring_the_rank_that_did_not_come_is_named(tmp_path):
     assert "rank 2" not in drawn  # in no call of a group does anyone wait
 
 
-def test_ends_of_an_exchange_that_are_open_are_told_once(tmp_path):
-    """Also where the other end is a receive, or has a name of its own. Mutants: both sides tell;
-    what has ended at the other end is no finding, and nothing hangs."""
+def test_who_has_called_an_exchange_is_not_accused(tmp_path):
+    """Also where the other end is a receive, or has a name of its own, or has ended. Mutant: what
+    has ended at the other end is no finding, and nothing hangs."""
     calls = [exchange(1, 1), exchange(1, 0)]
     states = [State(r, f"rank {r} of 2", (c,), (c,), "here") for r, c in enumerate(calls)]
-    open_ends = "Both ends of exchange #1 with rank 1 on cp of rank 0 are open."
-    assert stalled(tmp_path, *states).findings == [open_ends]
-    for verb in ("recv", "2F0"):
-        other = Call(verb, "cp", (0, 1, 2, 3), 7, 64, 5.0, (0,))
-        states[1] = State(1, "rank 1 of 2", (other,), (other,), "here")
-        assert stalled(tmp_path, *states).findings == [open_ends]
-    states[1] = State(1, "rank 1 of 2", (calls[1],), (), "here")
-    assert stalled(tmp_path, *states).findings == [
-        "rank 0 waits in exchange #1 with rank 1 on cp; the call of rank 1 has ended."
-    ]
+    others = [Call(verb, "cp", (0, 1, 2, 3), 7, 64, 5.0, (0,)) for verb in ("recv", "2F0")]
+    ends = [states[1], *(State(1, "rank 1 of 2", (o,), (o,), "here") for o in others)]
+    for end in (*ends, State(1, "rank 1 of 2", (calls[1],), (), "here")):
+        told = stalled(tmp_path, states[0], end).findings
+        assert told[0] == (
+            "rank 0 waits in exchange #1 with rank 1 on cp, and rank 1 has called it."
+        )
+        assert all("has called it" in text for text in told)

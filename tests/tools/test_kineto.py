@@ -41,9 +41,9 @@ def _profiled(folder):
 def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
     """torch's DDP under torch.profiler, nothing of ours inside; one trace plain, one gzipped."""
     ranks(2).run(_profiled, str(tmp_path))
-    t = from_profiler(tmp_path, label="DDP")
-    assert t == from_profiler(f"{tmp_path}/job.*", label="DDP")
-    assert t.ranks == [0, 1] and t.start == 0 and t.label == "DDP"
+    t = from_profiler(tmp_path)
+    assert t == from_profiler([f"{tmp_path}/job.0.json", f"{tmp_path}/job.1.json.gz"])
+    assert t.ranks == [0, 1] and t.start == 0
     for rank in t.ranks:
         mine = t.select(rank=rank)
         assert {s.kind for s in mine} == {"forward", "backward", "optimizer", "comm"}
@@ -220,7 +220,6 @@ def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
     [
         (["rank1.json", "rank3.json"], [1, 3]),
         (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
-        (["5.json", "trace6.json"], [5, 6]),
         (["a_1.2.json", "b_3.4.json"], [0, 1]),
         (["job-master-0_77.16.pt.trace.json", "job-worker-0_78.17.pt.trace.json"], [0, 1]),
     ],
@@ -229,8 +228,8 @@ def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
     document = gpu_trace(0)
     del document["distributedInfo"]
     files = [write(tmp_path / name, document) for name in names]
-    assert from_profiler(files).ranks == sorted(ranks)
-    assert traces._trace_ranks(files, [document] * len(files)) == ranks
+    found = [traces._Trace(file, document, [], []) for file in files]
+    assert traces._trace_ranks(found) == ranks
 
 
 def test_bad_profiles_are_named(tmp_path):
@@ -238,7 +237,6 @@ def test_bad_profiles_are_named(tmp_path):
     twice = write(tmp_path / "twice.json", gpu_trace(0))
     for paths, message in [
         ([good, twice], r"good\.json and .*twice\.json are both of rank 0"),
-        (tmp_path / "none*.json", r"no such trace: .*none"),
         ([good, tmp_path / "gone.json"], r"no such trace: .*gone\.json"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -269,12 +267,10 @@ def test_a_stream_runs_one_kernel_after_the_other(tmp_path):
     assert t.notes[0].endswith("are cut there: 1, by up to 1,800 us")
 
 
-def test_categories_of_torch_before_1_13(tmp_path):
-    events = [_kernel("gemm", 0, 100, 1), _kernel(NCCL, 50, 100, 2), _host("aten::mm", -50, 20, 5)]
-    for event in events:
-        event["cat"] = {"kernel": "Kernel", "cpu_op": "Operator"}[event["cat"]]
-    (row,) = from_profiler(write(tmp_path / "a.json", {"traceEvents": events})).overlap()
-    assert row.total == pytest.approx(1e-4) and row.exposed == pytest.approx(5e-5)
+def test_traces_of_torch_before_1_13_are_refused_by_name(tmp_path):
+    events = [_kernel("gemm", 0, 100, 1) | {"cat": "Kernel"}, _host("aten::mm", -50, 20, 5)]
+    with pytest.raises(ValueError, match=r"a\.json is a trace, but .* torch before 1\.13"):
+        from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
 
 
 def test_devices_of_one_trace_are_ranks(tmp_path):
@@ -323,29 +319,18 @@ def test_one_late_collective_does_not_move_a_clock(tmp_path):
 # ---------------------------------------------------------------------- names of kernels
 COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the verb
     NCCL: "all_reduce",
-    "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)": "ncclDevKernel_Generic_1",
     "mscclKernel_Sum_hip_bfloat16_Simple_false": "mscclKernel_Sum_hip_bfloat16_Simple_false",
     "allgather(mscclpp::SmChannelDeviceHandle*, mscclpp::DeviceSyncer*)": "all_gather",
-    "oneccl_allreduce_pcie": "all_reduce",
     "hcom_allReduce__503_0_1": "all_reduce",
     "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)": "all_to_all",
-    "void uccl::internode_ll::dispatch<true, 7168>(void*)": "all_to_all",
     "dispatch(hybrid_ep::dispatch_kernel_param_t<unsigned char>)": "all_to_all",
-    "void (anonymous namespace)::dispatchKernel<16u, true, true>(int*)": "all_to_all",
     "void a2a_kernels::a2a_combine_recv_kernel<16>(unsigned long)": "all_to_all",
-    "EpDispatchIntraNodeKernel_bf16": "all_to_all",
     "moeA2ADispatchKernel": "all_to_all",
     "one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16**)": "all_reduce",
     "allToAllV(void*, void*, long*)": "all_to_all",
     "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)": "barrier",
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": "all_reduce",
-    "void aiter::reduce_scatter_cross_device_store<__hip_bfloat16, 8>(int)": "reduce_scatter",
-    "void meta::comms::ddaAllReduceFlatIpc<float, 8, false>(float* const*)": "all_reduce",
-    "void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<half>>": "all_reduce",
     "void tensorrt_llm::kernels::oneShotAllReduceKernel<float, 8>": "all_reduce",
-    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>": (
-        "all_reduce"
-    ),
     "void userbuffers_fp16_sum_inplace_gpu_rw_ag<2>(int)": (
         "void userbuffers_fp16_sum_inplace_gpu_rw_ag<2>(int)"
     ),
@@ -387,10 +372,12 @@ def test_every_row_of_the_table_is_of_use_and_computing_stays_computing():
 
 
 def test_what_only_looks_like_communication_is_said(tmp_path):
-    events = [_kernel(name, 10 * i, 5, i) for i, name in enumerate(["my_AllReduce_v7", "gemm"])]
+    names = "my_AllReduce_v7", "(anonymous namespace)::dispatchKernel<16u>", "gemm"
+    events = [_kernel(name, 10 * i, 5, i) for i, name in enumerate(names)]
     events += [_kernel("peer_push", 50, 5, 3, **{"Collective name": "allreduce"})]  # annotated
     t = from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
     assert t.notes == (
-        "these names look like communication and were counted as computing: my_AllReduce_v7",
+        "these names look like communication and were counted as computing: "
+        "(anonymous namespace)::dispatchKernel<16u>, my_AllReduce_v7",
     )
     assert str(t).endswith(f"note: {t.notes[0]}") and len(t.select(kind="comm")) == 1

@@ -71,9 +71,10 @@ def test_the_end_of_a_document_is_what_the_tokenizer_says_or_nothing_and_said(tm
     assert load_tokenizer(tmp_path / "run").separator == 2
 
 
-def test_a_text_is_encoded_whole(tmp_path):
-    """Mutants: what the file says of truncation or padding is obeyed."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
+    """Mutants: what the file says of truncation, padding or dropout is obeyed."""
+    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    tokenizer = tokenizers.Tokenizer(model)
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -80,16 +80,16 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
         name = f"rank {rank}" + (f" · {host}" if host else "")
         pen.text(ax, 1.4, y + ROW / 2, name, ha="right", size=8, color=INK if known else MUTED)
         for column, number in enumerate(numbers):
-            entries = group.calls.get(rank, {}).get(number)
+            entry = group.calls.get(rank, {}).get(number)
             place = group.place(rank, number, recording)
             waits = ODD if (rank, number) in group.odd else EXPOSED
             inks = {"in": waits, "past": KIND["forward"], "absent": GRID, "unknown": PAPER}
             fill, x = inks[place], 1.5 + wide * column
-            word = entries[0].verb.replace("_", "-").strip("-") if entries else ""
+            word = entry.verb.replace("_", "-").strip("-") if entry else ""
             word = "?" if place == "unknown" else word[: int(13 * wide)]
             box = x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04
             pen.cell(ax, box, word, fill, size=7, ec=PAPER)
-            if number in mixed and entries:
+            if number in mixed and entry:
                 box = x + 0.035, y + 0.035, wide - 0.07, ROW - 0.07
                 pen.rectangle(ax, *box, zorder=3, **MIXED)
 
@@ -98,6 +98,6 @@ def _mixed(group: Group) -> set[int]:
     """Return the numbers of the collectives that ranks call by different names."""
     verbs = defaultdict(set)
     for calls in group.calls.values():
-        for number, entries in calls.items():
-            verbs[number].add(entries[0].verb)
+        for number, entry in calls.items():
+            verbs[number].add(entry.verb)
     return {number for number, names in verbs.items() if len(names) > 1}
