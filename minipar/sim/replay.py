@@ -21,7 +21,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from minipar.comm.collectives import wire_bytes
@@ -42,8 +42,6 @@ class Simulated:
     traces: Traces
     seconds: float  # of the step
     computing: float
-    waited: dict[str, float]  # by axis: for calls that were on their way
-    idle: float  # the rest: for other ranks to make their call (a bubble, a straggler), for hosts
     timeline: Timeline  # of the step, all ranks that were played
 
     @cached_property
@@ -55,22 +53,13 @@ class Simulated:
         return dict(totals)
 
     @cached_property
-    def memory(self) -> dict[str, int]:
-        """Bytes by category, when the fullest rank is at its fullest."""
-        return self.traces.at_peak()
-
-    @property
     def peak_bytes(self) -> int:
         """The most that tensors of a rank hold at one moment; allocators need more."""
-        return sum(self.memory.values())
+        return sum(self.traces.at_peak().values())
 
 
 def replay(
-    traces: Traces,
-    machine: Machine,
-    *,
-    host: float = 0.0,
-    attention: float = 1.0,
+    traces: Traces, machine: Machine, *, host: float = 0.0, attention: float = 1.0
 ) -> Simulated:
     """Play a step on `machine`.
 
@@ -82,16 +71,10 @@ def replay(
     stage.play(2)
     first, last = stage.ends
     seconds = max(last.values()) - max(first.values())
-    count = len(stage.players)
-    waited: dict[str, float] = defaultdict(float)
-    for player in stage.players.values():
-        for axis, s in player.waited.items():
-            waited[axis] += s / count
-    computing = sum(player.computing for player in stage.players.values()) / count
-    idle = max(0.0, seconds - computing - sum(waited.values()))
+    computing = [player.computing for player in stage.players.values()]
     spans = clipped(stage.spans, first, last)
     timeline = Timeline(spans, f"simulated, {traces.plan}").shifted()
-    return Simulated(traces, seconds, computing, dict(waited), idle, timeline)
+    return Simulated(traces, seconds, sum(computing) / len(computing), timeline)
 
 
 # ---------------------------------------------------------------------- seconds of events
@@ -106,16 +89,11 @@ class _Prices:
         self.has_lanes = getattr(machine, "has_lanes", False)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}
-        self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
-        self.segments: dict[Segment, list[tuple]] = {}
-
-    def words(self, segment: Segment) -> list[tuple]:
-        """Return the words of a segment: consecutive work of one block is one word of `seconds`."""
-        if segment not in self.segments:
-            self.segments[segment] = list(self._words(segment))
-        return self.segments[segment]
+        self.words = cache(lambda segment: list(self._words(segment)))
+        self.group = cache(self._group)
 
     def _words(self, segment: Segment) -> Iterator[tuple]:
+        """Yield the words of a segment: consecutive work of one block is one word of `seconds`."""
         # A block may be left and entered again, as where it is computed again beside its backward.
         last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
         block, seconds = ("", ""), 0.0  # kind and name
@@ -146,14 +124,12 @@ class _Prices:
             self.known[key] = slower * operations.seconds_of(event, self.machine.device)
         return self.known[key]
 
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+    def _group(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks along an axis, or along several at once, that `rank` is one of."""
-        if (rank, axis) not in self.groups:
-            own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
-            places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
-            found = (dict(zip(sizes, at, strict=True)) for at in itertools.product(*places))
-            self.groups[rank, axis] = tuple(rank_at(at, sizes) for at in found)
-        return self.groups[rank, axis]
+        own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
+        places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
+        found = (dict(zip(sizes, at, strict=True)) for at in itertools.product(*places))
+        return tuple(rank_at(at, sizes) for at in found)
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
         """Return the seconds of a collective, or of a message, among `ranks`."""
@@ -195,6 +171,10 @@ class _Made:
         """True if it is known when it is over."""
         return all(call.span for call in self.calls)
 
+    def ends(self) -> list[float]:
+        """Return when its calls are over."""
+        return [call.span[1] for call in self.calls]
+
 
 @dataclass(eq=False)
 class _Player:
@@ -205,7 +185,6 @@ class _Player:
     clock: float = 0.0
     host: float = 0.0
     computing: float = 0.0
-    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     turns: list[float] = field(default_factory=list)  # of receives
     counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
     latest: dict[str, list[_Made]] = field(default_factory=dict)  # of a family's last segment
@@ -239,7 +218,7 @@ class _Stage:
     def _run(self, player: _Player) -> Iterator[bool]:
         """Play a step of one rank; yield where other ranks have to move first."""
         player.host = player.clock  # it has read the loss of the step before
-        player.computing, player.waited = 0.0, defaultdict(float)
+        player.computing = 0.0
         player.turns = [player.clock] * AHEAD
         for segment in player.trace.segments:
             calls: list[_Made] = []
@@ -258,7 +237,7 @@ class _Stage:
                     if index < len(known):  # else of a step before the first
                         while not known[index].is_known:
                             yield True
-                        self._wait(player, known[index])
+                        player.clock = max(player.clock, *known[index].ends())
             player.latest[segment.family] = calls
 
     def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
@@ -320,17 +299,11 @@ class _Stage:
         call.span = start, start + call.seconds
         for made in call.made_by:
             if made.is_known:
-                launch, spans = made.launch, [part.span for part in made.calls]
-                start, end = min(s for s, _ in spans), max(e for _, e in spans)
+                launch, end = made.launch, max(made.ends())
+                start = min(part.span[0] for part in made.calls)
                 num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
                 words = launch.verb, made.player.rank, start, end, launch.axis, num_bytes
                 self.spans.append(Span("comm", *words))
         for other in call.after:
             self._begin(other)
         call.before = call.after = call.made_by = []
-
-    def _wait(self, player: _Player, made: _Made) -> None:
-        last = max(made.calls, key=lambda call: call.span[1])
-        if (end := last.span[1]) > player.clock:  # it has waited for those before it, too
-            player.waited[made.launch.axis] += end - max(last.ready, player.clock)
-            player.clock = end

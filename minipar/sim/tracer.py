@@ -232,7 +232,7 @@ class Tracer(TorchDispatchMode, Tap):
 
     def close(self) -> None:
         """Give the events of memory their categories, which are known by now."""
-        for segment in self.segments:
+        for segment in dict.fromkeys(self.segments):
             segment.events = [
                 Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
                 for e in segment.events
