@@ -152,28 +152,15 @@ class _Call:
     missing: int  # ranks that have yet to make it
     ready: float = 0.0  # when the last of them has
     seconds: float = 0.0
-    span: tuple[float, float] | None = None  # once it is known
     before: list["_Call"] = field(default_factory=list)  # in its streams: they end before it begins
-    after: list["_Call"] = field(default_factory=list)  # calls that wait for this one
-    made_by: list["_Made"] = field(default_factory=list)
+    span: tuple[float, float] | None = None  # once it is known
 
-
-@dataclass(eq=False, slots=True)
-class _Made:
-    """A call that a rank has launched; in an exchange, a message with each neighbour."""
-
-    player: "_Player"
-    launch: Launch
-    calls: list[_Call] = field(default_factory=list)
-
-    @property
     def is_known(self) -> bool:
-        """True if it is known when it is over."""
-        return all(call.span for call in self.calls)
-
-    def ends(self) -> list[float]:
-        """Return when its calls are over."""
-        return [call.span[1] for call in self.calls]
+        """True if it is known when the call is over."""
+        if self.span is None and not self.missing and all(c.is_known() for c in self.before):
+            start = max([self.ready, *(call.span[1] for call in self.before)])
+            self.span, self.before = (start, start + self.seconds), []
+        return self.span is not None
 
 
 @dataclass(eq=False)
@@ -187,7 +174,7 @@ class _Player:
     computing: float = 0.0
     turns: list[float] = field(default_factory=list)  # of receives
     counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
-    latest: dict[str, list[_Made]] = field(default_factory=dict)  # of a family's last segment
+    latest: dict[str, list[list[_Call]]] = field(default_factory=dict)  # by a segment's family
 
 
 class _Stage:
@@ -201,6 +188,7 @@ class _Stage:
         }
         self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
+        self.launched: list[tuple[int, Launch, list[_Call]]] = []
         self.spans: list[Span] = []
         self.ends: list[dict[int, float]] = []  # of steps, by rank
         self.num_moves = 0  # events that have happened
@@ -214,14 +202,18 @@ class _Stage:
                 runs = [run for run in runs if next(run, None) is not None]
                 assert not runs or self.num_moves > before, "all ranks wait for each other"
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
+        for rank, launch, calls in self.launched:
+            assert all(call.is_known() for call in calls)
+            start, end = min(c.span[0] for c in calls), max(c.span[1] for c in calls)
+            num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
+            self.spans.append(Span("comm", launch.verb, rank, start, end, launch.axis, num_bytes))
 
     def _run(self, player: _Player) -> Iterator[bool]:
         """Play a step of one rank; yield where other ranks have to move first."""
         player.host = player.clock  # it has read the loss of the step before
-        player.computing = 0.0
-        player.turns = [player.clock] * AHEAD
+        player.computing, player.turns = 0.0, [player.clock] * AHEAD
         for segment in player.trace.segments:
-            calls: list[_Made] = []
+            made: list[list[_Call]] = []
             for what, *word in self.prices.words(segment):
                 self.num_moves += 1
                 if what == "work":
@@ -230,15 +222,15 @@ class _Stage:
                     player.host += word[0]
                     player.clock = max(player.clock, player.host)
                 elif what == "launch":
-                    calls.append(self._launch(player, *word))
+                    made.append(self._launch(player, *word))
                 else:
                     family, index = word
-                    known = player.latest.get(family, []) if family else calls
-                    if index < len(known):  # else of a step before the first
-                        while not known[index].is_known:
+                    known = player.latest.get(family, []) if family else made
+                    for call in known[index] if index < len(known) else ():  # else before the first
+                        while not call.is_known():
                             yield True
-                        player.clock = max(player.clock, *known[index].ends())
-            player.latest[segment.family] = calls
+                        player.clock = max(player.clock, call.span[1])
+            player.latest[segment.family] = made
 
     def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
         start, player.clock = player.clock, player.clock + seconds
@@ -255,11 +247,15 @@ class _Stage:
             return [pair[::-1] for pair in ends]
         return ends or [group]  # a send may have another name
 
-    def _launch(self, player: _Player, launch: Launch) -> _Made:
-        made, posted = _Made(player, launch), player.clock
+    def _launch(self, player: _Player, launch: Launch) -> list[_Call]:
+        """Make the calls of a launch; in an exchange, a message with each neighbour."""
+        made, posted = [], player.clock
         if launch.verb == "recv" and self.prices.has_lanes:  # on a CPU, ahead of its turn
             posted = player.turns[-AHEAD]
             player.turns.append(player.clock)
+        # Axes of all ranks have one process group, see `comm.mesh`.
+        is_of_all = len(self.prices.group(player.rank, launch.axis)) == self.prices.num_ranks
+        stream = player.rank, launch.purpose, is_of_all or launch.axis
         in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
         for ranks in self._who(player.rank, launch):
             key = launch.axis, launch.purpose, launch.verb == "exchange", ranks
@@ -272,38 +268,16 @@ class _Stage:
             call.missing -= 1
             call.ready = max(call.ready, posted)
             call.seconds = max(call.seconds, self.prices.call(launch, ranks))
-            call.made_by.append(made)
-            made.calls.append(call)
-            # Axes of all ranks have one process group, see `comm.mesh`.
-            is_of_all = len(self.prices.group(player.rank, launch.axis)) == self.prices.num_ranks
-            group = launch.purpose, is_of_all or launch.axis
-            stream = player.rank, key if in_lanes else group
-            call.before += self.streams[stream]
+            lane = (player.rank, key) if in_lanes else stream
+            call.before += self.streams[lane]
+            made.append(call)
             if in_lanes:
-                self.streams[stream] = [call]
+                self.streams[lane] = [call]
             if not call.missing:
                 del self.calls[number]
         if not in_lanes:
-            self.streams[stream] = made.calls
-        for call in made.calls:
-            if not call.missing:
-                self._begin(call)
+            self.streams[stream] = made
+        for call in made:
+            call.is_known()
+        self.launched.append((player.rank, launch, made))
         return made
-
-    def _begin(self, call: _Call) -> None:
-        """Start a call that all ranks have made, once the calls before it have run."""
-        if unknown := [other for other in call.before if other.span is None]:
-            unknown[0].after.append(call)
-            return
-        start = max([call.ready, *(other.span[1] for other in call.before)])
-        call.span = start, start + call.seconds
-        for made in call.made_by:
-            if made.is_known:
-                launch, end = made.launch, max(made.ends())
-                start = min(part.span[0] for part in made.calls)
-                num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
-                words = launch.verb, made.player.rank, start, end, launch.axis, num_bytes
-                self.spans.append(Span("comm", *words))
-        for other in call.after:
-            self._begin(other)
-        call.before = call.after = call.made_by = []
