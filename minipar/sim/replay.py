@@ -20,7 +20,7 @@ Limits: a machine's links are not shared between groups; nothing fails or is slo
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -30,8 +30,10 @@ from minipar.emulate import operations
 from minipar.observe.spans import Span, clipped
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.messages import AHEAD
+from minipar.sim import cost
 from minipar.sim.hardware import Machine
-from minipar.sim.trace import Trace, Traces
+from minipar.sim.job import Job
+from minipar.sim.trace import Trace, Traces, trace
 from minipar.sim.tracer import Compute, Launch, Memory, Segment
 
 
@@ -75,6 +77,23 @@ def replay(
     spans = clipped(stage.spans, first, last)
     timeline = Timeline(spans, f"simulated, {traces.plan}").shifted()
     return Simulated(traces, seconds, sum(computing) / len(computing), timeline)
+
+
+def shorter(job: Job) -> Job:
+    """Return the job with so few microbatches that the rest of the step only repeats them."""
+    some = min(job.plan.microbatches, 2 * job.plan.pp if job.plan.pp > 1 else 4)
+    return replace(job, plan=replace(job.plan, microbatches=some))
+
+
+def simulate(job: Job) -> Simulated:
+    """Trace minipar's own code under a plan, and replay it on the machine: no closed form.
+
+    Buckets, hosts and the efficiency of attention in training are the software's. Raises
+    `ValueError` for a plan that cannot be traced.
+    """
+    sizes = dict(sequences=job.microbatch, seq_len=job.seq_len, bucket_mb=4 * job.bucket / 1e6)
+    traces = trace(job.config, job.plan, **sizes)
+    return replay(traces, job.machine, host=cost.host(job), attention=job.software.attention)
 
 
 # ---------------------------------------------------------------------- seconds of events
