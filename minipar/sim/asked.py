@@ -51,8 +51,6 @@ class PlanConfig:
     --software names other code."""
     explain: str = ""
     """Explain one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead of a search."""
-    json: bool = False
-    """Print JSON."""
     out: str = "plan.png"
     """Where to draw where the time of the best five goes; empty: nowhere."""
 

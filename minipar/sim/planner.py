@@ -11,9 +11,8 @@ Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calcul
 """
 
 import itertools
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -92,15 +91,6 @@ class Ranked:
 
     def __str__(self) -> str:
         return f"{self.job.plan},microbatch={self.job.microbatch}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry of `--json`: seconds, bytes, and shares."""
-        why, plan = unchecked(self.job), asdict(self.job.plan) | {"microbatch": self.job.microbatch}
-        times = {"step_seconds": self.step, "replayed_seconds": self.replayed or None}
-        rates = {"tokens_per_second_per_gpu": self.tokens_per_second, "mfu": self.mfu(False)}
-        rates |= {"mfu_causal": self.mfu(True), "error": None if why else ERROR, "unchecked": why}
-        parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self.job)}
-        return {"plan": plan, **times, **rates, **parts}
 
 
 # ---------------------------------------------------------------------- search
@@ -332,8 +322,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     if config.explain:
         job = explained(base, config)
         ranked = Ranked(job, cost.seconds(job), footprint.memory(job))
-        text = f"{table([ranked])}\n\n{_by_part(ranked)}"
-        return (json.dumps(ranked.as_dict()) if config.json else text), [ranked]
+        return f"{table([ranked])}\n\n{_by_part(ranked)}", [ranked]
     fix = fixed(config.fix)
     found = search(base, config.gpus, config.global_batch, fix, watch)
     best = found.top(config.top)
@@ -344,21 +333,17 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     if base.software.name in REPLAYED:
         best.sort(key=lambda r: r.replayed or r.step)
     first = best[0]
-    why = reasons(found, first, fix)
     losers = {
         " x ".join(family): lost(found, first, lambda r, family=family: r.family == family)
         for family in dict.fromkeys(r.family for r in (*found.fit, *found.too_large))
         if family != first.family
     }
-    if config.json:
-        plans = [ranked.as_dict() for ranked in best]
-        return json.dumps({"plans": plans, "others": losers, "why": why}), best[:5]
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
         f"{config.global_batch} sequences a step",
         table(best),
         "The best, by part:\n" + _by_part(first),
-        "Why:\n" + "\n".join(f"  {line}" for line in why),
+        "Why:\n" + "\n".join(f"  {line}" for line in reasons(found, first, fix)),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
         "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
         f"Only --fix varies {NOT_VARIED}.",

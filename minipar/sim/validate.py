@@ -118,7 +118,7 @@ def read_all(path: str | Path) -> tuple[list[Run], Counter[str]]:
             if None in cells:
                 raise ValueError("more cells than columns: is a number with commas not quoted?")
             runs.append(_run(Row({name: (cell or "").strip() for name, cell in cells.items()})))
-        except (ValueError, ZeroDivisionError) as error:
+        except (KeyError, ValueError, ZeroDivisionError) as error:
             left_out[" ".join(str(error).split())] += 1
     return runs, left_out
 
