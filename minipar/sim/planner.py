@@ -160,11 +160,11 @@ class Search:
 
     def best(self, wanted: Wanted = lambda _: True) -> Ranked | None:
         """Return the fastest legal plan among those that fit and are wanted."""
-        return _first(self.fit, wanted)
+        return next((r for r in self.fit if wanted(r) and problem(r.job) is None), None)
 
     def smallest(self, wanted: Wanted = lambda _: True) -> Ranked | None:
         """Return the smallest legal plan among those that do not fit and are wanted."""
-        return _first(self.too_large, wanted)
+        return next((r for r in self.too_large if wanted(r) and problem(r.job) is None), None)
 
     def top(self, count: int) -> list[Ranked]:
         """Return the fastest legal plans, one per mesh and ZeRO stage."""
@@ -175,10 +175,6 @@ class Search:
             if len(found) < count and key not in found and problem(ranked.job) is None:
                 found[key] = ranked
         return list(found.values())
-
-
-def _first(plans: Iterable[Ranked], wanted: Wanted) -> Ranked | None:
-    return next((r for r in plans if wanted(r) and problem(r.job) is None), None)
 
 
 def search(

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from minipar.comm.calls import taps
 from minipar.comm.mesh import Mesh, rank_at
@@ -201,8 +201,13 @@ def _play(actor: Actor, tracer: Tracer, is_first: bool = False) -> None:
     tracer.segments.clear()
     tracer.begin_segment("before")
 
-    def run(*given: Any, **options: Any) -> Tensor:
-        total = forward_backward(*given, **options)
+    def begin(*_: Any) -> None:
+        tracer.begin_segment("microbatch")
+
+    def run(model: nn.Module, *given: Any, **options: Any) -> Tensor:
+        hook = model.register_forward_pre_hook(begin, prepend=True)
+        total = forward_backward(model, *given, **options)
+        hook.remove()
         tracer.begin_segment("after")
         return total
 

@@ -186,8 +186,7 @@ def test_experts_simulated_are_emulated(both, text):
 def test_every_schedule_is_replayed_to_its_end(text):
     """Stages without microbatches, two kinds of backward, twins that exchange, calls by a thread.
 
-    Mutants: ranks with twins that follow others; the last microbatch repeated for one in the
-    middle, which would reduce gradients twice.
+    Mutant: the last microbatch repeated for one in the middle, which would reduce gradients twice.
     """
     plan = Plan.parse(text)
     step = replay(trace(CONFIG, plan, seq_len=SEQ_LEN), Emulated(DEVICE, LINKS["ib-ndr"]))

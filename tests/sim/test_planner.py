@@ -177,7 +177,7 @@ def test_one_plan_is_explained():
 # ---------------------------------------------------------------------- replay
 def test_hosts_are_as_slow_in_the_simulator_as_in_the_closed_form():
     """Per doubling of tp, too. Mutant: as if tp had no operations of its own."""
-    job = ranked(replace(EIGHT, model="tiny", seq=64), "tp=2").job
+    job = ranked(replace(EIGHT, model="tiny", seq=64), "tp=2,microbatches=2").job
     slow = replace(job, software=replace(job.software, host_tp=1.0))  # next to that, all is free
     assert planner.simulate(slow).seconds == pytest.approx(cost.seconds(slow)["host"], rel=0.01)
 
