@@ -197,7 +197,7 @@ def _record(actor: Actor, tracer: Tracer) -> Trace:
 
 def _play(actor: Actor, tracer: Tracer, is_first: bool = False) -> None:
     """Run a step; `tracer.segments` then has all of it. A first step may compute less."""
-    pipeline, plan = actor.strategy.parts.pipeline, actor.plan
+    pipeline = actor.strategy.parts.pipeline
     tracer.segments.clear()
     tracer.begin_segment("before")
 
@@ -215,9 +215,7 @@ def _play(actor: Actor, tracer: Tracer, is_first: bool = False) -> None:
         actor.strategy.run = run
         actor.step(1 if is_first else 0)
         return
-    # A first step shows ZeRO 2 in which order the stages of a rank have their last backward.
-    few = is_first and plan.zero != 2
-    pipeline._play = partial(_play_pipeline, actor, tracer, few)
+    pipeline._play = partial(_play_pipeline, actor, tracer, is_first)
     actor.step()
 
 

@@ -254,8 +254,7 @@ def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was():
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb_v", "interleaved_1f1b"])
 def test_zero_2_learns_in_which_order_stages_have_their_last_backward(schedule):
-    """Each stage of a rank sends once per microbatch. Mutant: the step in which it learns has one
-    microbatch, after which `no_sync()` came as a surprise."""
+    """Each stage of a rank sends once per microbatch, though the first step has but one."""
     plan = Plan.parse(f"dp=2,pp=2,zero=2,microbatches=4,schedule={schedule}")
     for rank in trace(CONFIG, plan, seq_len=32).ranks.values():
         sums = [e for e in events_of(rank, Launch) if e.verb == "reduce_scatter"]
