@@ -24,7 +24,6 @@ from minipar.comm import collectives
 from minipar.comm.clock import synchronise
 from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import Mesh
-from minipar.emulate import link
 from minipar.ranks import backends
 from minipar.ranks.launch import Ranks
 from minipar.sim import hardware
@@ -46,22 +45,17 @@ class CalibrateConfig:
     """Ranks that measure at the same time; 0: one per GPU, or per core without."""
 
 
-def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
+def run(config: CalibrateConfig) -> hardware.Machine:
     """Measure, write the file, print the result, and return the machine.
 
-    `backend` carries the collectives; by default NCCL where each rank has a GPU, else gloo. Raises
-    `ValueError` for a place that no file can be written to.
+    Raises `ValueError` for a place that no file can be written to.
     """
     path = Path(config.out)
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise ValueError(f"--out {config.out}: name a .toml file in a folder that exists")
     cores = min(8, psutil.cpu_count(logical=False) or 1)
     size = config.ranks or torch.cuda.device_count() or cores
-    backend = backend or backends.pick_backend(size)
-    with Ranks(size, backend=backend, sink=None, timeout=120) as ranks:
-        if backend == "link":  # as it carries by itself
-            ranks.run(link.use, "none")
-            ranks.run(link.check_calls, False)
+    with Ranks(size, backend=backends.pick_backend(size), sink=None, timeout=120) as ranks:
         found = ranks.run(measure, size)
     slowest = {key: max(rank[key] for rank in found) for key in found[0]}
     machine = write(path, slowest, size)

@@ -23,7 +23,8 @@ Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines.
 
 Limits: no stragglers, no other users of a network. Layers with experts and without take their mean
 time on all ranks of a pipeline. Experts get as many tokens each, and every dispatch but "paired" is
-priced as one all-to-all each way. `footprint.py` has the memory of the same plans.
+priced as one all-to-all each way; context parallelism is a ring. `footprint.py` has the memory of
+the same plans.
 """
 
 import math
@@ -238,13 +239,13 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     products = _products(job)
     compute = sum(products[:4])
     # A ring computes cp pieces of a square each, and adds up their results in float32.
-    pieces = plan.cp if plan.context == "ring" else 1
+    length = job.seq_len / plan.cp
     attention = job.machine.device.seconds_of_attention(
-        job.microbatch * pieces, c.num_heads / tp, job.seq_len / plan.cp, job.seq_len / pieces,
-        c.head_dim, job.wide, backward=backward, fused=job.flash,
+        job.microbatch * plan.cp, c.num_heads / tp, length, length, c.head_dim, job.wide,
+        backward=backward, fused=job.flash,
     )  # fmt: skip
     attention *= job.software.attention if job.flash else 1
-    attention += _touch(job, 12 * times * (pieces - 1) * n * (queries + (times - 1) * keys))
+    attention += _touch(job, 12 * times * (plan.cp - 1) * n * (queries + (times - 1) * keys))
     if backward and plan.checkpointing == "selective" and not job.flash:
         attention *= 1.5
     parts = {"compute": times * (compute + _between(job, products)) + attention}
@@ -253,12 +254,16 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     parts |= dict.fromkeys(AXES, 0.0)
     if tp > 1:
         cut = c.moe is None or job.experts_cut == tp
-        parts["tp"] = (1 + cut) * _over_tp(job, 2 * n * width)
-        if plan.tp_overlap or (job.software.beside and tp <= job.machine.gpus):
-            # Of tp hops, all but one run beside a part of a product.
+        parts["tp"] = (1 + cut) * job.collective("all_reduce", 2 * n * width, 1, tp)
+        if (plan.tp_overlap or job.software.beside) and tp <= job.machine.gpus:
+            # Of tp hops in a node, all but one run beside a part of a product.
             parts["tp"] -= min((1 - 1 / tp) * parts["tp"], times * compute)
     if plan.cp > 1:
-        parts["cp"] = _context(job, attention, times, queries, keys)
+        # A ring of messages travels beside attention.
+        nodes = 1 + (job.spread(plan.tp * plan.ep, plan.cp) > 1)
+        message = 4 * times * n * keys
+        hop = job.machine.seconds_of_collective("send", message, 2, nodes)
+        parts["cp"] = (plan.cp - 1) * max(0.0, hop - attention / plan.cp)
     if job.experts_over > 1 and c.moe is not None:
         parts["ep"] = 2 * _trip(job, products.own)
         if plan.dispatch == "paired":  # a forward, and a backward twice as long
@@ -292,18 +297,6 @@ def host(job: Job) -> float:
     return software.host + math.log2(plan.tp) * (software.host_tp + software.host_across * far)
 
 
-def _over_tp(job: Job, num_bytes: float) -> float:
-    """Return the seconds in which tp gathers the stream and sums it up; with tp_overlap, by hops.
-
-    `num_bytes` are the stream's. Each hop is a message of a tp-th of it to the next rank.
-    """
-    tp = job.plan.tp
-    if not job.plan.tp_overlap:
-        return job.collective("all_reduce", num_bytes, 1, tp)
-    nodes = 1 + (job.spread(1, tp) > 1)
-    return 2 * (tp - 1) * job.machine.seconds_of_collective("send", num_bytes / tp, 2, nodes)
-
-
 def _trip(job: Job, tokens: float) -> float:
     """Return the seconds in which the rows of so many tokens go to experts, or back: the mean."""
     # To experts in 8 bits, and back in 16 (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
@@ -311,18 +304,6 @@ def _trip(job: Job, tokens: float) -> float:
     # The whole tensor of an all-to-all is what one rank deals out.
     rows = job.config.moe.top_k * token
     return job.collective("all_to_all", rows, job.experts_apart, job.experts_over)
-
-
-def _context(job: Job, attention: float, times: int, queries: float, keys: float) -> float:
-    """Return the waits of a layer on cp: a ring travels beside attention, others do not."""
-    cp, tokens, inner = job.plan.cp, job.tokens, job.plan.tp * job.plan.ep
-    if job.plan.context == "ring":
-        nodes = 1 + (job.spread(inner, cp) > 1)
-        hop = job.machine.seconds_of_collective("send", 4 * times * tokens * keys, 2, nodes)
-        return (cp - 1) * max(0.0, hop - attention / cp)
-    if job.plan.context == "gather":
-        return times * job.collective("all_gather", 4 * tokens * keys * cp, inner, cp)
-    return job.collective("all_to_all", 4 * tokens * (queries + keys), inner, cp)
 
 
 def _sum_up(job: Job, numbers: float) -> float:

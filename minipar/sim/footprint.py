@@ -1,8 +1,8 @@
 """Does a plan fit? What the fullest of its ranks holds, in closed form, by part.
 
-Idea.   Weights, gradients and optimizer state follow from parameters, in the bytes of mixed
-        precision. Activations are a layer's (`memory.llama_activations`), times the layers,
-        times the microbatches that a schedule has in flight at its fullest.
+Idea.   Weights, gradients and optimizer state follow from parameters, in the bytes of
+        `memory.MASTER_ADAM`. Activations are a layer's (`memory.llama_activations`), times the
+        layers, times the microbatches that a schedule has in flight at its fullest.
 Math.   A rank of the pipeline with n layers keeps of each what recomputation leaves, k bytes, and
         what weight gradients that are put off wait for, w:
 
@@ -12,24 +12,21 @@ Math.   A rank of the pipeline with n layers keeps of each what recomputation le
 Fitted. `gathered` of `hardware.Software` to published runs, and `HEADROOM`.
 Source. Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for activations.
 
-Limits: no allocator under pressure. `cost.py` has the time of the same plans.
+Limits: no allocator under pressure; layers with experts and without hold their mean on all ranks.
+`cost.py` has the time of the same plans.
 """
 
-from dataclasses import replace
 from functools import cache
 
 from minipar.parallel.pipeline.schedules import LOOPED, make
 from minipar.sim.hardware import Device
 from minipar.sim.job import Job
-from minipar.sim.memory import llama_activations
+from minipar.sim.memory import MASTER_ADAM, llama_activations
 
 HEADROOM = 0.78
 """Share of a device that a plan may fill: two fuller ones took four and eight times as long."""
 WAITING = 4
 """Bytes of a logit that the loss keeps for its backward, at most: what softmax returns, float32."""
-WEIGHTS, GRADIENTS, OPTIMIZER = 2, 4, 12
-"""Bytes per parameter: weights in 16 bits, gradients summed in float32, masters and Adam's state
-(Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1)."""
 ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
@@ -40,11 +37,6 @@ def room(device: Device) -> float:
 
 def memory(job: Job) -> dict[str, float]:
     """Return the bytes of the fullest rank: weights, gradients, optimizer, activations, logits."""
-    moe = job.config.moe
-    if moe is not None and job.plan.pp > 1:  # some rank may have no layer without experts
-        is_even = not any(layers / job.chunks % moe.every for layers in job.layers)
-        moe = replace(moe, first_dense=0, every=moe.every if is_even else 1)
-        job = replace(job, config=replace(job.config, moe=moe))
     ranks = (_memory_of(job, stage, layers) for stage, layers in enumerate(job.layers))
     return max(ranks, key=lambda held: sum(held.values()))
 
@@ -57,11 +49,11 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     mine = copies * layers * sizes.layer + tables * sizes.table
     cut = job.shard(mine, copies * layers * sizes.experts)
     # The shards of ZeRO 3 are the float32 weights that all others have in the optimizer's state.
-    gathered = 2 * WEIGHTS * sizes.layer + WEIGHTS * sizes.table * has_head
+    gathered = MASTER_ADAM.parameters * (2 * sizes.layer + sizes.table * has_head)
     held = {
-        "weights": gathered if plan.zero == 3 else WEIGHTS * mine,
-        "gradients": GRADIENTS * (cut if plan.zero >= 2 else mine),
-        "optimizer": OPTIMIZER * (cut if plan.zero else mine),
+        "weights": gathered if plan.zero == 3 else MASTER_ADAM.parameters * mine,
+        "gradients": MASTER_ADAM.gradients * (cut if plan.zero >= 2 else mine),
+        "optimizer": MASTER_ADAM.optimizer * (cut if plan.zero else mine),
     }
     stored = sum(activations(job).values())
     inputs = 2 * job.tokens * c.hidden_size / (plan.tp if plan.sequence_parallel else 1)

@@ -38,7 +38,6 @@ BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
 OF_CEILING = 0.95
 """Share of the best shape's rate (the ceiling) that large products of other shapes reach."""
 _NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_TREES = ("broadcast", "reduce", "scatter", "gather", "barrier")
 
 
 # ---------------------------------------------------------------------- devices
@@ -167,14 +166,10 @@ class Machine:
 
         `num_bytes` is the whole tensor's. Every rank of a node does the same at the same time (as
         in a mesh), hence a port that a node's devices share is divided by all of them. Send and
-        recv are between two ranks, of one node or of two. Raises `ValueError` for ranks that do not
-        fit on the nodes, and for a network that nobody has named.
+        recv are between two ranks, of one node or of two. Raises `ValueError` for a network that
+        nobody has named.
         """
-        if not 1 <= nodes <= ranks <= nodes * self.gpus:
-            raise ValueError(
-                f"{ranks} ranks on {nodes} nodes of {self.name}: each node has at least 1 and at "
-                f"most {self.gpus}, so use {max(1, math.ceil(ranks / self.gpus))} to {ranks} nodes"
-            )
+        assert 1 <= nodes <= ranks <= nodes * self.gpus, f"{ranks} ranks on {nodes} nodes"
         if ranks == 1:
             return 0.0
         inside, between, local = self.inside, self.between, ranks / nodes
@@ -202,8 +197,6 @@ class Machine:
             own, other = num_bytes * (local - 1) / ranks, num_bytes * (ranks - local) / ranks
             return law(depth, across, max(own / near, other / port if nodes > 1 else 0))
         on_wire = wire_bytes(verb, int(num_bytes), ranks) / busiest
-        if verb in _TREES:
-            return law(depth, across, on_wire)
         rounds = 2 if verb == "all_reduce" else 1
         ring = law(rounds * (ranks - nodes), rounds * (nodes - 1), on_wire)
         if verb != "all_reduce":
@@ -264,17 +257,17 @@ def load(name: str | Path) -> Machine:
     ``machines/*.toml``, on top of these, and one ``[node.NAME]``: the machine. Each number is
     written ``[number, "source"]``; ``like`` takes over what another table has. Raises `ValueError`.
     """
-    known, node, network = _built_in(), str(name), ""
+    node, network = str(name), ""
     if node.endswith(".toml"):
         try:
             own = _read(Path(name))
             (node,) = [key[1] for key in own if key[0] == "node"]
-            machine = _make("node", node, known | own)
+            machine = _make("node", node, _built_in() | own)
         except (AttributeError, OSError, TypeError, ValueError) as error:
             raise ValueError(f"{name} is not a machine: {one_line(error)}") from None
     elif node in names():
         node, network = names()[node]
-        machine = _make("node", node, known)
+        machine = _make("node", node, _built_in())
     else:
         near = difflib.get_close_matches(node, names(), 3, 0.0)
         raise ValueError(f"no machine {node!r}: the nearest names are {', '.join(near)}")
@@ -321,28 +314,26 @@ def _read(path: Any) -> Known:
 
 
 def _make(kind: str, name: str, known: Known) -> Any:
-    """Return the part of that name, with everything that the part it is `like` has."""
-    table, at = {}, name
-    while at is not None:
-        if (kind, at) not in known:
-            there = ", ".join(n for k, n in known if k == kind)
-            raise ValueError(f"no {kind} {at!r}; there are {there}")
-        more = known[kind, at]
-        table, at = more | table, more.get("like")
-    table.pop("like", None)
+    """Return the part of that name."""
     made: dict[str, Any] = {}
-    for key, value in table.items():
-        where = f"{kind}.{name}.{key}"
+    for key, value in _table(kind, name, known).items():
         if kind == "node" and key in _REFERS:
             made[key] = _make(_REFERS[key], value, known)
         elif isinstance(value, dict):
-            made[key] = {type_name(t): _number(v, f"{where}.{t}") for t, v in value.items()}
+            made[key] = {type_name(t): _number(v, f"{name}.{key}.{t}") for t, v in value.items()}
         else:
-            made[key] = _number(value, where)
-    try:
-        return _PARTS[kind](name, **made)
-    except TypeError as error:  # a key that is missing, or unknown
-        raise ValueError(f"{kind}.{name}: {one_line(error)}") from None
+            made[key] = _number(value, f"{name}.{key}")
+    return _PARTS[kind](name, **made)
+
+
+def _table(kind: str, name: str, known: Known) -> dict[str, Any]:
+    """Return the table of that name, with everything that the table it is `like` has."""
+    if (kind, name) not in known:
+        there = ", ".join(n for k, n in known if k == kind)
+        raise ValueError(f"no {kind} {name!r}; there are {there}")
+    table = dict(known[kind, name])
+    like = table.pop("like", None)
+    return _table(kind, like, known) | table if like else table
 
 
 def _number(value: Any, where: str) -> float:

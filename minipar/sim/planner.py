@@ -11,9 +11,8 @@ Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calcul
 """
 
 import itertools
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,17 +20,10 @@ from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, footprint
 from minipar.sim.asked import PlanConfig, base_of, explained, fixed
 from minipar.sim.job import Job
-from minipar.sim.replay import Simulated, replay
-from minipar.sim.trace import trace
+from minipar.sim.replay import shorter, simulate
+from minipar.sim.validate import ERROR, unchecked
 from minipar.text import aligned
 
-ERROR = 0.15
-"""Relative error of the step time that 90 % of published runs, and more, stay within."""
-RUNS_ON = ("a100", "a100-40", "h100")
-RUNS_OF = ("any", "nanotron", "llm-foundry", "compiled", "megatron")
-RUNS_IN = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
-RUNS_UP_TO = 64
-"""Devices, software, pipelines and number of devices of the published runs that were checked."""
 CAN: dict[str, dict[str, tuple]] = {
     "nanotron": {"zero": (0, 1), "schedule": ("1f1b",), "cp": (1,), "ep": (1,)},
     "llm-foundry": {"zero": (2, 3), "tp": (1,), "pp": (1,), "cp": (1,), "ep": (1,)},
@@ -42,34 +34,11 @@ CAN: dict[str, dict[str, tuple]] = {
 STAGES_PER_RANK = (2, 3, 5, 8)
 """Stages per rank of the interleaved pipelines that are searched, as published runs had them."""
 REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
+PRICED = {"compression": ("none",), "dispatch": ("all_to_all", "paired"), "context": ("ring",)}
 NOT_VARIED = "tp_overlap, context, dispatch, compression and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
 Wanted = Callable[["Ranked"], bool]
-
-
-# ---------------------------------------------------------------------- how good is a prediction?
-def unchecked(*jobs: Job) -> str:
-    """Return a sentence on features that no published run has; "" if `ERROR` holds."""
-    kinds: dict[str, None] = {}
-    for job in jobs:
-        plan, device = job.plan, job.machine.device.name
-        found = {
-            f"on {device}": device not in RUNS_ON,
-            f"software={job.software.name}": job.software.name not in RUNS_OF,
-            job.dtype: job.dtype not in ("bf16", "fp16"),
-            f"more than {RUNS_UP_TO} devices": plan.num_ranks > RUNS_UP_TO,
-            "experts": job.config.moe is not None,
-            "cp": plan.cp > 1,
-            "zero=2": plan.zero == 2,
-            "zero=3 with pp": plan.zero == 3 and plan.pp > 1,
-            "tp over nodes": plan.tp > job.machine.gpus,
-            "tp_overlap": plan.tp_overlap,
-            f"schedule={plan.schedule}": plan.schedule not in RUNS_IN,
-            "fewer microbatches than ranks of pp": plan.microbatches < plan.pp,
-        }
-        kinds |= {kind: None for kind, is_so in found.items() if is_so}
-    return f"no published run of this kind was checked: {', '.join(kinds)}" if kinds else ""
 
 
 class NothingFits(ValueError):
@@ -122,15 +91,6 @@ class Ranked:
 
     def __str__(self) -> str:
         return f"{self.job.plan},microbatch={self.job.microbatch}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry of `--json`: seconds, bytes, and shares."""
-        why, plan = unchecked(self.job), asdict(self.job.plan) | {"microbatch": self.job.microbatch}
-        times = {"step_seconds": self.step, "replayed_seconds": self.replayed or None}
-        rates = {"tokens_per_second_per_gpu": self.tokens_per_second, "mfu": self.mfu(False)}
-        rates |= {"mfu_causal": self.mfu(True), "error": None if why else ERROR, "unchecked": why}
-        parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self.job)}
-        return {"plan": plan, **times, **rates, **parts}
 
 
 # ---------------------------------------------------------------------- search
@@ -247,23 +207,6 @@ def search(
 
 
 # ---------------------------------------------------------------------- replay
-def shorter(job: Job) -> Job:
-    """Return the job with so few microbatches that the rest of the step only repeats them."""
-    some = min(job.plan.microbatches, 2 * job.plan.pp if job.plan.pp > 1 else 4)
-    return replace(job, plan=replace(job.plan, microbatches=some))
-
-
-def simulate(job: Job) -> Simulated:
-    """Trace minipar's own code under a plan, and replay it on the machine: no closed form.
-
-    Buckets, hosts and the efficiency of attention in training are the software's. Raises
-    `ValueError` for a plan that cannot be traced.
-    """
-    sizes = dict(sequences=job.microbatch, seq_len=job.seq_len, bucket_mb=4 * job.bucket / 1e6)
-    traces = trace(job.config, job.plan, **sizes)
-    return replay(traces, job.machine, host=cost.host(job), attention=job.software.attention)
-
-
 def replayed(ranked: Ranked) -> Ranked:
     """Return the plan with the time and memory of minipar's own code, or as it is if untraceable.
 
@@ -332,8 +275,7 @@ def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
         )
     if other := found.smallest(wanted):
         return f"nothing fits: {other} {other.needs()}"
-    refused = next((r for r in (*found.fit, *found.too_large) if wanted(r)), None)
-    return f"no plan is legal: {problem(refused.job)}" if refused else "there is no such plan"
+    return "no such plan is legal"
 
 
 def table(plans: Iterable[Ranked]) -> str:
@@ -376,8 +318,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     if config.explain:
         job = explained(base, config)
         ranked = Ranked(job, cost.seconds(job), footprint.memory(job))
-        text = f"{table([ranked])}\n\n{_by_part(ranked)}"
-        return (json.dumps(ranked.as_dict()) if config.json else text), [ranked]
+        return f"{table([ranked])}\n\n{_by_part(ranked)}", [ranked]
     fix = fixed(config.fix)
     found = search(base, config.gpus, config.global_batch, fix, watch)
     best = found.top(config.top)
@@ -388,21 +329,17 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     if base.software.name in REPLAYED:
         best.sort(key=lambda r: r.replayed or r.step)
     first = best[0]
-    why = reasons(found, first, fix)
     losers = {
         " x ".join(family): lost(found, first, lambda r, family=family: r.family == family)
         for family in dict.fromkeys(r.family for r in (*found.fit, *found.too_large))
         if family != first.family
     }
-    if config.json:
-        plans = [ranked.as_dict() for ranked in best]
-        return json.dumps({"plans": plans, "others": losers, "why": why}), best[:5]
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
         f"{config.global_batch} sequences a step",
         table(best),
         "The best, by part:\n" + _by_part(first),
-        "Why:\n" + "\n".join(f"  {line}" for line in why),
+        "Why:\n" + "\n".join(f"  {line}" for line in reasons(found, first, fix)),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
         "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
         f"Only --fix varies {NOT_VARIED}.",
@@ -423,7 +360,7 @@ def _by_part(ranked: Ranked) -> str:
             f"  minipar's own code, traced and replayed: {ranked.replayed:.2f} s, "
             f"{ranked.traced_bytes / GB:.1f} of {limit / GB:.1f} GB: {fits}"
         )
-    for word, priced in (("compression", ("none",)), ("dispatch", ("all_to_all", "paired"))):
+    for word, priced in PRICED.items():
         if (own := getattr(plan, word)) not in priced:
             lines.append(f"  The closed form does not price {word}={own}: its numbers are without.")
     return "\n".join(lines)
@@ -431,20 +368,12 @@ def _by_part(ranked: Ranked) -> str:
 
 def _nothing_fits(config: PlanConfig, base: Job, found: Search) -> str:
     """Return why nothing fits, and a number of devices that would help."""
-    fix, asked = fixed(config.fix), f" --fix {config.fix}" if config.fix else ""
+    fix = fixed(config.fix)
     if (small := found.smallest()) is None:
         some = next(iter(found.too_large or found.fit), None)
-        bounds = (
-            f"no candidate; pp is at most {base.config.num_layers} and tp {base.config.num_heads}, "
-            f"dp x ep x microbatch divides --global-batch {config.global_batch}, the precision is "
-            f"{base.plan.precision}, and --software {base.software.name} must have it"
-        )
-        why = problem(some.job) if some else bounds
-        return f"no legal plan for {config.gpus} devices{asked}: {why}"
-    needs = f"nothing fits: the smallest plan, {small}, {small.needs()}"
-    if fix and search(base, config.gpus, config.global_batch).best():
-        return f"{needs}; without{asked} something does"
-    for factor in (2, 4, 8, 16, 32, 64):
-        if search(base, config.gpus * factor, config.global_batch, fix).best():
-            return f"{needs}; --gpus {config.gpus * factor} would do"
-    return f"{needs}; no 64 times as many devices would do"
+        none = "--global-batch, --software and --fix leave no candidate"
+        return f"no legal plan for {config.gpus} devices: {problem(some.job) if some else none}"
+    more = (config.gpus * 2**n for n in range(1, 7))
+    enough = next((n for n in more if search(base, n, config.global_batch, fix).best()), None)
+    change = f"--gpus {enough} would do" if enough else "no 64 times as many devices would do"
+    return f"nothing fits: the smallest plan, {small}, {small.needs()}; {change}"

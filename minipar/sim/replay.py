@@ -20,8 +20,8 @@ Limits: a machine's links are not shared between groups; nothing fails or is slo
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 from minipar.comm.collectives import wire_bytes
@@ -30,8 +30,10 @@ from minipar.emulate import operations
 from minipar.observe.spans import Span, clipped
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.messages import AHEAD
+from minipar.sim import cost
 from minipar.sim.hardware import Machine
-from minipar.sim.trace import Trace, Traces
+from minipar.sim.job import Job
+from minipar.sim.trace import Trace, Traces, trace
 from minipar.sim.tracer import Compute, Launch, Memory, Segment
 
 
@@ -42,8 +44,6 @@ class Simulated:
     traces: Traces
     seconds: float  # of the step
     computing: float
-    waited: dict[str, float]  # by axis: for calls that were on their way
-    idle: float  # the rest: for other ranks to make their call (a bubble, a straggler), for hosts
     timeline: Timeline  # of the step, all ranks that were played
 
     @cached_property
@@ -55,22 +55,13 @@ class Simulated:
         return dict(totals)
 
     @cached_property
-    def memory(self) -> dict[str, int]:
-        """Bytes by category, when the fullest rank is at its fullest."""
-        return self.traces.at_peak()
-
-    @property
     def peak_bytes(self) -> int:
         """The most that tensors of a rank hold at one moment; allocators need more."""
-        return sum(self.memory.values())
+        return sum(self.traces.at_peak().values())
 
 
 def replay(
-    traces: Traces,
-    machine: Machine,
-    *,
-    host: float = 0.0,
-    attention: float = 1.0,
+    traces: Traces, machine: Machine, *, host: float = 0.0, attention: float = 1.0
 ) -> Simulated:
     """Play a step on `machine`.
 
@@ -82,16 +73,27 @@ def replay(
     stage.play(2)
     first, last = stage.ends
     seconds = max(last.values()) - max(first.values())
-    count = len(stage.players)
-    waited: dict[str, float] = defaultdict(float)
-    for player in stage.players.values():
-        for axis, s in player.waited.items():
-            waited[axis] += s / count
-    computing = sum(player.computing for player in stage.players.values()) / count
-    idle = max(0.0, seconds - computing - sum(waited.values()))
+    computing = [player.computing for player in stage.players.values()]
     spans = clipped(stage.spans, first, last)
     timeline = Timeline(spans, f"simulated, {traces.plan}").shifted()
-    return Simulated(traces, seconds, computing, dict(waited), idle, timeline)
+    return Simulated(traces, seconds, sum(computing) / len(computing), timeline)
+
+
+def shorter(job: Job) -> Job:
+    """Return the job with so few microbatches that the rest of the step only repeats them."""
+    some = min(job.plan.microbatches, 2 * job.plan.pp if job.plan.pp > 1 else 4)
+    return replace(job, plan=replace(job.plan, microbatches=some))
+
+
+def simulate(job: Job) -> Simulated:
+    """Trace minipar's own code under a plan, and replay it on the machine: no closed form.
+
+    Buckets, hosts and the efficiency of attention in training are the software's. Raises
+    `ValueError` for a plan that cannot be traced.
+    """
+    sizes = dict(sequences=job.microbatch, seq_len=job.seq_len, bucket_mb=4 * job.bucket / 1e6)
+    traces = trace(job.config, job.plan, **sizes)
+    return replay(traces, job.machine, host=cost.host(job), attention=job.software.attention)
 
 
 # ---------------------------------------------------------------------- seconds of events
@@ -106,16 +108,11 @@ class _Prices:
         self.has_lanes = getattr(machine, "has_lanes", False)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}
-        self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
-        self.segments: dict[Segment, list[tuple]] = {}
-
-    def words(self, segment: Segment) -> list[tuple]:
-        """Return the words of a segment: consecutive work of one block is one word of `seconds`."""
-        if segment not in self.segments:
-            self.segments[segment] = list(self._words(segment))
-        return self.segments[segment]
+        self.words = cache(lambda segment: list(self._words(segment)))
+        self.group = cache(self._group)
 
     def _words(self, segment: Segment) -> Iterator[tuple]:
+        """Yield the words of a segment: consecutive work of one block is one word of `seconds`."""
         # A block may be left and entered again, as where it is computed again beside its backward.
         last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
         block, seconds = ("", ""), 0.0  # kind and name
@@ -146,14 +143,12 @@ class _Prices:
             self.known[key] = slower * operations.seconds_of(event, self.machine.device)
         return self.known[key]
 
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+    def _group(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks along an axis, or along several at once, that `rank` is one of."""
-        if (rank, axis) not in self.groups:
-            own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
-            places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
-            found = (dict(zip(sizes, at, strict=True)) for at in itertools.product(*places))
-            self.groups[rank, axis] = tuple(rank_at(at, sizes) for at in found)
-        return self.groups[rank, axis]
+        own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
+        places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
+        found = (dict(zip(sizes, at, strict=True)) for at in itertools.product(*places))
+        return tuple(rank_at(at, sizes) for at in found)
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
         """Return the seconds of a collective, or of a message, among `ranks`."""
@@ -176,24 +171,15 @@ class _Call:
     missing: int  # ranks that have yet to make it
     ready: float = 0.0  # when the last of them has
     seconds: float = 0.0
-    span: tuple[float, float] | None = None  # once it is known
     before: list["_Call"] = field(default_factory=list)  # in its streams: they end before it begins
-    after: list["_Call"] = field(default_factory=list)  # calls that wait for this one
-    made_by: list["_Made"] = field(default_factory=list)
+    span: tuple[float, float] | None = None  # once it is known
 
-
-@dataclass(eq=False, slots=True)
-class _Made:
-    """A call that a rank has launched; in an exchange, a message with each neighbour."""
-
-    player: "_Player"
-    launch: Launch
-    calls: list[_Call] = field(default_factory=list)
-
-    @property
     def is_known(self) -> bool:
-        """True if it is known when it is over."""
-        return all(call.span for call in self.calls)
+        """True if it is known when the call is over."""
+        if self.span is None and not self.missing and all(c.is_known() for c in self.before):
+            start = max([self.ready, *(call.span[1] for call in self.before)])
+            self.span, self.before = (start, start + self.seconds), []
+        return self.span is not None
 
 
 @dataclass(eq=False)
@@ -205,10 +191,9 @@ class _Player:
     clock: float = 0.0
     host: float = 0.0
     computing: float = 0.0
-    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     turns: list[float] = field(default_factory=list)  # of receives
     counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
-    latest: dict[str, list[_Made]] = field(default_factory=dict)  # of a family's last segment
+    latest: dict[str, list[list[_Call]]] = field(default_factory=dict)  # by a segment's family
 
 
 class _Stage:
@@ -222,6 +207,7 @@ class _Stage:
         }
         self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
+        self.launched: list[tuple[int, Launch, list[_Call]]] = []
         self.spans: list[Span] = []
         self.ends: list[dict[int, float]] = []  # of steps, by rank
         self.num_moves = 0  # events that have happened
@@ -235,14 +221,18 @@ class _Stage:
                 runs = [run for run in runs if next(run, None) is not None]
                 assert not runs or self.num_moves > before, "all ranks wait for each other"
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
+        for rank, launch, calls in self.launched:
+            assert all(call.is_known() for call in calls)
+            start, end = min(c.span[0] for c in calls), max(c.span[1] for c in calls)
+            num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
+            self.spans.append(Span("comm", launch.verb, rank, start, end, launch.axis, num_bytes))
 
     def _run(self, player: _Player) -> Iterator[bool]:
         """Play a step of one rank; yield where other ranks have to move first."""
         player.host = player.clock  # it has read the loss of the step before
-        player.computing, player.waited = 0.0, defaultdict(float)
-        player.turns = [player.clock] * AHEAD
+        player.computing, player.turns = 0.0, [player.clock] * AHEAD
         for segment in player.trace.segments:
-            calls: list[_Made] = []
+            made: list[list[_Call]] = []
             for what, *word in self.prices.words(segment):
                 self.num_moves += 1
                 if what == "work":
@@ -251,15 +241,15 @@ class _Stage:
                     player.host += word[0]
                     player.clock = max(player.clock, player.host)
                 elif what == "launch":
-                    calls.append(self._launch(player, *word))
+                    made.append(self._launch(player, *word))
                 else:
                     family, index = word
-                    known = player.latest.get(family, []) if family else calls
-                    if index < len(known):  # else of a step before the first
-                        while not known[index].is_known:
+                    known = player.latest.get(family, []) if family else made
+                    for call in known[index] if index < len(known) else ():  # else before the first
+                        while not call.is_known():
                             yield True
-                        self._wait(player, known[index])
-            player.latest[segment.family] = calls
+                        player.clock = max(player.clock, call.span[1])
+            player.latest[segment.family] = made
 
     def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
         start, player.clock = player.clock, player.clock + seconds
@@ -276,11 +266,15 @@ class _Stage:
             return [pair[::-1] for pair in ends]
         return ends or [group]  # a send may have another name
 
-    def _launch(self, player: _Player, launch: Launch) -> _Made:
-        made, posted = _Made(player, launch), player.clock
+    def _launch(self, player: _Player, launch: Launch) -> list[_Call]:
+        """Make the calls of a launch; in an exchange, a message with each neighbour."""
+        made, posted = [], player.clock
         if launch.verb == "recv" and self.prices.has_lanes:  # on a CPU, ahead of its turn
             posted = player.turns[-AHEAD]
             player.turns.append(player.clock)
+        # Axes of all ranks have one process group, see `comm.mesh`.
+        is_of_all = len(self.prices.group(player.rank, launch.axis)) == self.prices.num_ranks
+        stream = player.rank, launch.purpose, is_of_all or launch.axis
         in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
         for ranks in self._who(player.rank, launch):
             key = launch.axis, launch.purpose, launch.verb == "exchange", ranks
@@ -293,44 +287,16 @@ class _Stage:
             call.missing -= 1
             call.ready = max(call.ready, posted)
             call.seconds = max(call.seconds, self.prices.call(launch, ranks))
-            call.made_by.append(made)
-            made.calls.append(call)
-            # Axes of all ranks have one process group, see `comm.mesh`.
-            is_of_all = len(self.prices.group(player.rank, launch.axis)) == self.prices.num_ranks
-            group = launch.purpose, is_of_all or launch.axis
-            stream = player.rank, key if in_lanes else group
-            call.before += self.streams[stream]
+            lane = (player.rank, key) if in_lanes else stream
+            call.before += self.streams[lane]
+            made.append(call)
             if in_lanes:
-                self.streams[stream] = [call]
+                self.streams[lane] = [call]
             if not call.missing:
                 del self.calls[number]
         if not in_lanes:
-            self.streams[stream] = made.calls
-        for call in made.calls:
-            if not call.missing:
-                self._begin(call)
+            self.streams[stream] = made
+        for call in made:
+            call.is_known()
+        self.launched.append((player.rank, launch, made))
         return made
-
-    def _begin(self, call: _Call) -> None:
-        """Start a call that all ranks have made, once the calls before it have run."""
-        if unknown := [other for other in call.before if other.span is None]:
-            unknown[0].after.append(call)
-            return
-        start = max([call.ready, *(other.span[1] for other in call.before)])
-        call.span = start, start + call.seconds
-        for made in call.made_by:
-            if made.is_known:
-                launch, spans = made.launch, [part.span for part in made.calls]
-                start, end = min(s for s, _ in spans), max(e for _, e in spans)
-                num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
-                words = launch.verb, made.player.rank, start, end, launch.axis, num_bytes
-                self.spans.append(Span("comm", *words))
-        for other in call.after:
-            self._begin(other)
-        call.before = call.after = call.made_by = []
-
-    def _wait(self, player: _Player, made: _Made) -> None:
-        last = max(made.calls, key=lambda call: call.span[1])
-        if (end := last.span[1]) > player.clock:  # it has waited for those before it, too
-            player.waited[made.launch.axis] += end - max(last.ready, player.clock)
-            player.clock = end

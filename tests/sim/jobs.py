@@ -1,9 +1,10 @@
-"""Jobs for the tests of time and memory in closed form."""
+"""Jobs and sums for the tests of time and memory."""
 
 from minipar.model.llama import PRESETS
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, footprint, hardware
+from minipar.sim.tracer import Compute, Launch
 
 H100 = hardware.load("h100-ndr")
 ANY = hardware.software("any")
@@ -19,3 +20,16 @@ def job(plan: str, *, config=PRESETS["llama-3-8b"], machine=H100, software=ANY, 
 
 def held(a: cost.Job) -> float:
     return sum(footprint.memory(a).values())
+
+
+def flops(rank) -> int:
+    """FLOPs of products and attention of a traced rank, with what is computed again."""
+    return sum(event.flops for event in rank.events() if type(event) is Compute)
+
+
+def sent(rank) -> dict[str, int]:
+    """Bytes that a traced rank sends in a step, by axis."""
+    launches = [event for event in rank.events() if type(event) is Launch]
+    return {
+        a: sum(e.num_bytes for e in launches if e.axis == a) for a in {e.axis for e in launches}
+    }

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 
 from minipar.cli import main
-from minipar.emulate import link
-from minipar.ranks.launch import RankError
 from minipar.sim import calibrate, hardware, planner
 from minipar.sim.asked import PlanConfig
 
@@ -48,18 +46,6 @@ def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, ou
     with pytest.raises(SystemExit) as stop:
         main.main(["calibrate", "--out", out.replace("W", str(tmp_path))])
     assert stop.value.code == 2 and "name a .toml file" in capfd.readouterr().err
-
-
-def test_calls_of_the_emulated_link_are_measured_without_their_check(tmp_path, monkeypatch):
-    """Mutant: a call is priced together with the one that compares it."""
-
-    def look(*_) -> None:
-        raise ValueError(f"compared: {link.checks}")
-
-    monkeypatch.setattr(calibrate, "measure", look)
-    config = calibrate.CalibrateConfig(str(tmp_path / "here.toml"), ranks=2)
-    with pytest.raises(RankError, match="compared: False"):
-        calibrate.run(config, backend="link")
 
 
 @pytest.mark.slow

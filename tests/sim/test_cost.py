@@ -10,10 +10,10 @@ from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import schedules, simulate, stages
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, footprint, hardware, planner
+from minipar.sim import cost, hardware, planner
 from minipar.sim.asked import model_config
 from minipar.sim.job import Job, _cut
-from tests.sim.jobs import ANY, H100, PARTLY, held, job
+from tests.sim.jobs import ANY, H100, held, job
 
 
 def step(a: Job) -> float:
@@ -94,15 +94,6 @@ def test_schedules_trade_the_bubble_for_memory():
     assert sum(whole.layers) == 32
 
 
-def test_ranks_of_a_naive_pipeline_compute_one_after_the_other():
-    """As `schedules.naive` says. Mutants: 1F1B's bubble; its microbatches in flight."""
-    one, staged = job("pp=4,microbatches=16,schedule=naive"), job("pp=4,microbatches=16")
-    bubble = [cost.seconds(each)["bubble"] for each in (one, staged)]
-    assert bubble[0] == pytest.approx(16 * bubble[1])
-    assert [max(pairs) for pairs in footprint.in_flight(one)] == [(1, 0)] * 4
-    assert max(footprint.in_flight(staged)[0]) == (4, 0)
-
-
 def test_a_stage_beyond_the_node_is_sent_to_by_few_ranks():
     """Of stages of 2 ranks, 4 share a node: one message in 4 leaves it, on a port for 2. Mutants:
     all of them leave it; on a port for 8, or for each alone; none leaves it."""
@@ -118,8 +109,6 @@ def test_a_stage_beyond_the_node_is_sent_to_by_few_ranks():
     wide = job("dp=16,pp=2,microbatches=16", machine=machine)
     far = machine.seconds_of_collective("send", message, 2, 2)
     assert cost.seconds(wide)["pp"] == pytest.approx(2 * 17 * far)
-    apart = replace(machine, gpus=1)
-    assert cost.seconds(job("pp=8,microbatches=16", machine=apart))["pp"] > 0
 
 
 @pytest.mark.parametrize(
@@ -151,10 +140,6 @@ def test_a_head_of_its_own_is_gathered_reduced_and_takes_steps(zero):
     for part, rel in (("dp", 0.01), ("optimizer", 1e-4)):
         found = parts[0][part] / parts[1][part]
         assert found == pytest.approx(own.num_parameters / tied.num_parameters, rel=rel), part
-    # Ends of a pipeline have one table each, whatever is tied.
-    for part in ("dp", "optimizer"):
-        ends = [cost.seconds(job("dp=16,pp=2,zero=1", config=c, **options))[part] for c in configs]
-        assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("mesh", ["dp=8", "dp=16,pp=4"])
@@ -182,18 +167,6 @@ def test_stages_are_cut_where_a_real_pipeline_cuts(parts):
                 max(n * costs[1] + costs[-1] * (i == parts - 1) for i, n in enumerate(cut))
             )
         assert slowest[0] <= slowest[1] * (1 + 1e-9)
-
-
-def test_layers_with_experts_and_without_are_priced_by_their_shares():
-    """Mutant: all of them as the last one."""
-    dense = PRESETS["llama-3-8b"]
-    whole = replace(dense, moe=replace(PARTLY, first_dense=0, every=1))
-    jobs = [job("ep=8,zero=1", config=c) for c in (dense, whole, replace(dense, moe=PARTLY))]
-    for table, part in (
-        (cost.seconds, "compute"), (cost.seconds, "ep"), (footprint.memory, "activations"),
-    ):  # fmt: skip
-        none, all_of_it, some = (table(one)[part] for one in jobs)
-        assert some == pytest.approx((17 * none + 15 * all_of_it) / 32) and none < all_of_it
 
 
 def test_whole_experts_are_computed_on_own_tokens():
@@ -273,22 +246,6 @@ def test_the_family_minipar_is_its_own_code(plan):
     assert -0.1 < simulated.peak_bytes / held(one) - 1 < 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 16])
-def test_hops_of_tp_take_what_their_traced_code_does(tp):
-    """In a node they hide; between two, each waits for one port. Mutants: not hidden; all ports."""
-    family, few = hardware.software("minipar"), replace(PRESETS["llama-3-8b"], num_layers=2)
-    plan = f"tp={tp},sequence_parallel,precision=bf16"
-    seconds = []
-    for word in ("", ",tp_overlap"):
-        one = job(plan + word, config=few, software=family)
-        replayed = planner.simulate(one).exposed["tp"]
-        seconds.append((cost.seconds(one)["tp"], replayed))
-    assert (seconds[1][0] > seconds[0][0]) == (seconds[1][1] > seconds[0][1]) == (tp > 8)
-    if tp > 8:
-        assert seconds[1][0] == pytest.approx(seconds[1][1], rel=0.3)
-
-
 def test_a_forward_beside_a_backward_hides_what_travels():
     """As far as measured, and no longer than they compute. Mutant: nothing of it, or all."""
     text = "dp=2,pp=4,ep=8,schedule=dualpipe_v,microbatches=16"
@@ -303,29 +260,12 @@ def test_a_forward_beside_a_backward_hides_what_travels():
     assert hidden == pytest.approx(1.5 * layers[1]["compute"])
 
 
-@pytest.mark.parametrize("axis", ["ep", "cp"])
-def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port(axis):
+def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port():
     """Mutant: charged for what all ranks deal out, each waiting for ep times too long."""
-    moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
-    plan = "dp=64" if axis == "ep" else "cp=64,context=ulysses"
-    one = job(plan, config=moe if axis == "ep" else PRESETS["llama-3-8b"], seq=65_536)
-    one = replace(one, ep=64 if axis == "ep" else 1)
-    rows = 8 * 4096 if axis == "ep" else 2 * (32 + 8) * 128  # numbers of a token, out and back
-    port = H100.between.bandwidth * H100.between.share
-    far = 2 * rows * one.tokens * 56 / 64 / port * (2 if axis == "ep" else 1)
-    assert far < cost.layer(one, False)[axis] < 1.6 * far  # more: latency
-
-
-@pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
-def test_between_two_ranks_of_cp_are_those_of_ep_and_tp(context):
-    """On nodes of 8, two ranks of cp are on two of them from ep x tp = 8. Mutant: without ep."""
-    moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(8, 2, 14_336))
-
-    def waits(mesh):
-        one = job(f"cp=2,context={context},{mesh}", config=moe)
-        return cost._context(one, 0.0, 1, 4096, 1024)  # whatever a rank's widths are, the same
-
-    assert waits("ep=8") == waits("ep=4,tp=2") == waits("tp=8") > waits("ep=4") == waits("ep=2")
+    one = replace(job("dp=64", config=SPARSE, seq=65_536), ep=64)
+    rows = 8 * 4096 * one.tokens  # numbers, out and back
+    far = 4 * rows * 56 / 64 / (H100.between.bandwidth * H100.between.share)
+    assert far < cost.layer(one, False)["ep"] < 1.6 * far  # more: latency
 
 
 # ---------------------------------------------------------------------- what is fitted, and scale

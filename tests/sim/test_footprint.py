@@ -77,19 +77,6 @@ def test_all_forwards_first_keep_the_logits_of_all(name):
     assert footprint.memory(job(f"{plan}{name}", software=fused))["logits"] == 16 * 2 * each
 
 
-@pytest.mark.parametrize("text", ["pp=4", "pp=4,schedule=interleaved_1f1b,stages_per_rank=8"])
-def test_the_fullest_rank_may_have_no_layer_without_experts(text):
-    """Of 32 stages of a layer each, every second one has experts: all those of a rank, or none."""
-    moe = replace(PARTLY, first_dense=0, every=2)
-    config = replace(PRESETS["llama-3-8b"], moe=moe)
-    whole, some = (
-        footprint.memory(job(f"dp=2,{text},zero=1,microbatches=8", config=replace(config, moe=m)))
-        for m in (replace(moe, every=1), moe)
-    )
-    share = some["weights"] / whole["weights"]
-    assert share == 1 if "interleaved" in text else share < 0.7
-
-
 def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
     """Mutants: a share of all memory alone; what is usable alone, though it is crowded."""
     large = H100.device

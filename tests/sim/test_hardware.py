@@ -71,10 +71,9 @@ def test_ceilings_are_the_fastest_products_measured(name, dtype, best, shape):
 
 def test_links_that_can_be_emulated_have_the_bandwidth_they_have_here():
     """Mutant: gigabits for gigabytes in one of the two tables."""
-    shared = {"1gbe": "between", "10gbe": "between", "100gbe": "between", "ib-ndr": "between"}
-    for name, where in shared.items():
+    for name in ("1gbe", "10gbe", "100gbe", "ib-ndr"):
         machine = load(f"h100-{name.removeprefix('ib-')}")
-        assert getattr(machine, where).bandwidth == LINKS[name].bandwidth
+        assert machine.between.bandwidth == LINKS[name].bandwidth
     for name, machine in {"nvlink4": "h100", "nvlink5": "b200", "pcie5": "h100-pcie"}.items():
         assert load(machine).inside.bandwidth == LINKS[name].bandwidth
 
@@ -126,27 +125,6 @@ def test_unfused_attention_is_slower_and_backward_is_slower_than_forward():
     assert v100(1, 8, 512, 512, 64, "fp16") == v100(1, 8, 512, 512, 64, "fp16", fused=False) > 0
 
 
-def test_memory_that_is_left_shrinks_with_process_groups():
-    device = H100.device
-    groups = (replace(device, nccl=count * device.nccl) for count in (0, 1, 4, 10_000))
-    left = [each.usable_memory() for each in groups]
-    assert device.memory > left[0] > left[1] > left[2] > 0.8 * device.memory
-    assert left[3] == 0
-
-
-def test_types_have_torch_s_names_too():
-    torch = pytest.importorskip("torch")
-    one = H100.device.seconds_of_matmul
-    assert (
-        one(512, 512, 512, torch.bfloat16) == one(512, 512, 512, "bfloat16") == one(512, 512, 512)
-    )
-    assert one(8192, 8192, 8192, torch.float8_e4m3fn) < one(8192, 8192, 8192)
-    with pytest.raises(ValueError, match="a100 has no fp8; it has fp32, tf32"):
-        load("a100").device.seconds_of_matmul(8, 8, 8, "fp8")
-    with pytest.raises(ValueError, match="no type 'int7'"):
-        one(8, 8, 8, "int7")
-
-
 # ---------------------------------------------------------------------- collectives
 TABLE = Path(__file__).with_name("collectives.csv")
 
@@ -178,7 +156,7 @@ def test_collectives_take_as_long_as_was_published(source, median, most):
     assert np.median(off) < 0.7 * np.median(flat)
 
 
-VERBS = ("all_reduce", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send")
+VERBS = ("all_reduce", "reduce_scatter", "all_to_all", "send")
 sizes = st.floats(0, 1e12)
 groups = st.sampled_from([(2, 1), (5, 1), (8, 1), (2, 2), (16, 2), (64, 8), (1024, 128)])
 
@@ -219,18 +197,6 @@ def test_a_port_that_a_node_shares_is_divided_by_its_devices():
     assert own_ports == pytest.approx(1e10 / 2 / (50e9 * 0.96), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (("all_reduce", 1, 9, 1), "9 ranks on 1 nodes of h100-ndr.* use 2 to 9 nodes"),
-        (("all_reduce", 1, 2, 4), "use 1 to 2 nodes"),
-    ],
-)
-def test_impossible_collectives_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        H100.seconds_of_collective(*call)
-
-
 # ---------------------------------------------------------------------- files
 GOOD = """
 [node.mine]
@@ -262,16 +228,11 @@ def test_a_file_of_one_s_own_builds_on_what_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("[1e9", "[nan", "device.other.memory must be .number of 0 or more"),
-        ("[1e9", "[-1", "device.other.memory must be .number of 0 or more"),
-        ('[1e9, "measured"]', "1e9", "device.other.memory must be .number of 0 or more"),
-        ("memory =", "memroy =", "device.other: .*unexpected keyword argument 'memroy'"),
-        ('like = "h100"', "", "device.other: .*missing .* required .*'context'"),
+        ("[1e9", "[nan", "other.memory must be .number of 0 or more"),
+        ('[1e9, "measured"]', "1e9", "other.memory must be .number of 0 or more"),
+        ("memory =", "memroy =", "unexpected keyword argument 'memroy'"),
         ('like = "h100"', 'like = "h10"', "no device 'h10'; there are .*h100"),
-        ('"nvlink4"', "4", "no network 4; there are"),
         ("[node.mine]", "[nodes.mine]", "not enough values to unpack"),
-        ("memory =", "peak.bf61 = [1, 's']\nmemory =", "no type 'bf61'"),
-        ("[node.mine]", "[node.mine", "line 2"),
     ],
 )
 def test_a_bad_file_is_one_line_with_its_name_and_key(tmp_path, old, new, message):

@@ -9,8 +9,7 @@ import torch
 
 from minipar.cli import commands, main
 from minipar.model.hf import config_json
-from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.model.moe import MoEConfig
+from minipar.model.llama import PRESETS
 from minipar.parallel.plan import Plan
 from minipar.sim import asked, cost, footprint, hardware, planner
 from minipar.sim.planner import NothingFits, PlanConfig, Ranked
@@ -57,11 +56,8 @@ def test_stages_per_rank_are_searched(found):
     ("software", "word", "values"),
     [
         ("nanotron", "zero", {0, 1}),
-        ("nanotron", "cp", {1}),
         ("nanotron", "schedule", {"1f1b"}),
-        ("megatron-core", "zero", {0, 1}),
         ("llm-foundry", "tp", {1}),
-        ("llm-foundry", "zero", {2, 3}),
         ("any", "zero", {0, 1, 2, 3}),
     ],
 )
@@ -80,8 +76,6 @@ def test_software_is_only_asked_for_what_it_can_do(software, word, values):
         "context=ulysses,cp=2",
         "schedule=zb_h1,pp=2",
         "stages_per_rank=4,pp=2",
-        "tp_overlap",
-        "compression=int8",
         "microbatch=64",
         "pp=2,zero=3",
         "tp=2,sequence_parallel=false",
@@ -106,54 +100,16 @@ def test_words_to_fix_are_read_as_those_of_a_plan():
     assert asked.fixed("tp = 2,sequence-parallel") == {"tp": 2, "sequence_parallel": True}
 
 
-def test_zero_1_is_preferred_to_2_where_it_fits(found):
-    """Which reduces gradients of each microbatch. Mutant: once in all, and so at no cost."""
-    compared = 0
-    fit = {(str(r), r.job.plan.zero): r for r in found.fit}
-    for (text, zero), two in fit.items():
-        one = fit.get((text.replace("zero=2", "zero=1"), 1))
-        if zero == 2 and one and two.job.plan.microbatches > 1:
-            assert one.step < two.step
-            compared += 1
-    assert compared > 10
-
-
-DEEPSEEK = LlamaConfig(
-    129_280, 7168, 18_432, 58, 128, 8, 128, max_seq_len=4096,
-    moe=MoEConfig(256, 8, 2048, num_shared=1),
-)  # fmt: skip
-"""DeepSeek-V3 without its three first layers, whose attention is about as large."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fix", [{}, {"ep": 32, "zero": 3, "checkpointing": "full"}])
-def test_deepseek_v3_beyond_276_gib_does_not_fit(fix):
-    """torchtitan pull request 4016: more than devices of 288 GB have.
-
-    Mutant: experts cut among ranks of dp that share no experts.
-    """
-    assert DEEPSEEK.num_parameters == pytest.approx(671e9, rel=0.01)
-    base = replace(planner.base_of(replace(EIGHT, hardware="b300")), config=DEEPSEEK, seq_len=4096)
-    found = planner.search(base, 32, 32, fix)
-    smallest = found.smallest()
-    assert found.best() is None and sum(smallest.memory.values()) > 276 * 2**30
-    assert "nothing fits" in planner.lost(found, smallest, lambda _: True)
-    assert planner.search(base, 256, 256, {"ep": 64, "pp": 1, "tp": 1, "cp": 1}).best()
-
-
 # ---------------------------------------------------------------------- the words
 @pytest.mark.slow
 def test_the_words_say_why(found):
-    """Mutants: a line without its plan; the JSON without reasons."""
+    """Mutant: a line without its plan."""
     config = replace(SMALL, gpus=16, global_batch=32)
     text, plans = planner.answer(config)
-    loaded = json.loads(planner.answer(replace(config, json=True))[0])
     for words in ("The best, by part:", "Others:", "To paste:", "MFU", f"{planner.NOT_VARIED}."):
         assert words in text
     assert "error 15%: 90 % of published runs, and more, are within 15%" in text
-    assert all(str(one) in text for one in plans) and len(loaded["plans"]) == len(plans) == 5
-    assert all(f"  {family}: {why}" in text for family, why in loaded["others"].items())
-    assert len(loaded["others"]) > 3 and all(f"  {line}" in text for line in loaded["why"])
+    assert all(str(one) in text for one in plans) and len(plans) == 5
     shown = planner.where_time_goes(plans)
     assert len(shown) == len(plans) and all(sum(parts.values()) > 0 for parts in shown.values())
 
@@ -161,15 +117,6 @@ def test_the_words_say_why(found):
         return one.job.plan.dp == 8 and one.job.plan.zero == 0
 
     assert "nothing fits:" in planner.lost(found, found.best(), whole)
-
-
-def test_tp_is_timed_among_its_own_ranks():
-    """Mutant: among all of a node."""
-    one = ranked(replace(EIGHT, gpus=16, global_batch=16), "dp=8,tp=2,sequence_parallel")
-    n, machine = 2 * one.job.tokens * one.job.config.hidden_size, one.job.machine
-    inside, across = (machine.seconds_of_collective("all_reduce", n, 2, k) for k in (1, 2))
-    line = planner.reasons(planner.Search([], []), one)[-1]
-    assert f"takes {inside * 1e3:.2f} ms there, {across * 1e3:.2f} ms over two" in line
 
 
 def test_flags_are_read_by_our_own_training_and_are_torchtitans_degrees():
@@ -186,13 +133,6 @@ def test_flags_are_read_by_our_own_training_and_are_torchtitans_degrees():
     assert whole["torchtitan"] == f"{p}data_parallel_replicate_degree 2"
 
 
-@pytest.mark.parametrize("word", ["", ",compression=int8"])
-def test_words_without_a_price_are_said(word):
-    """Mutant: the numbers of a plan without them, as if they were its own."""
-    text = planner.answer(replace(EIGHT, explain=f"dp=8{word}"))[0]
-    assert ("does not price compression=int8:" in text) == bool(word)
-
-
 @pytest.mark.parametrize(
     ("changed", "plan", "kind"),
     [
@@ -203,7 +143,7 @@ def test_words_without_a_price_are_said(word):
         ({}, "dp=8,zero=2", "zero=2"),
         (dict(model="mixtral-8x7b"), "dp=8", "experts"),
         (dict(hardware="b200"), "dp=8", "on b200"),
-        (dict(what_if="gpus=4"), "tp=8,sequence_parallel", "tp over nodes"),
+        (dict(gpus=16), "tp=16,sequence_parallel", "tp over nodes"),
         (dict(gpus=128, global_batch=128), "dp=128,zero=1", "more than 64 devices"),
         ({}, "tp=8,sequence_parallel,tp_overlap", "tp_overlap"),
         ({}, "pp=8,microbatches=8,schedule=gpipe", "schedule=gpipe"),
@@ -217,27 +157,31 @@ def test_no_error_is_stated_that_nobody_looked_at(changed, plan, kind):
     """Mutant: 15 % of every plan, though no published run is like it."""
     config = replace(EIGHT, explain=plan, **changed)
     text, (one,) = planner.answer(config)
-    loaded = json.loads(planner.answer(replace(config, json=True))[0])
     words = f"no published run of this kind was checked: {kind}"
-    assert (words in text) == bool(kind) == (loaded["error"] is None)
-    assert loaded["unchecked"] == planner.unchecked(one.job) == (words if kind else "")
+    assert (words in text) == bool(kind)
+    assert planner.unchecked(one.job) == (words if kind else "")
     assert (f"error {planner.ERROR:.0%}: 90 % of" in text) == (not kind)
     assert "fp8" in planner.unchecked(replace(one.job, dtype="fp8"))
 
 
-def test_one_plan_is_explained_and_json_is_the_same():
+def test_one_plan_is_explained():
     config = replace(EIGHT, explain="dp=8,zero=3,microbatches=8,precision=bf16")
     text, (one,) = planner.answer(config)
-    loaded = json.loads(planner.answer(replace(config, json=True))[0])
-    assert sum(loaded["seconds"].values()) == pytest.approx(one.step) == loaded["step_seconds"]
-    assert f"{one.step:.2f} s" in text and loaded["plan"]["zero"] == 3
-    assert 0.2 < loaded["mfu_causal"] < loaded["mfu"] < 0.8
-    assert "does not fit" in planner.answer(replace(config, explain="dp=8"))[0]
-    again = planner.answer(replace(config, explain=str(one)))[1]  # its microbatch is a word, too
-    assert again == [one]
+    assert f"{one.step:.2f} s" in text and one.job.plan.zero == 3
+    assert 0.2 < one.mfu(causal=True) < one.mfu(causal=False) < 0.8
+    assert planner.answer(replace(config, explain=str(one)))[1] == [one]  # microbatch is a word
+    said = planner.answer(replace(config, explain="dp=8,compression=int8"))[0]
+    assert "does not fit" in said and "does not price compression=int8:" in said
 
 
 # ---------------------------------------------------------------------- replay
+def test_hosts_are_as_slow_in_the_simulator_as_in_the_closed_form():
+    """Per doubling of tp, too. Mutant: as if tp had no operations of its own."""
+    job = ranked(replace(EIGHT, model="tiny", seq=64), "tp=2,microbatches=2").job
+    slow = replace(job, software=replace(job.software, host_tp=1.0))  # next to that, all is free
+    assert planner.simulate(slow).seconds == pytest.approx(cost.seconds(slow)["host"], rel=0.01)
+
+
 @pytest.mark.slow
 def test_the_replay_orders_the_table():
     """Mutants: the order of the closed form; plans that are not replayed."""
@@ -277,13 +221,6 @@ def test_explaining_draws_a_few_microbatches(capsys, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_hosts_are_as_slow_in_the_simulator_as_in_the_closed_form():
-    """Per doubling of tp, too. Mutant: as if tp had no operations of its own."""
-    job = ranked(replace(EIGHT, model="tiny", seq=64), "tp=2").job
-    slow = replace(job, software=replace(job.software, host_tp=1.0))  # next to that, all is free
-    assert planner.simulate(slow).seconds == pytest.approx(cost.seconds(slow)["host"], rel=0.01)
-
-
 def test_a_plan_that_cannot_be_traced_is_a_sentence(capfd):
     """Mutant: an error, after all that was asked for."""
     plan = "pp=2,ep=2,schedule=dualpipe_v,microbatches=4,dispatch=paired"
@@ -308,15 +245,6 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
         assert asked.model_config(name).num_parameters == pytest.approx(size, rel=0.01)
 
 
-def test_the_machine_can_be_changed():
-    """Mutant: of one port, which a node's devices share."""
-    machine = asked.machine_of(replace(EIGHT, what_if="nic=200,nvlink=900,memory=141,gpus=72"))
-    assert (machine.between.bandwidth, machine.inside.bandwidth) == (25e9, 900e9)
-    assert (machine.device.memory, machine.gpus) == (141e9, 72)
-    shared = asked.machine_of(replace(EIGHT, hardware="h100-100gbe", what_if="nic=400")).between
-    assert (shared.bandwidth, shared.shared) == (50e9, 0)
-
-
 def call(capfd, *words):
     with pytest.raises(SystemExit) as stop:
         main.main(["plan", *words])
@@ -334,18 +262,12 @@ def call(capfd, *words):
         ("--global-batch 0", "--global-batch 0"),
         ("--seq 9000", "sees 1 to 8,192 tokens"),
         ("--software megaton", "no software 'megaton'; there are any"),
-        ("--what-if nic=-1", "above 0"),
-        ("--what-if speed=2", "nic (Gb/s"),
         ("--fix tp=2,banana", "banana"),
         ("--explain dp=3,tp=3 --gpus 9", "tp=3"),
         ("--explain dp=4", "4 ranks"),
-        (
-            "--explain dp=8,precision=float32",
-            "h100-ndr is priced in bf16 alone; use precision=bf16",
-        ),
+        ("--explain dp=8,precision=float32", "h100-ndr is priced in precision=bf16 alone"),
         ("--gpus 1000000000000", "--gpus 1,000,000,000,000: use at most 1,048,576"),
-        ("--explain dp=8,microbatch=1 --global-batch 64", "a batch of 8; use --global-batch 8"),
-        ("--explain dp=8,microbatch=0", "--explain microbatch=0: microbatch must be 1 or more"),
+        ("--explain dp=8,microbatch=1 --global-batch 64", "--gpus 8 and --global-batch 8"),
         ("--explain dp=8 --fix tp=2", "--fix tp=2 bounds a search, and --explain has one plan"),
     ],
 )
@@ -354,37 +276,17 @@ def test_bad_input_is_one_line(capfd, words, message):
     assert code == 2 and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(fix="dp=3"), "8 devices --fix dp=3: no candidate; pp is at most 32"),
-        (dict(fix="microbatch=3"), "--fix microbatch=3: no candidate"),
-        (dict(fix="precision=fp16"), "the precision is bf16"),
-        (dict(fix="cp=2", software="nanotron"), "--software nanotron must have it"),
-        (dict(model="tiny", fix="pp=8"), "no candidate; pp is at most 4 "),
-    ],
-)
-def test_words_that_no_candidate_has_are_said(change, words):
-    """Mutant: it is the batch that no dp divides."""
-    with pytest.raises(NothingFits, match=words):
-        planner.answer(replace(EIGHT, **change))
+def test_words_that_no_candidate_has_are_said():
+    """Mutant: the smallest plan of none."""
+    with pytest.raises(NothingFits, match="no legal plan for 8 devices: .* leave no candidate"):
+        planner.answer(replace(EIGHT, fix="dp=3"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "category"),
-    [
-        ("--model llama-3-70b --gpus 8 --global-batch 8", "optimizer"),
-        (
-            "--gpus 8 --hardware a100-40 --global-batch 8 --fix tp=1,pp=1,cp=1,zero=0",
-            "without --fix",
-        ),
-    ],
-)
-def test_nothing_fits_is_exit_code_3_with_a_change_that_works(capfd, words, category):
+def test_nothing_fits_is_exit_code_3_with_a_change_that_works(capfd):
+    words = "--model llama-3-70b --gpus 8 --global-batch 8"
     code, _, err = call(capfd, *words.split())
-    assert code == 3 and category in err and err.count("\n") == 1
-    if "would do" in err:
-        change = err.rpartition(";")[2].replace("would do", "").split()
-        config = commands.parse(["plan", *words.split(), "--no-replay", *change])[1]
-        assert planner.answer(config)[1]
+    assert code == 3 and "optimizer" in err and err.count("\n") == 1
+    change = err.rpartition(";")[2].replace("would do", "").split()
+    config = commands.parse(["plan", *words.split(), "--no-replay", *change])[1]
+    assert planner.answer(config)[1]

@@ -5,7 +5,6 @@ What only a GPU would punish fails here on any machine: on the meta device `.ite
 collective, and one that is pickled.
 """
 
-import random
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.expert import DispatchPlan
 from minipar.parallel.pipeline.schedules import SCHEDULES
-from minipar.parallel.plan import Plan, meshes
+from minipar.parallel.plan import Plan
 from minipar.sim import trace as sim_trace
 from minipar.sim.trace import Actor, pretend, trace
 from minipar.sim.tracer import Tracer
@@ -69,30 +68,6 @@ EXPERTS = [
     "dp=2,ep=2,tp=2,zero=3,precision=bf16",
     "pp=2,ep=2,zero=2,schedule=dualpipe_v,dispatch=paired,microbatches=4",
 ]
-
-
-def legal_plans(num_ranks: int, count: int) -> list[str]:
-    """Plans out of all that `Plan.problem` lets pass, always the same ones."""
-    draw, found = random.Random(0), []
-    sizes = [mesh for mesh in meshes(num_ranks) if mesh["cp"] < 8]  # long rings take long
-    while len(found) < count:
-        plan = Plan(
-            **draw.choice(sizes),
-            zero=draw.randrange(4),
-            sequence_parallel=draw.random() < 0.5,
-            tp_overlap=draw.random() < 0.3,
-            context=draw.choice(["ring", "gather", "ulysses"]),
-            microbatches=draw.choice([1, 2, 4]),
-            precision=draw.choice(["float32", "bf16", "fp16"]),
-            checkpointing=draw.choice(["none", "selective", "full"]),
-        )
-        if plan.problem(CONFIG) is None and str(plan) not in found:
-            found.append(str(plan))
-    return found
-
-
-def slow(text: str):
-    return pytest.param(text, marks=pytest.mark.slow)
 
 
 class Strict(calls.Tap):
@@ -139,11 +114,11 @@ def fused(monkeypatch):
     monkeypatch.setattr(sim_trace, "make_optimizer", make_fused)
 
 
-EVERY = [*EIGHT_RANKS, *EXPERTS, *legal_plans(64, 12)]
+EVERY = [*EIGHT_RANKS, *EXPERTS]
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("text", [slow(t) if i % 4 else t for i, t in enumerate(EVERY)])
+@pytest.mark.parametrize("text", EVERY)
 def test_trains_and_is_saved_without_values(text, strict, fused):
     """Two whole steps, clipping and loss scaling, one of them recorded; then weights and optimizer
     out and in again."""
