@@ -176,6 +176,8 @@ def plan(command: planner.PlanConfig) -> None:
     """Print the plans that would train a model fastest, and why; draw where their time goes."""
     text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
     print(text, flush=True)
+    if command.json:
+        return
     if command.explain:
         _simulated(command, plans[0])
         return

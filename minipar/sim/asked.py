@@ -2,9 +2,9 @@
 
 import difflib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from minipar.comm.mesh import MOST_RANKS, whole_number
 from minipar.model import hf
@@ -51,6 +51,8 @@ class PlanConfig:
     --software names other code."""
     explain: str = ""
     """Explain one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead of a search."""
+    json: bool = False
+    """Print JSON."""
     out: str = "plan.png"
     """Where to draw where the time of the best five goes; empty: nowhere."""
 
@@ -75,6 +77,10 @@ def model_config(name: str) -> LlamaConfig:
 def fixed(text: str) -> dict[str, Any]:
     """Return what `--fix` names: words of a plan, and microbatch. Raises `ValueError`."""
     plan, microbatch, names = read_plan(text, "--fix")
+    for field in fields(plan):
+        allowed, value = get_args(field.type), getattr(plan, field.name)
+        if allowed and value not in allowed:
+            raise ValueError(f"--fix {field.name}={value}: use {', '.join(map(str, allowed))}")
     found = {"microbatch": microbatch} if microbatch else {}
     return found | {name: getattr(plan, name) for name in names}
 

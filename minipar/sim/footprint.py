@@ -12,10 +12,10 @@ Math.   A rank of the pipeline with n layers keeps of each what recomputation le
 Fitted. `gathered` of `hardware.Software` to published runs, and `HEADROOM`.
 Source. Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for activations.
 
-Limits: no allocator under pressure; layers with experts and without hold their mean on all ranks.
-`cost.py` has the time of the same plans.
+Limits: no allocator under pressure. `cost.py` has the time of the same plans.
 """
 
+from dataclasses import replace
 from functools import cache
 
 from minipar.parallel.pipeline.schedules import LOOPED, make
@@ -37,6 +37,11 @@ def room(device: Device) -> float:
 
 def memory(job: Job) -> dict[str, float]:
     """Return the bytes of the fullest rank: weights, gradients, optimizer, activations, logits."""
+    moe = job.config.moe
+    if moe is not None and job.plan.pp > 1:  # some rank may have no layer without experts
+        is_even = not any(layers / job.chunks % moe.every for layers in job.layers)
+        moe = replace(moe, first_dense=0, every=moe.every if is_even else 1)
+        job = replace(job, config=replace(job.config, moe=moe))
     ranks = (_memory_of(job, stage, layers) for stage, layers in enumerate(job.layers))
     return max(ranks, key=lambda held: sum(held.values()))
 

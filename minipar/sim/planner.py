@@ -11,8 +11,10 @@ Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calcul
 """
 
 import itertools
+import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,6 +35,8 @@ CAN: dict[str, dict[str, tuple]] = {
 """Values of a plan's words that software can carry out, where it cannot carry out all."""
 STAGES_PER_RANK = (2, 3, 5, 8)
 """Stages per rank of the interleaved pipelines that are searched, as published runs had them."""
+UNEVEN = 1.15
+"""The layers of stages that all have as many as the longest may be so many times the model's."""
 REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 PRICED = {"compression": ("none",), "dispatch": ("all_to_all", "paired"), "context": ("ring",)}
 NOT_VARIED = "tp_overlap, context, dispatch, compression and most schedules"
@@ -92,6 +96,15 @@ class Ranked:
     def __str__(self) -> str:
         return f"{self.job.plan},microbatch={self.job.microbatch}"
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry of `--json`: seconds, bytes, and shares."""
+        why, plan = unchecked(self.job), asdict(self.job.plan) | {"microbatch": self.job.microbatch}
+        times = {"step_seconds": self.step, "replayed_seconds": self.replayed or None}
+        rates = {"tokens_per_second_per_gpu": self.tokens_per_second, "mfu": self.mfu(False)}
+        rates |= {"mfu_causal": self.mfu(True), "error": None if why else ERROR, "unchecked": why}
+        parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self.job)}
+        return {"plan": plan, **times, **rates, **parts}
+
 
 # ---------------------------------------------------------------------- search
 def candidates(base: Job, gpus: int, global_batch: int, fix: Collection[str] = ()) -> Iterator[Job]:
@@ -137,7 +150,9 @@ def _orders(base: Job, pp: int, fix: Collection[str]) -> list[tuple[str, int]]:
     if pp == 1:
         return [("1f1b", 0)]
     own = ["zb_h1"] * (base.software.name == "minipar")
-    stages = [v for v in STAGES_PER_RANK if v * pp <= base.config.num_layers]
+    # Long stages hold up short ones: as if all had as many layers as the longest.
+    layers, counts = base.config.num_layers, {v: v * pp for v in STAGES_PER_RANK}
+    stages = [v for v, n in counts.items() if math.ceil(layers / n) * n <= UNEVEN * layers]
     stages = [base.plan.stages_per_rank] if "stages_per_rank" in fix else stages
     found = [(name, base.plan.stages_per_rank) for name in ("1f1b", *own, base.plan.schedule)]
     return [*dict.fromkeys(found + [("interleaved_1f1b", v) for v in stages])]
@@ -275,7 +290,8 @@ def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
         )
     if other := found.smallest(wanted):
         return f"nothing fits: {other} {other.needs()}"
-    return "no such plan is legal"
+    refused = next((r for r in (*found.fit, *found.too_large) if wanted(r)), None)
+    return f"no plan is legal: {problem(refused.job)}" if refused else "there is no such plan"
 
 
 def table(plans: Iterable[Ranked]) -> str:
@@ -318,7 +334,8 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     if config.explain:
         job = explained(base, config)
         ranked = Ranked(job, cost.seconds(job), footprint.memory(job))
-        return f"{table([ranked])}\n\n{_by_part(ranked)}", [ranked]
+        text = f"{table([ranked])}\n\n{_by_part(ranked)}"
+        return (json.dumps(ranked.as_dict()) if config.json else text), [ranked]
     fix = fixed(config.fix)
     found = search(base, config.gpus, config.global_batch, fix, watch)
     best = found.top(config.top)
@@ -334,12 +351,16 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
         for family in dict.fromkeys(r.family for r in (*found.fit, *found.too_large))
         if family != first.family
     }
+    why = reasons(found, first, fix)
+    if config.json:
+        plans = [ranked.as_dict() for ranked in best]
+        return json.dumps({"plans": plans, "others": losers, "why": why}), best[:5]
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
         f"{config.global_batch} sequences a step",
         table(best),
         "The best, by part:\n" + _by_part(first),
-        "Why:\n" + "\n".join(f"  {line}" for line in reasons(found, first, fix)),
+        "Why:\n" + "\n".join(f"  {line}" for line in why),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
         "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
         f"Only --fix varies {NOT_VARIED}.",

@@ -5,9 +5,10 @@ Idea.   On the meta device tensors have shapes and no values, and torch's "fake"
         any mesh: `compose.apply`, `train_step`, clipping and optimizer are the real ones, and
         what passes by is written down. No strategy is modelled a second time.
 Trace.  A list of segments, each a list of events in their order: see `tracer.py`.
-Repeats. In a pipeline microbatches in the middle of a step are alike, so one of them is computed,
-        and the others repeat it. Of each place on the pipeline one rank runs: the other ranks of
-        its dp, cp and tp do the same.
+Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
+        pipeline, ranks with as many layers are alike, too: one of them runs, and the others follow
+        their own rows of the schedule with what it did, while `Mail`, the real one, sends messages.
+        Other ranks of dp, cp and tp do as their first does.
 Steps.  One that others have gone before is recorded: the first learns orders (ddp, fsdp), and what
         one step sends may be awaited in the next (zero).
 
@@ -15,11 +16,13 @@ Limits: an optimizer is one pass over its bytes, as a fused one is. Elementwise 
 fused, but for norms. Loaders, checkpoints and what Python does between operations take no part.
 """
 
+import copy
 import gc
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,20 +35,18 @@ from minipar.comm.mesh import Mesh, rank_at
 from minipar.emulate import operations
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
+from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
 from minipar.parallel.pipeline.runtime import Pipeline
 from minipar.parallel.pipeline.simulate import SPAN_KIND
 from minipar.parallel.plan import Plan
-from minipar.sim.tracer import Event, Memory, Segment, Tracer
+from minipar.sim.tracer import Compute, Event, Launch, Memory, Segment, Tracer
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import forward_backward, train_step
 
+
 # ---------------------------------------------------------------------- what is found
-DISTINCT = 3
-"""Microbatches of a stage that may differ at the start of a step; later ones repeat the last."""
-
-
 @dataclass(frozen=True)
 class Trace:
     """The step of one rank: segments, some of them several times, and what it holds before."""
@@ -57,6 +58,19 @@ class Trace:
         """Yield all events of the step."""
         for segment in self.segments:
             yield from segment.events
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of products and attention, with what is computed again."""
+        return sum(e.flops for e in self.events() if type(e) is Compute)
+
+    def sent(self) -> dict[str, int]:
+        """Return the bytes that this rank sends in a step, by axis."""
+        totals: dict[str, int] = defaultdict(int)
+        for event in self.events():
+            if type(event) is Launch:
+                totals[event.axis] += event.num_bytes
+        return dict(totals)
 
     def at_peak(self) -> dict[str, int]:
         """Return the bytes by category when the rank holds the most."""
@@ -137,7 +151,7 @@ class Actor:
         )
 
 
-# ---------------------------------------------------------------------- from a rank to its trace
+# ---------------------------------------------------------------------- from a rank to its program
 def trace(
     config: LlamaConfig,
     plan: Plan,
@@ -162,118 +176,164 @@ def trace(
             f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
             f"runs two at once; take dispatch=overlapped, which cannot be faster"
         )
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for place in range(plan.pp):
+        alike[_kind_of(config, plan, place)].append(place)
     found: dict[int, Trace] = {}
     sizes = plan.mesh_sizes()
-    for place in range(plan.pp):
+    for places in alike.values():
         norms = nullcontext() if on_cpu else operations.fused_norms()
-        rank = rank_at(dict.fromkeys(sizes, 0) | {"pp": place}, sizes)
-        with pretend(plan, rank) as mesh, norms:
+        first = rank_at(dict.fromkeys(sizes, 0) | {"pp": places[0]}, sizes)
+        with pretend(plan, first) as mesh, norms:
             actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
-            found[place] = _record(actor, Tracer())
+            found |= _record(actor, places, Tracer())
             del actor
-    return Traces(plan, found)
+    return Traces(plan, dict(sorted(found.items())))
 
 
-def _record(actor: Actor, tracer: Tracer) -> Trace:
-    """Return the step of one rank, after one or two in which strategies learn their orders."""
+def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
+    """Return a key that is equal for places on pp where ranks hold and do the same."""
+    if plan.pp == 1:
+        return None
+    schedule = plan.make_schedule()
+    if schedule.copies > 1:  # it exchanges gradients with another of its own
+        return place
+    cut = stages.balance(stages.estimate_costs(config), schedule.num_stages)
+    found = []
+    for stage in schedule.stages_on(place):
+        part, last = schedule.part(stage), schedule.last_gradient(stage)
+        kinds = sorted({a.kind for a in schedule.actions[place] if a.stage == stage})
+        found.append((cut[part], part == 0, part == len(cut) - 1, *kinds, last and last.kind))
+    return tuple(found)
+
+
+def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
+    """Return the steps of ranks that are alike; `actor` is the first of them."""
+    play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
+    # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
+    learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     taps.append(tracer)
     gc.freeze()  # the collection below then looks only at later objects, which is fast
     try:
         with tracer:
-            _play(actor, tracer, is_first=True)
+            play(actor, tracer, places[:1], learned)
             if tracer.unawaited:
-                _play(actor, tracer, is_first=True)  # what they are when orders are known
+                play(actor, tracer, places[:1], learned)  # what they are when orders are known
+        tracer.segments.clear()
         gc.collect()  # the cycles that hooks make
         with tracer.watching(actor.model, actor.strategy.optimizer):
             held = tracer.held()
-            _play(actor, tracer)
+            programs = play(actor, tracer, places, DISTINCT)
             tracer.look_at(actor.model, actor.strategy.optimizer)
     finally:
         gc.unfreeze()
         taps.remove(tracer)
     tracer.close()
-    return Trace(tuple(tracer.segments), held)
+    return {place: Trace(tuple(program), held) for place, program in programs.items()}
 
 
-def _play(actor: Actor, tracer: Tracer, is_first: bool = False) -> None:
-    """Run a step; `tracer.segments` then has all of it. A first step may compute less."""
-    pipeline = actor.strategy.parts.pipeline
-    tracer.segments.clear()
-    tracer.begin_segment("before")
+DISTINCT = 4
+"""Microbatches that may differ: the first two, one that may be repeated, and the last."""
 
-    def begin(*_: Any) -> None:
-        tracer.begin_segment("microbatch")
 
-    def run(model: nn.Module, *given: Any, **options: Any) -> Tensor:
+Programs = dict[int, list[Segment]]  # by place
+
+
+def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
+    """Play a step without a pipeline; the third of four microbatches stands for all others."""
+    count, done = actor.plan.microbatches, [tracer.begin_segment("before")]
+
+    def run(model: nn.Module, *args: Any, **options: Any) -> Tensor:
+        def begin(*_: Any) -> None:
+            done.append(tracer.begin_segment("microbatch"))
+
         hook = model.register_forward_pre_hook(begin, prepend=True)
-        total = forward_backward(model, *given, **options)
+        total = forward_backward(model, *args, **options)
         hook.remove()
-        tracer.begin_segment("after")
+        done.append(tracer.begin_segment("after"))
         return total
 
-    if pipeline is None:
-        actor.strategy.run = run
-        actor.step(1 if is_first else 0)
-        return
-    pipeline._play = partial(_play_pipeline, actor, tracer, is_first)
-    actor.step()
+    actor.strategy.run = run
+    actor.step(min(count, distinct))
+    repeated = [done[3]] * (count - distinct) if count > distinct == DISTINCT else []
+    return {place: [*done[:3], *repeated, *done[3:]] for place in places}
 
 
-def _play_pipeline(
-    actor: Actor,
-    tracer: Tracer,
-    few: bool,
-    schedule: Schedule,
-    microbatches: Sequence[Any],
-    methods: Mapping,
-) -> None:
-    """Do the list of a rank, in the place of `Pipeline._play`: compute some, repeat the others.
+def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
+    """Play a step of a pipeline: compute few microbatches, then let all ranks follow their rows."""
+    pipeline, schedule = actor.strategy.parts.pipeline, actor.strategy.parts.pipeline.schedule
+    own, done = schedule.stages_on(places[0]), {}
+    roles = [_roles(schedule, stage, distinct) for stage in own]
 
-    All messages are empty buffers, as many as on a real rank.
-    """
-    pipeline = actor.strategy.parts.pipeline
-    last = pipeline.last_gradient
-    computed = {
-        stage: {action and action.microbatch} if few else _distinct(schedule, stage)
-        for stage, action in last.items()
-    }
-    done: dict[tuple[int, str], Segment] = {}
-    inputs: dict[tuple[int, int], Tensor | None] = {}  # of stages, until their backward
-
-    def act(action: Action, given: Tensor | None) -> Tensor | None:
-        stage, kind, i = action.stage, action.kind, action.microbatch
-        if i in computed[stage]:
-            segment = tracer.begin_segment(f"{stage}{kind}")
-            received = None if given is None else torch.empty_like(given)
-            with tracer.recorder.span(SPAN_KIND[kind], str(action)):
-                made = methods[kind](action, received)
-            tracer.label("", received, made)  # counted where they are handed over
-            if i != last[stage].microbatch:
-                done[stage, kind] = segment
-        elif not few:
-            tracer.segments.append(done[stage, kind])
-        tracer.begin_segment(f"messages {len(tracer.segments)}")
-        if kind == "F":
-            inputs[stage, i] = given
-        else:
-            inputs.pop((stage, i), None)
+    def hidden(action: Action) -> Tensor | None:
+        """Return what an action hands over, without computing it."""
         return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
 
-    tracer.begin_segment("messages")
-    Pipeline._play(pipeline, schedule, microbatches, dict.fromkeys(COMPUTE, act))
-    tracer.begin_segment("after")
+    def play(lowered: Schedule, microbatches: Sequence[Any], methods: Mapping) -> None:
+        def few(action: Action, given: Tensor | None) -> Tensor | None:
+            at = own.index(action.stage)
+            role = roles[at].get(action.microbatch)
+            if role is None:
+                return hidden(action)
+            done[at, action.kind, role] = tracer.begin_segment(f"{at}{action.kind}")
+            recorder = tracer.recorder
+            frame = recorder.open(SPAN_KIND[action.kind], str(action))
+            made = methods[action.kind](action, given)
+            recorder.close(frame)
+            tracer.label("", given, made)  # counted where they are handed over
+            tracer.begin_segment("messages")
+            return made
+
+        tracer.begin_segment("messages")
+        Pipeline._play(pipeline, lowered, microbatches, dict.fromkeys(COMPUTE, few))
+        done["after"] = tracer.begin_segment("after")
+
+    done["before"] = tracer.begin_segment("before")
+    pipeline._play = play
+    try:
+        actor.step()
+    finally:
+        del pipeline._play
+
+    def follow(place: int) -> list[Segment]:
+        """Return the step of another rank: its own messages, and the computing of this one."""
+        twin, theirs = copy.copy(pipeline), schedule.stages_on(place)
+        twin.axis = replace(pipeline.axis, rank=place)
+        roles = [_roles(schedule, stage, DISTINCT) for stage in theirs]
+        program, waiting = [done["before"]], {}
+
+        def again(action: Action, given: Tensor | None) -> Tensor | None:
+            at, key = theirs.index(action.stage), (action.stage, action.microbatch)
+            role = roles[at].get(action.microbatch, DISTINCT - 2)
+            if (at, action.kind, role) not in done:  # there it was in another kind of backward
+                found = (key[2] for key in done if key[:2] == (at, action.kind))
+                role = min(found, key=lambda role: (role == DISTINCT, -role))
+            program.append(done[at, action.kind, role])
+            program.append(tracer.begin_segment(f"messages {len(program)}"))
+            if action.kind == "F":
+                waiting[key] = given  # until its backward
+            else:
+                waiting.pop(key, None)
+            return hidden(action)
+
+        program.append(tracer.begin_segment("messages 0"))
+        batch = [actor.microbatch] * actor.plan.microbatches
+        Pipeline._play(twin, schedule, batch, dict.fromkeys(COMPUTE, again))
+        return [*program, done["after"]]
+
+    return {place: follow(place) for place in places} if distinct == DISTINCT else {}
 
 
-def _distinct(schedule: Schedule, stage: int) -> set[int]:
-    """Return the microbatches of a stage that may differ from others, which repeat the latest.
-
-    They are the first three, the first with each kind of backward, and the last to have one.
-    """
+def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
+    """Return the microbatches of a stage that are computed, and their numbers up to `DISTINCT`."""
+    row = schedule.actions[schedule.rank_of[stage]]
     last = schedule.last_gradient(stage)
     if last is None:  # more stages than microbatches
-        return set()
-    row = [a for a in schedule.actions[schedule.rank_of[stage]] if a.stage == stage]
-    others = [a for a in row if a.microbatch != last.microbatch]
-    few = {a.microbatch for a in [a for a in others if a.kind == "F"][:DISTINCT]}
-    firsts = {a.kind: a.microbatch for a in reversed(others)}
-    return few | {*firsts.values(), last.microbatch}
+        return {}
+    order = [a.microbatch for a in row if a.stage == stage and a.kind == "F"]
+    backward = {a.microbatch: a.kind for a in row if a.stage == stage and a.kind in "BI"}
+    others = [microbatch for microbatch in order if microbatch != last.microbatch]
+    few = others[: distinct - 1]
+    for kind in {*backward.values()} - {backward[m] for m in few}:
+        few += [m for m in others if backward[m] == kind][:1]
+    return {m: i for i, m in enumerate(few)} | {last.microbatch: DISTINCT}

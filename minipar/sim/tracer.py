@@ -52,6 +52,7 @@ class Launch(NamedTuple):
 
     verb: str
     axis: str
+    size: int
     num_bytes: int
     peers: tuple[int, ...] = ()
     purpose: str = ""
@@ -146,14 +147,14 @@ class Tracer(TorchDispatchMode, Tap):
 
     # collectives
     def begin(self, call: Call) -> None:
-        axis = call.axis
+        verb, axis = call.verb, call.axis
         if axis is None or axis.size == 1:  # work of this rank alone
             return
         self.unawaited.add(call.number)
         self.launches[call.number] = self.segment, self.segment.num_launches
         self.segment.num_launches += 1
-        what = call.num_bytes, tuple(call.peers or ()), axis.purpose, call.dtype
-        self.segment.events.append(Launch(call.verb, axis.name, *what))
+        sizes = axis.size, call.num_bytes, tuple(call.peers or ())
+        self.segment.events.append(Launch(verb, axis.name, *sizes, axis.purpose, call.dtype))
 
     def wait(self, call: Call) -> None:
         self.unawaited.discard(call.number)
@@ -231,7 +232,7 @@ class Tracer(TorchDispatchMode, Tap):
 
     def close(self) -> None:
         """Give the events of memory their categories, which are known by now."""
-        for segment in dict.fromkeys(self.segments):
+        for segment in self.segments:
             segment.events = [
                 Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
                 for e in segment.events
