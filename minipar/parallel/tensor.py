@@ -61,6 +61,8 @@ from minipar.parallel.matrices import (
     vocab_loss,
 )
 
+LARGE = 1 << 20  # bytes of a gradient that is summed by a call of its own
+
 
 def apply(
     model: Llama,
@@ -209,19 +211,18 @@ class TensorParallel(Strategy):
     # ------------------------------------------------------------------ gradients
     def _find_partial_gradients(self) -> None:
         """List parameters with partial gradients: each rank computes a part of the sum."""
-        names, n = [name for name, _ in self.model.named_parameters()], self.axis.size
-        self.spread = {  # experts of this rank alone, which have seen the tokens of all ranks
-            name for name, p in self.model.named_parameters() if is_spread_over(p, self.axis)
-        }
+        names, n = dict(self.model.named_parameters()), self.axis.size
+        # Experts of this rank alone have seen the tokens of all ranks.
+        self.spread = {name for name, p in names.items() if is_spread_over(p, self.axis)}
         for name in self.spread:
-            self.model.get_parameter(name).spread_outside = n
+            names[name].spread_outside = n
         if self.border.sequence:  # each rank has seen its own tokens
             summed = [name for name in names if name not in self.pieces.keys() | self.spread]
         else:  # each rank has seen its own heads
             summed = [name for name in names if name.endswith(("q_norm.weight", "k_norm.weight"))]
         copied = [name for name in names if name in self.pieces and self.pieces[name].has_copies]
         self.summed, self.copied = (summed, copied) if n > 1 else ([], [])
-        partial_sums = [self.model.get_parameter(name) for name in self.summed + self.copied]
+        partial_sums = [names[name] for name in self.summed + self.copied]
         self.watch(partial_sums)
         self.hook_gradients(partial_sums)
 
@@ -243,6 +244,10 @@ class TensorParallel(Strategy):
             check_not_summed(p, self.axis)  # one to which no gradient has been added
         mark_summed(holders, self.axis)
         grads = [p.grad for p in holders if p.grad is not None]
+        if num_groups == 1:  # whole experts, say: no second copy of large gradients
+            for grad in (grad for grad in grads if grad.nbytes >= LARGE):
+                collectives.all_reduce(grad, self.axis, out=grad)
+            grads = [grad for grad in grads if grad.nbytes < LARGE]
         if not grads:
             return
         group = self.axis.rank * num_groups // self.axis.size
@@ -295,10 +300,8 @@ class TensorParallel(Strategy):
         return {name: joined[id(tensor)] for name, tensor in tensors.items()}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: self.pieces[name].own(whole, self.axis.rank) if name in self.pieces else whole
-            for name, whole in tensors.items()
-        }
+        pieces, rank = self.pieces, self.axis.rank
+        return {n: pieces[n].own(t, rank) if n in pieces else t for n, t in tensors.items()}
 
 
 # ---------------------------------------------------------------------- what cannot be cut
@@ -312,8 +315,6 @@ def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = Fals
         if not is_spread_over(p, axis) and any(a.name == axis.name for a in axes_of(p)):
             raise ValueError(f"{name} is cut along {axis.name} already")
         if is_spread_over(p, axis) and not sequence:
-            raise ValueError(
-                f"experts are spread over {axis.name}, whose ranks would send the same tokens; "
-                f"sequence=True cuts sequences, so that they hold different ones"
-            )
+            same = f"experts are spread over {axis.name}, whose ranks would send the same tokens"
+            raise ValueError(f"{same}; sequence=True cuts sequences: then they hold different ones")
     check_sizes(model.config, axis.size, axis.name)

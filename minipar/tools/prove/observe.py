@@ -127,6 +127,8 @@ class _Run:
         self.buffers = {_clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
         result = job.parallelize(model, mesh)
         self.model, after = result if isinstance(result, tuple) else (result, None)
+        if not isinstance(self.model, nn.Module):
+            raise WrongFile(f"parallelize() returned {type(result).__name__}: return the model")
         after = after if isinstance(after, Sequence) else [after or (lambda: None)]
         self.strategies = [each for each in after if isinstance(each, Strategy)]
         self.after_backward = [getattr(each, "finish_backward", each) for each in after]
