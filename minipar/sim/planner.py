@@ -3,8 +3,8 @@
 Idea.   `candidates` lists every mesh, with ZeRO stages, microbatches, recomputation and the usual
         schedules. A plan must fit into memory with headroom (`footprint.memory`) and be legal
         (`Plan.problem`, the one source of what is); `cost.seconds` ranks the rest. The best plans
-        are also traced and replayed (`simulate`), and the replay orders them. The best plan of each
-        other *family* of axes says why it lost.
+        are also traced and replayed (`simulate`), and the replay orders them, where our code stands
+        for the software (`replayed`). The best plan of each other *family* says why it lost.
 Error.  90 % of published runs that nothing was fitted to are within `ERROR` (`validate.py`). Plans
         that are nearer to each other than that are equal. `unchecked` names plans like no such run.
 Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calculon) search likewise.
@@ -225,8 +225,11 @@ def search(
 def replayed(ranked: Ranked) -> Ranked:
     """Return the plan with the time and memory of minipar's own code, or as it is if untraceable.
 
-    A few microbatches are replayed. The closed form extends their time to the whole step.
+    A few microbatches are replayed. The closed form extends their time to the whole step. Other
+    software's selective recomputation repeats more and keeps less: our code does not stand for it.
     """
+    if ranked.job.plan.checkpointing == "selective" and ranked.job.software.name != "minipar":
+        return ranked
     short = shorter(ranked.job)
     try:
         found = simulate(short)

@@ -222,6 +222,16 @@ def test_the_replay_orders_the_table():
         assert one.traced_bytes == pytest.approx(one.held, rel=0.2)
 
 
+@pytest.mark.parametrize(("software", "stands"), [("any", False), ("minipar", True)])
+def test_selective_recomputation_of_others_is_not_replayed(software, stands):
+    """Mutant: our code, which keeps twice as much and repeats less, sets the time of theirs."""
+    one = ranked(SMALL, "dp=2,zero=1,checkpointing=selective,precision=bf16")
+    few = replace(one.job.config, num_layers=2)
+    job = replace(one.job, config=few, software=hardware.software(software))
+    one = planner.replayed(Ranked(job, cost.seconds(job), footprint.memory(job)))
+    assert bool(one.replayed) == stands
+
+
 @pytest.mark.slow
 def test_a_few_microbatches_stand_for_the_step():
     """Mutant: their time alone, or that of as many as there are."""
