@@ -57,7 +57,10 @@ class Costs:
     call: float = 0.0  # of the latency
 
     def end(self, ready: float, before: float, num_bytes: float, calls: int) -> float:
-        """Return when a bucket is done that is ready, but for `calls` before it, and `before`."""
+        """Return the end of a bucket whose gradients are `ready`, after a bucket done at `before`.
+
+        `calls`: the buckets before; each call has delayed the gradients. All times in seconds.
+        """
         free = max(ready + calls * self.call, before)
         return free + self.latency + num_bytes * self.per_byte
 

@@ -359,7 +359,7 @@ class Call:
         self._hurry(0)  # a wait for the dead is in vain
 
     def _hurry(self, seconds: float) -> None:
-        """Let the ranks that wait have no more than so many seconds, unless they are stopped."""
+        """Stop the ranks that wait after so many seconds or earlier, unless they are stopped."""
         if not self.stopped:
             self.limit = min(self.limit, time.monotonic() + seconds)
 

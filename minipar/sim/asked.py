@@ -48,7 +48,7 @@ class PlanConfig:
     flag alone: tp_overlap, context, dispatch, most schedules, and more."""
     replay: bool = True
     """Trace and replay minipar's own code under the best plans. The times order the plans, unless
-    --software names other code."""
+    --software names other code. Only --software minipar replays selective recomputation."""
     explain: str = ""
     """Explain one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead of a search."""
     json: bool = False

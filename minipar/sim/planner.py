@@ -36,7 +36,7 @@ CAN: dict[str, dict[str, tuple]] = {
 STAGES_PER_RANK = (2, 3, 5, 8)
 """Stages per rank of the interleaved pipelines that are searched, as published runs had them."""
 UNEVEN = 1.15
-"""The layers of stages that all have as many as the longest may be so many times the model's."""
+"""Stages are too uneven if the longest, times their number, exceeds all layers by this factor."""
 REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 PRICED = {"compression": ("none",), "dispatch": ("all_to_all", "paired"), "context": ("ring",)}
 NOT_VARIED = "tp_overlap, context, dispatch, compression and most schedules"
@@ -399,5 +399,7 @@ def _nothing_fits(config: PlanConfig, base: Job, found: Search) -> str:
         return f"no legal plan for {config.gpus} devices: {problem(some.job) if some else none}"
     more = (config.gpus * 2**n for n in range(1, 7))
     enough = next((n for n in more if search(base, n, config.global_batch, fix).best()), None)
-    change = f"--gpus {enough} would do" if enough else "no 64 times as many devices would do"
+    change = (
+        f"--gpus {enough} would do" if enough else "64 times as many devices would not do either"
+    )
     return f"nothing fits: the smallest plan, {small}, {small.needs()}; {change}"

@@ -71,9 +71,9 @@ class Wait(NamedTuple):
 
 
 _Finding = tuple[str, list[int], str]
-"""What a sentence makes of ranks, the ranks, and the sentence.
+"""A verdict on ranks, the ranks, and the sentence that says it.
 
-"sure": they are to blame. "accused": they are, unless they wait elsewhere. "stuck": all have
+"sure": the ranks are to blame. "accused": they are, unless they wait elsewhere. "stuck": all have
 called, which tells something only where nobody is to blame. "unknown": no dump tells.
 """
 
