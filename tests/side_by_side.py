@@ -132,7 +132,9 @@ def main(arguments: list[str]) -> int:
             for path in sorted(Path(folder).glob(f"{SAID} *")):
                 text = path.read_text(encoding="utf-8", errors="replace")
                 print("\nBeside it:", text, sep="\n")
-            for process in left_over(folder):
+            # What serves a process that has ended sees the end a moment later.
+            _, alive = psutil.wait_procs(left_over(folder), timeout=10)
+            for process in alive:
                 print(f"Still running, and it took time from what was timed: {process}")
     return int(bool(failed))
 

@@ -69,6 +69,9 @@ class Stopped(KeyboardInterrupt):
     """Raised inside a rank to stop its call, because another rank failed."""
 
 
+WHY_STOPPED = "stopped because another rank failed or the call was interrupted"
+
+
 # ---------------------------------------------------------------------- what travels
 class CannotTravel(TypeError):
     """A function or an argument cannot be sent to the ranks; says why."""
@@ -165,6 +168,7 @@ class _Worker:
     def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
         self.setup, self.work, self.control = setup, work, control
         self.call = 0  # number of the latest call
+        self.unwanted = 0  # number of the latest call that is to stop
         self.stopped = 0  # number of the latest call that was stopped
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while the user's code runs
@@ -197,6 +201,9 @@ class _Worker:
         fn, args, kwargs = unpack(content)
         self.busy.set()
         try:
+            if self.unwanted == self.call:  # the word came before the call had begun
+                self.stopped = self.call
+                raise Stopped(WHY_STOPPED)
             watched = strict.watching() if self.setup.strict else nullcontext()
             with device.running(), watched:
                 result = fn(*args, **kwargs)
@@ -241,7 +248,7 @@ class _Worker:
     # ------------------------------------------------------------------ being stopped
     def _on_signal(self, *_: object) -> None:
         if self.busy.is_set():
-            raise Stopped("stopped because another rank failed or the call was interrupted")
+            raise Stopped(WHY_STOPPED)
 
     def _obey(self) -> None:
         """The control thread: runs even while the main thread is stuck in a collective."""
@@ -249,7 +256,7 @@ class _Worker:
         end_with(parent)
         try:
             while parent not in wait([self.control, parent]):
-                unwanted = self.control.recv()  # the number of the call to stop
+                self.unwanted = unwanted = self.control.recv()
                 if self.busy.is_set() and self.call == unwanted:
                     self.stopped = unwanted
                     abort_groups()

@@ -446,6 +446,10 @@ def hang_in_a_loop() -> None:
         pass
 
 
+def hang_in_a_loop_of(_: object) -> None:
+    hang_in_a_loop()
+
+
 def hang_talking() -> None:
     while True:
         print("bla" * 10_000)  # messages that a careless interrupt would cut in two
@@ -475,6 +479,20 @@ def test_interrupt_while_ranks_hang(pool, hang):
             assert_works(pool)
     assert pool.pids == pids  # nobody was killed for it: variables are kept
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_interrupt_before_the_call_has_begun(pool):
+    """A busy rank takes the call up after the word to stop it: the word is not lost."""
+
+    class Late:
+        def __reduce__(self):
+            return time.sleep, (1.0,)  # the rank unpickles for a second
+
+    pids = pool.pids
+    with within(RECOVERY), interrupt_after(0.3), pytest.raises(KeyboardInterrupt):
+        pool.run(hang_in_a_loop_of, Late())
+    assert_works(pool)
+    assert pool.pids == pids
 
 
 def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
