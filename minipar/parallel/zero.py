@@ -86,8 +86,9 @@ class Bucket(Row):
     def add(self, *with_gradients: nn.Parameter) -> None:
         """Move gradients into the flat buffer, where autograd adds to them; in backward."""
         if self.whole is None:
-            self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
+            self.whole = torch.empty_like(self.weights, dtype=self.shard.dtype)
             self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
+            self.whole[self.whole.numel() - self.splits[-1] :].zero_()  # the padding
         for p in with_gradients:
             if p.grad is not self.views[p]:
                 p.grad = self.views[p].copy_(p.grad.detach())
@@ -97,6 +98,9 @@ class Bucket(Row):
         self.wait_for_reduce()  # of the microbatch before
         own = [p for p in self.parameters if p.grad is not None]
         self.add(*own)
+        for p in self.parameters:
+            if p.grad is None:
+                self.views[p].zero_()
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
