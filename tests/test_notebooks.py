@@ -7,7 +7,6 @@ environment, also when its parent is gone.
 
 import os
 import subprocess
-import time
 import uuid
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from minipar.lab import publish
 from tests.elsewhere import PYTEST, environment
+from tests.patience import until
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -49,11 +49,10 @@ def run(path: Path, cell_timeout: int = 120, limit: int = 900) -> tuple[bool, st
     return done.returncode == 0, done.stdout + done.stderr, left_over(mark)
 
 
-def left_over(mark: str, patience: float = 5.0) -> list[str]:
+def left_over(mark: str, patience: float = 10.0) -> list[str]:
     """End the processes that carry the mark; return those that were still there after a while."""
-    limit = time.monotonic() + patience
-    while (found := marked(mark)) and time.monotonic() < limit:
-        time.sleep(0.1)
+    until(lambda: not marked(mark), patience)
+    found = marked(mark)
     names = [f"{process.pid} {process.name()}" for process in found]
     for process in found:
         process.kill()

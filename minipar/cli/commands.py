@@ -9,47 +9,38 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
 
 from minipar import __version__
 
-
-class Command(NamedTuple):
-    """A command: where its function is, and what it does."""
-
-    where: str  # module:function
-    summary: str
-
-    @property
-    def run(self) -> Callable[[Any], Any]:
-        """The function, which takes a dataclass of flags."""
-        module, _, name = self.where.partition(":")
-        return getattr(importlib.import_module(f"minipar.{module}"), name)
-
-
-GROUPS = {
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # module:function, and what it does
     "Train, and use what was trained": {
-        "train": Command("cli.training:train", "train a Llama on several ranks"),
-        "generate": Command("cli.weights:generate", "let a trained model go on with a text"),
-        "export": Command("cli.weights:export", "write the weights of a run for Hugging Face"),
+        "train": ("cli.training:train", "train a Llama on several ranks"),
+        "generate": ("cli.weights:generate", "let a trained model go on with a text"),
+        "export": ("cli.weights:export", "write the weights of a run for Hugging Face"),
     },
     "Look, plan and prove": {
-        "doctor": Command("tools.doctor:run", "what this machine has, and whether ranks work"),
-        "overlap": Command("cli.looking:overlap", "how much communication do traces hide?"),
-        "hang": Command("cli.looking:hang", "who keeps this hanging job waiting?"),
-        "prove": Command("cli.looking:prove", "is your parallel training equal to one device?"),
-        "plan": Command("cli.looking:plan", "which plan would train this model fastest there?"),
-        "calibrate": Command("sim.calibrate:run", "measure this machine, for `minipar plan`"),
+        "doctor": ("tools.doctor:run", "what this machine has, and whether ranks work"),
+        "overlap": ("cli.looking:overlap", "how much communication do traces hide?"),
+        "hang": ("cli.looking:hang", "who keeps this hanging job waiting?"),
+        "prove": ("cli.looking:prove", "is your parallel training equal to one device?"),
+        "plan": ("cli.looking:plan", "which plan would train this model fastest there?"),
+        "calibrate": ("sim.calibrate:run", "measure this machine, for `minipar plan`"),
     },
     "Measure ours beside PyTorch's own": {
-        "bench compression": Command("lab.bench.compression:run", "every way to send less"),
-        "bench idle": Command("lab.bench.pipeline_idle:run", "idle time of pipeline schedules"),
-        "bench": Command("lab.bench.strategies:run", "a strategy: ddp, fsdp, tensor, ..."),
+        "bench compression": ("lab.bench.compression:run", "every way to send less"),
+        "bench": ("lab.bench.strategies:run", "a strategy: ddp, fsdp, tensor, ..."),
     },
 }
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+COMMANDS = {name: where for group in GROUPS.values() for name, (where, _) in group.items()}
+
+
+def function_of(name: str) -> Callable[[Any], Any]:
+    """Return the function of a command; it takes a dataclass of flags."""
+    module, _, function = COMMANDS[name].partition(":")
+    return getattr(importlib.import_module(f"minipar.{module}"), function)
 
 
 def parse(argv: list[str]) -> tuple[str, Any]:
@@ -63,7 +54,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if argv[0] in ("-V", "--version"):
         print(f"minipar {__version__}")
         sys.exit(0)
-    # The longest command that the line begins with: "bench idle" stands before "bench".
+    # The longest command that the line begins with: "bench compression" stands before "bench".
     name = next((n for n in COMMANDS if argv[: len(n.split())] == n.split()), None)
     if name is None:
         raise ValueError(f"{argv[0]!r} is no command; use one of {', '.join(COMMANDS)}")
@@ -75,7 +66,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         given, _ = first.parse_known_args(flags)
         flags = _flags_of(given.config) + flags if given.config else flags
         default = importlib.import_module("minipar.cli.training").defaults(given.resume)
-    kind = next(iter(get_type_hints(COMMANDS[name].run).values()))
+    kind = next(iter(get_type_hints(function_of(name)).values()))
     return name, tyro.cli(kind, default=default, prog=f"minipar {name}", args=flags)
 
 
@@ -84,7 +75,7 @@ def usage() -> str:
     lines = ["usage: minipar COMMAND [flags]"]
     for title, group in GROUPS.items():
         lines += ["", f"{title}:"]
-        lines += [f"  minipar {name:18} {command.summary}" for name, command in group.items()]
+        lines += [f"  minipar {name:18} {summary}" for name, (_, summary) in group.items()]
     return "\n".join([*lines, "", "`minipar COMMAND --help` lists the flags."])
 
 

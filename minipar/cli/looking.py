@@ -16,7 +16,7 @@ from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
 from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
-from minipar.ranks.launch import Ranks, check_fits_here, prefixed
+from minipar.ranks.launch import Ranks, check_fits_here
 from minipar.sim import planner
 from minipar.tools import dumps
 from minipar.tools import hang as prove_hang
@@ -38,7 +38,7 @@ class Overlap:
     out: str = "overlap.png"
     """Where to draw the picture."""
     json: bool = False
-    """Print numbers for programs instead; draws only what --out names."""
+    """Print numbers for programs instead."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,6 @@ class Prove:
     mesh: str = "dp=2"
     """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their own
     of a batch, those of tp, cp or pp the same; for other names the file must say it."""
-    steps: int = 3
-    """How many optimizer steps."""
     rtol: float = RTOL
     """Largest difference that counts as equal, relative to the largest number of a tensor."""
     timeout: float = 30.0
@@ -78,13 +76,9 @@ class Prove:
     long."""
     out: str = "prove.png"
     """Where to draw the model and the point where it parts, if it does."""
-    json: bool = False
-    """Print all of it as JSON instead, and draw nothing."""
 
 
-# ---------------------------------------------------------------------- minipar overlap
-MOST_DRAWN = 256
-"""Ranks in one picture: of more, nothing could be seen, and they would take gigabytes."""
+MOST_DRAWN = 256  # ranks in one picture: more would take gigabytes
 
 
 def overlap(command: Overlap) -> None:
@@ -95,10 +89,8 @@ def overlap(command: Overlap) -> None:
     parts = breakdown(recorded)
     if command.json:
         print(json.dumps(asdict(parts) | {"ranks": [asdict(o) for o in recorded.overlap()]}))
-        if command.out == Overlap.out:
-            return
-    else:
-        print(f"{recorded}\n\n{parts}".rstrip())
+        return
+    print(f"{recorded}\n\n{parts}".rstrip())
     here, label, spans = recorded.ranks, recorded.label, recorded.spans
     if len(here) > MOST_DRAWN:
         print(f"drawn are the first {MOST_DRAWN} of {len(here)} ranks", file=sys.stderr)
@@ -111,8 +103,7 @@ def overlap(command: Overlap) -> None:
         label = f"{label} {name}".strip()
         spans = clipped(spans, dict.fromkeys(here, begin), dict.fromkeys(here, end))
     where = draw.save(draw.timeline(Timeline(spans, label)), command.out)
-    if not command.json:
-        print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))
+    print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))
 
 
 def read_timeline(traces: list[str]) -> Timeline:
@@ -133,7 +124,7 @@ def hang(command: Hang) -> None:
     """Print what the dumps tell, and end the process with 1 where a call has not ended."""
     if not command.dumps:
         raise ValueError("name the dumps: minipar hang FOLDER, or minipar hang nccl_trace_rank_*")
-    report = prove_hang.explain(*dumps.read(command.dumps))
+    report = prove_hang.explain(dumps.read(command.dumps))
     print(report)
     if command.out:
         print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")
@@ -145,31 +136,27 @@ def prove(command: Prove) -> None:
     """Print whether a training equals one device; where it parts, draw that and exit with 1."""
     check_file(command.file)
     sizes = parse_mesh(command.mesh)
-    check_numbers(command, {"steps": 1, "timeout": 1})
+    check_numbers(command, {"timeout": 1})
     if not 0 < command.rtol < 1:
         raise ValueError(f"--rtol {command.rtol} must be between 0 and 1, such as 1e-10")
-    check_fits_here(math.prod(sizes.values()))
-    how = dict(timeout=command.timeout, sink=_to_stderr)
-    with Ranks(1, **how) as one, Ranks(math.prod(sizes.values()), **how) as many:
-        one.time_limit = many.time_limit = 20 * command.timeout
+    timeout, size = command.timeout, math.prod(sizes.values())
+    check_fits_here(size)
+    with Ranks(1, timeout=timeout) as one, Ranks(size, timeout=timeout) as many:
+        one.time_limit = many.time_limit = 20 * timeout
         pool = {1: one, many.size: many}.__getitem__
         try:
-            verdict = judge(command.file, sizes, pool, command.steps, command.rtol)
+            verdict = judge(command.file, sizes, pool, command.rtol)
         except ValueError:
             raise  # which ends with exit code 2, in one line
         except Exception:  # exit code 1 would mean that it is not equal
             traceback.print_exc()
             sys.exit(2)
-    print(verdict.json() if command.json else verdict)
+    print(verdict)
     if verdict.parting is None:
         return
-    if command.out and not command.json:
+    if command.out:
         print(f"drawn into {draw.save(proof(verdict), command.out)}")
     sys.exit(1)
-
-
-def _to_stderr(rank: int, stream: str, text: str) -> None:
-    prefixed(rank, "stderr", text)
 
 
 def plan(command: planner.PlanConfig) -> None:

@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from minipar.cli.commands import COMMANDS, parse
+from minipar.cli.commands import function_of, parse
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command in `argv`; end the process with its exit code."""
     try:
         name, command = parse(list(sys.argv[1:] if argv is None else argv))
-        COMMANDS[name].run(command)
+        function_of(name)(command)
         code = 0
     except KeyboardInterrupt:
         code = 130

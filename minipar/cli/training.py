@@ -50,10 +50,8 @@ def train(config: TrainConfig) -> None:
         _train_under_torchrun(config)
         return
     check_fits_here(config.num_ranks, config.weight_bytes())
-    backend = config.backend
-    if backend == "auto":
-        backend = backends.pick_backend(config.num_ranks)
-    backends.check_backend(backend, config.num_ranks)
+    usual = backends.pick_backend(config.num_ranks)
+    backend = usual if config.backend == "auto" else config.backend
     folder, start = _place(config)
     if _is_done(config, start):
         return
@@ -75,10 +73,9 @@ def train(config: TrainConfig) -> None:
 def _train_under_torchrun(config: TrainConfig) -> None:
     rank, size = backends.rank_and_size()
     if size != (asked := config.num_ranks):
-        use = f"use --mesh dp={size} or torchrun's --nproc-per-node {asked}"
-        pod = "if a pod set WORLD_SIZE, and no torchrun, unset it and RANK"
         raise ValueError(
-            f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; {use}; {pod}"
+            f"--plan {config.plan} needs {asked} ranks but WORLD_SIZE={size}; use --mesh dp={size} "
+            f"or torchrun's --nproc-per-node {asked}; if a pod set WORLD_SIZE, unset it and RANK"
         )
     with backends.joined(config.backend, config.timeout):
         world = Mesh(**config.as_plan().mesh_sizes()).world
@@ -141,10 +138,7 @@ def new_folder(config: TrainConfig) -> Path:
         if not os.path.lexists(folder):
             break
         folder = folder.with_name(f"{name}-{number}")
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"--out {config.out}: cannot make {folder}: {error}") from None
+    folder.mkdir(parents=True)
     return folder
 
 

@@ -33,8 +33,7 @@ class Generate:
     """Continue a text with a trained model, on this process alone."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Folder of a run, of one of its checkpoints, or of a model as Hugging Face's libraries write
-    it."""
+    """Folder of a run, of one of its checkpoints, or of a Hugging Face model."""
     prompt: str = "\n"
     """The text to go on with."""
     tokens: int = 200
@@ -53,13 +52,9 @@ def export(command: Export) -> None:
     if (folder / "checkpoints").is_dir():
         raise ValueError(f"export: {folder} is a run, and would lose its config.json; name another")
     if any(folder.glob("model*.safetensors")) and not command.overwrite:
-        has = f"export: {folder} has weights already"
-        raise ValueError(f"{has}; name another folder, or say --overwrite")
+        raise ValueError(f"export: {folder} has weights already; name another or say --overwrite")
     tokenizer, model = _tokenizer_of(run), checkpoint.model_of(start)
-    try:
-        hf.save(model, folder)
-    except OSError as error:
-        raise ValueError(f"export: cannot write {folder}: {error}") from None
+    hf.save(model, folder)
     tokenizer.save(folder / "tokenizer.json")
     print(f"{start} -> {folder}/: config.json, safetensors and tokenizer.json")
 

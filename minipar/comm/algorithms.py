@@ -31,65 +31,55 @@ Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communica
         MPICH"; Patarasuk & Yuan 2009; Sanders, Speck & Traeff 2009.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from minipar.comm import plans
-from minipar.comm.collectives import Op, check_op, exchange
+from minipar.comm.collectives import exchange
 from minipar.comm.mesh import Axis
 from minipar.comm.plans import Message, Plan, cut
 from minipar.comm.tuning import Tuning
 
-_COMBINE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
-
-def all_reduce(
-    tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring", op: Op = "sum"
-) -> Tensor:
-    """Combine over all ranks; each gets the result: [D, ...] -> [D, ...], any shape.
+def all_reduce(tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring") -> Tensor:
+    """Add up over all ranks; each gets the sum: [D, ...] -> [D, ...], any shape.
 
     `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
-    Raises `ValueError` for an unknown algorithm or op.
+    Raises `ValueError` for an unknown algorithm.
     """
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)
-    make = plans.pick(algorithm)
-    check_op("all_reduce", op, tensor)
-    data = _flat(tensor)
-    execute(make(data.numel(), axis.rank, axis.size), data, axis, op)
-    return _mean(data, op, axis.size).view(tensor.shape)
+    make, data = plans.pick(algorithm), _flat(tensor)
+    execute(make(data.numel(), axis.rank, axis.size), data, axis)
+    return data.view(tensor.shape)
 
 
-def hierarchical_all_reduce(
-    tensor: Tensor, inner: Axis, across: Axis, algorithm: str = "ring", op: Op = "sum"
-) -> Tensor:
-    """Combine over both axes: reduce-scatter inside a node, all-reduce across, all-gather inside.
+def hierarchical_all_reduce(tensor: Tensor, inner: Axis, across: Axis) -> Tensor:
+    """Add up over both axes: reduce-scatter inside a node, all-reduce across, all-gather inside.
 
     With m ranks inside and k nodes, each rank sends 2 S (m-1)/m inside, where links are fast, and
-    only 2 S/m (k-1)/k across. `algorithm` names the step across; the step inside is the ring.
+    only 2 S/m (k-1)/k across. All three steps are rings.
     """
-    plans.pick(algorithm)
-    check_op("all_reduce", op, tensor)
-    data, part = _flat(tensor), "sum" if op == "avg" else op
+    data = _flat(tensor)
     parts = cut((0, data.numel()), inner.size)
     gather = plans.ring_gather(parts, inner.rank, inner.size)
-    execute(plans.dual(gather), data, inner, part)
-    mine = slice(*parts[inner.rank])
-    data[mine] = all_reduce(data[mine], across, algorithm, part)
+    execute(plans.dual(gather), data, inner)
+    mine = data[slice(*parts[inner.rank])]
+    execute(plans.ring(mine.numel(), across.rank, across.size), mine, across)
     execute(gather, data, inner)
-    return _mean(data, op, inner.size * across.size).view(tensor.shape)
+    return data.view(tensor.shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` in one row."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
 
 # ---------------------------------------------------------------------- running a plan
 @torch.no_grad()
-def execute(plan: Plan, data: Tensor, axis: Axis, op: Op = "sum") -> None:
+def execute(plan: Plan, data: Tensor, axis: Axis) -> None:
     """Carry out this rank's `plan` on the flat buffer `data`."""
     for step in plan:
         sends = [(data[m.lo : m.hi], m.peer) for m in step.sends if m.peer != axis.rank]
@@ -105,20 +95,10 @@ def execute(plan: Plan, data: Tensor, axis: Axis, op: Op = "sum") -> None:
             exchange(sends, recvs, axis)
         for message, target, landing in arrivals:
             if message.add:
-                _COMBINE[op](target, landing, out=target)
+                target += landing
             elif landing is not target:
                 target.copy_(landing)
 
 
 def _overlap(message: Message, others: Sequence[Message]) -> bool:
     return any(message.lo < other.hi and other.lo < message.hi for other in others)
-
-
-# ---------------------------------------------------------------------- flat buffers
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` in one row."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-
-
-def _mean(data: Tensor, op: Op, size: int) -> Tensor:
-    return data.div_(size) if op == "avg" else data

@@ -102,28 +102,25 @@ def launch(
     return pending if async_op else pending.wait()
 
 
+@dataclass(eq=False)
 class Pending:
     """A call in flight. `wait` blocks until it is done and returns its result."""
 
-    def __init__(
-        self,
-        work: Any,
-        result: Any,
-        finish: Callable[[Any], Any] | None = None,
-        call: Call | None = None,
-    ) -> None:
-        self._work, self._result, self._finish, self._call = work, result, finish, call
+    work: Any
+    result: Any
+    finish: Callable[[Any], Any] | None = None
+    call: Call | None = None
 
     def wait(self) -> Any:
         """Return the result; a second `wait` returns the same one."""
-        call, self._call = self._call, None
+        call, self.call = self.call, None
         with nullcontext() if call is None else call.waiting():
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
-        if self._finish is not None:
-            self._result, self._finish = self._finish(self._result), None
-        return self._result
+            if self.work is not None:
+                self.work.wait()
+                self.work = None
+        if self.finish is not None:
+            self.result, self.finish = self.finish(self.result), None
+        return self.result
 
 
 _beside: list[Call] | None = None

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from minipar.comm.calls import Call, Pending, launch
 from minipar.comm.mesh import Axis
 
 Op = Literal["sum", "avg", "max", "min"]
-_OPS = ("sum", "avg", "max", "min")
 
 
 def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
@@ -65,7 +64,7 @@ def all_reduce(
     ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of
     integers.
     """
-    reduce_op = check_op("all_reduce", op, tensor)
+    reduce_op = _check_op("all_reduce", op, tensor)
     result, finish = _copy("all_reduce", tensor, out), partial(_deliver, out=out)
     call = partial(dist.all_reduce, result, reduce_op, axis.group)
     sent = wire_bytes("all_reduce", tensor.nbytes, axis.size)
@@ -76,7 +75,7 @@ def reduce(
     tensor: Tensor, axis: Axis, dst: int = 0, op: Op = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
     """Combine over all ranks; rank `dst` gets the result, the others a tensor without meaning."""
-    reduce_op = check_op("reduce", op, tensor)
+    reduce_op = _check_op("reduce", op, tensor)
     result = _copy("reduce", tensor)
     call = partial(dist.reduce, result, None, reduce_op, axis.group, group_dst=dst)
     sent = wire_bytes("reduce", tensor.nbytes, axis.size)
@@ -84,26 +83,19 @@ def reduce(
 
 
 def reduce_scatter(
-    tensor: Tensor,
-    axis: Axis,
-    dim: int = 0,
-    op: Op = "sum",
-    *,
-    out: Tensor | None = None,
-    async_op: bool = False,
+    tensor: Tensor, axis: Axis, dim: int = 0, op: Op = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
-    On a CPU the slices of all ranks arrive in another [D, ...]. `wait` adds them up and writes
-    `out`. Raises `ValueError` when n does not divide that dim.
+    On a CPU the slices of all ranks arrive in another [D, ...], and `wait` adds them up.
+    Raises `ValueError` when n does not divide that dim.
     """
-    reduce_op = check_op("reduce_scatter", op, tensor)
+    reduce_op = _check_op("reduce_scatter", op, tensor)
     check_divides("reduce_scatter", tensor, dim, axis)
     pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
-    _check_out("reduce_scatter", out, tensor, pieces.shape[1:])
     sent = wire_bytes("reduce_scatter", tensor.nbytes, axis.size)
     if axis.size > 1 and tensor.device.type != "cpu":
-        result = pieces.new_empty(pieces.shape[1:]) if out is None else out
+        result = pieces.new_empty(pieces.shape[1:])
         whole = pieces.flatten(0, 1)
         call = partial(dist.reduce_scatter_single, result, whole, reduce_op, axis.group)
         return launch("reduce_scatter", axis, sent, call, result, async_op)
@@ -116,7 +108,7 @@ def reduce_scatter(
 
     def add_up(arrived: Tensor) -> Tensor:
         with clock.paused():  # a GPU adds up while it sends
-            return _combine(arrived, op, out)
+            return _combine(arrived, op)
 
     arrived = pieces if axis.size == 1 else torch.empty_like(pieces)
     return launch("reduce_scatter", axis, sent, hand_over, arrived, async_op, add_up)
@@ -140,8 +132,10 @@ def all_gather(
         joined.copy_(tensor)
     call = partial(dist.all_gather_single, joined, tensor, axis.group)
     sent = wire_bytes("all_gather", tensor.nbytes * axis.size, axis.size)
-    finish = partial(_move_front_to, dim=dim, size=axis.size)
-    return launch("all_gather", axis, sent, call, joined, async_op, finish)
+    result, finish = joined, None  # along dim 0 the slices lie as they arrive
+    if range(tensor.ndim)[dim] > 0:
+        result, finish = joined.view(axis.size, *tensor.shape), partial(_join, dim=dim)
+    return launch("all_gather", axis, sent, call, result, async_op, finish)
 
 
 def all_to_all(
@@ -218,7 +212,7 @@ def gather(
     finish = torch.cat if axis.rank == dst else None
     call = partial(dist.gather, tensor, places, None, axis.group, group_dst=dst)
     sent = wire_bytes("gather", tensor.nbytes * axis.size, axis.size)
-    return launch("gather", axis, sent, call, places, async_op, finish)
+    return launch("gather", axis, sent, call, places, async_op, finish, travelling=tensor)
 
 
 def barrier(axis: Axis) -> None:
@@ -304,11 +298,12 @@ def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] =
 
 
 # ---------------------------------------------------------------------- checks
-def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
+def _check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
     """Return torch's name of `op`. Raise `ValueError` where `op` cannot reduce `tensor`."""
-    if op not in _OPS:
-        raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {', '.join(_OPS)}")
-    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+    if op not in get_args(Op):
+        names = ", ".join(get_args(Op))
+        raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {names}")
+    if op == "avg" and not tensor.is_floating_point():
         raise ValueError(f"{verb}: op='avg' does not fit {tensor.dtype}; use 'sum'")
     return getattr(dist.ReduceOp, op.upper())
 
@@ -355,11 +350,11 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _combine(pieces: Tensor, op: Op, out: Tensor | None) -> Tensor:
+def _combine(pieces: Tensor, op: Op) -> Tensor:
     """Reduce [n, ...] -> [...], in the order of the ranks."""
     if op == "sum":
-        return torch.sum(pieces, 0, dtype=pieces.dtype, out=out)  # small integers stay small
-    return {"avg": torch.mean, "max": torch.amax, "min": torch.amin}[op](pieces, 0, out=out)
+        return torch.sum(pieces, 0, dtype=pieces.dtype)  # small integers stay small
+    return {"avg": torch.mean, "max": torch.amax, "min": torch.amin}[op](pieces, 0)
 
 
 def _split(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -371,13 +366,6 @@ def _join(pieces: Tensor, dim: int) -> Tensor:
     """Undo `_split`: [n, ..., D, ...] -> [..., n D, ...]."""
     dim = range(pieces.ndim - 1)[dim]
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
-
-
-def _move_front_to(joined: Tensor, dim: int, size: int) -> Tensor:
-    """Move slices that were joined along dim 0 to `dim`: a copy unless `dim` is 0."""
-    if dim == 0 or joined.ndim == 1:
-        return joined
-    return _join(joined.unflatten(0, (size, -1)), dim)
 
 
 # ---------------------------------------------------------------------- for the emulated link

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,30 +66,29 @@ def staged(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor.cpu() if shared else tensor
 
 
+@dataclass(eq=False)
 class All:
     """Several works that are waited for as one, and then the copies of staged buffers."""
 
-    def __init__(
-        self, works: Sequence[dist.Work], landings: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> None:
-        self._works, self._landings = works, landings
+    works: Sequence[dist.Work]
+    landings: Sequence[tuple[Tensor, Tensor]] = ()
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
-        for buffer, arrived in self._landings:
+        for buffer, arrived in self.landings:
             if arrived is not buffer:
                 buffer.copy_(arrived)
-        self._landings = ()
+        self.landings = ()
 
     @property
     def ended(self) -> torch.futures.Future:
         """Return the end of all works, where a backend tells of it apart from `wait`."""
-        return torch.futures.collect_all([work.ended for work in self._works])
+        return torch.futures.collect_all([work.ended for work in self.works])
 
     @property
     def times(self) -> tuple[float, float]:
         """Return the start of the first and the end of the last, where the backend knows them."""
         now = time.monotonic()
-        times = [work.times for work in self._works] or [(now, now)]
+        times = [work.times for work in self.works] or [(now, now)]
         return min(start for start, _ in times), max(end for _, end in times)

@@ -14,9 +14,10 @@ Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,23 +51,15 @@ def is_on_host() -> bool:
 class Copy:
     """A copy in flight; `wait` returns the tensors that it filled."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.num_bytes = sum(source.nbytes for source, _ in pairs)
+    def __init__(self, pairs: Sequence[Pair], arrive: Callable[[], None]) -> None:
         self.tensors = [destination for _, destination in pairs]
-        self.call: Call | None = None  # on a CPU, until `wait` returns
-        self.event: Any = None  # on a GPU: of the end of the copy
+        self._arrive: Callable[[], None] | None = arrive
 
     def wait(self) -> list[Tensor]:
         """Wait for the copy. Where a GPU receives it, only the stream waits."""
-        if self.call is not None:
-            with self.call.waiting():
-                self.call.work.wait()
-            self.call = None
-        if self.event is not None:
-            if any(tensor.is_cuda for tensor in self.tensors):
-                torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
-            else:
-                self.event.synchronize()
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
         return self.tensors
 
 
@@ -100,18 +93,8 @@ class HostCopy:
         return self._down([(tensor, self.empty_like(tensor)) for tensor in tensors])
 
     def to_device(self, pairs: Iterable[Pair]) -> Copy:
-        """Start to copy host tensors into device tensors: ``[(source, destination), ...]``.
-
-        Raises `ValueError` for a pair of different shapes or dtypes: PCIe carries plain bytes.
-        """
-        pairs = [(source.detach(), destination.detach()) for source, destination in pairs]
-        for source, to in pairs:
-            if (source.shape, source.dtype) != (to.shape, to.dtype):
-                raise ValueError(
-                    f"to_device: {tuple(source.shape)} of {source.dtype} cannot land in "
-                    f"{tuple(to.shape)} of {to.dtype}; they must be alike"
-                )
-        return self._up(pairs)
+        """Start to copy host tensors into device tensors: ``[(source, destination), ...]``."""
+        return self._up([(source.detach(), to.detach()) for source, to in pairs])
 
 
 # ---------------------------------------------------------------------- on a CPU
@@ -124,11 +107,16 @@ class _Lane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def start(self, pairs: Sequence[Pair]) -> Copy:
-        copy, called = Copy(pairs), time.monotonic()
-        submit = partial(self._thread.submit, self._copy, list(pairs), copy.num_bytes, called)
-        copy.call = Call(self._name, HOST, copy.num_bytes, peers=())
-        copy.call.begin(lambda: _Work(submit()))
-        return copy
+        called, num_bytes = time.monotonic(), sum(source.nbytes for source, _ in pairs)
+        submit = partial(self._thread.submit, self._copy, list(pairs), num_bytes, called)
+        call = Call(self._name, HOST, num_bytes, peers=())
+        call.begin(lambda: _Work(submit()))
+
+        def arrive() -> None:
+            with call.waiting():
+                call.work.wait()
+
+        return Copy(pairs, arrive)
 
     def _copy(self, pairs: list[Pair], num_bytes: int, called: float) -> tuple[float, float]:
         """Copy, and sleep until PCIe would have been done; return the start and the end."""
@@ -144,11 +132,11 @@ class _Lane:
         return start, time.monotonic()
 
 
+@dataclass(eq=False)
 class _Work:
     """A copy in a lane, with the methods of a work of torch."""
 
-    def __init__(self, ended: Future) -> None:
-        self.ended = ended
+    ended: Future
 
     def wait(self) -> None:
         self.ended.result()
@@ -161,7 +149,6 @@ class _Work:
 # ---------------------------------------------------------------------- on a GPU
 def _enqueue(stream: Any, pairs: Sequence[Pair]) -> Copy:
     """Copy on a CUDA stream, after the kernels launched so far, and beside later ones."""
-    copy = Copy(pairs)
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for source, destination in pairs:
@@ -169,5 +156,12 @@ def _enqueue(stream: Any, pairs: Sequence[Pair]) -> Copy:
             for tensor in (source, destination):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)  # the allocator must not reuse it yet
-    copy.event = stream.record_event()
-    return copy
+    ended, to_device = stream.record_event(), any(to.is_cuda for _, to in pairs)
+
+    def arrive() -> None:
+        if to_device:
+            torch.cuda.current_stream(stream.device).wait_event(ended)
+        else:
+            ended.synchronize()
+
+    return Copy(pairs, arrive)

@@ -72,38 +72,21 @@ class Device:
             if not 1 <= getattr(self, name) <= 1e9:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 1 up, to 1e9 at most")
 
-    def seconds_of_matmul(
-        self, m: float, n: float, k: float, dtype: str, *, batch: float = 1
-    ) -> float:
-        """Return declared seconds of a matmul; every side counts `magnify` times."""
-        m, n, k = (side * self.magnify for side in (m, n, k))
-        return self.sheet.seconds_of_matmul(m, n, k, dtype, batch=batch)
-
-    def seconds_of_attention(
-        self, batch: float, heads: float, *sides_and_dtype: Any, **how: bool
-    ) -> float:
-        """Return declared seconds of attention; tokens and widths count `magnify` times."""
-        *sides, dtype = sides_and_dtype
-        sides = [side * self.magnify for side in sides]  # queries, keys, width of a head
-        return self.sheet.seconds_of_attention(batch, heads, *sides, dtype, **how)
-
-    def seconds_of_bytes(self, num_bytes: float) -> float:
-        """Return declared seconds of moving `num_bytes` times `magnify` squared."""
-        return self.sheet.seconds_of_bytes(self.counted(num_bytes))
-
     def played(self, work: operations.Work) -> operations.Work:
-        """Return `work` in the format of the declared device."""
+        """Return the work of the declared model: in its format, with sides `magnify` times ours."""
+        fixed = {"product": 1, "attention": 2, "bytes": 0}[work.work]  # batch and heads stay
+        sides = (side * self.magnify for side in work.shape[fixed : fixed + 3])
+        shape = (*work.shape[:fixed], *sides, *work.shape[fixed + 3 :])
         if work.dtype != "float32" or work.op == "step":
-            return work
+            return work._replace(shape=shape, num_bytes=self.counted(work.num_bytes))
         dtype = str(FORMATS[self.format]).removeprefix("torch.")
-        return work._replace(dtype=dtype, num_bytes=self._in_format(work.num_bytes, work.dtype))
+        num_bytes = self.counted(work.num_bytes, work.dtype)
+        return work._replace(shape=shape, dtype=dtype, num_bytes=num_bytes)
 
     def counted(self, num_bytes: float, dtype: str = "") -> int:
         """Return the bytes of the declared model for `num_bytes` of ours, in tensors of `dtype`."""
-        return round(self._in_format(num_bytes, dtype) * self.magnify**2)
-
-    def _in_format(self, num_bytes: float, dtype: str) -> float:
-        return num_bytes * (FORMATS[self.format].itemsize / 4 if dtype == "float32" else 1)
+        share = FORMATS[self.format].itemsize / 4 if dtype == "float32" else 1
+        return round(num_bytes * share * self.magnify**2)
 
     def __str__(self) -> str:
         wider = f", a model {self.magnify:g}x wider" if self.magnify > 1 else ""
@@ -173,7 +156,8 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     def __init__(self, device: Device) -> None:
         super().__init__()
-        self.device, self.at, self.thread = device, time.monotonic(), threading.local()
+        self.device, self.slowdown = device, device.slowdown
+        self.at, self.thread = time.monotonic(), threading.local()
         self.latest = 0.0  # seconds by which this rank was late at most, in a recording
         self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
         self.stepping = 0.0  # seconds of the step that begins
@@ -196,10 +180,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
         call.num_bytes = counted(call.num_bytes, call.dtype)
 
     # -------- a clock
-    @property
-    def slowdown(self) -> float:
-        return self.device.slowdown
-
     @property
     def is_main(self) -> bool:
         """True if this thread is not `beside` the rank's work."""
@@ -266,7 +246,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
         if self.is_paused or op.namespace == "c10d" or operations.is_view(op):
             return result
         if self.is_inside:  # an optimizer, at its first operation
-            self.at += self.stepping * self.device.slowdown
+            self.at += self.stepping * self.slowdown
             self.stepping = 0.0
             return result
         key = op, operations.key_of(args), operations.key_of(tuple(kwargs.items()))
@@ -275,7 +255,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
             work = operations.work_of(op, given, made, args)
             idle = work is None or not work.num_bytes
             self.known[key] = 0.0 if idle else operations.seconds_of(work, self.device)
-        self.at += self.known[key] * self.device.slowdown
+        self.at += self.known[key] * self.slowdown
         return result
 
     @classmethod
@@ -287,7 +267,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
         if self.is_inside == 1 and not self.is_paused:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             num_bytes = operations.bytes_of_step(stepped, list(optimizer.state.values()))
-            self.stepping = self.device.seconds_of_bytes(num_bytes)
+            self.stepping = self.device.sheet.seconds_of_bytes(self.device.counted(num_bytes))
 
     def _leave_optimizer(self, *_: Any) -> None:
         self.is_inside = max(0, self.is_inside - 1)

@@ -105,10 +105,9 @@ class Topology:
     cards_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        good = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
-        if self.cards_per_node is not None and self.cards_per_node not in good:
-            good = " or ".join(map(str, good))
-            raise ValueError(f"cards_per_node={self.cards_per_node} does not fit; use {good}")
+        cards, ranks = self.cards_per_node, self.ranks_per_node
+        if cards is not None and (cards < 1 or ranks % cards):
+            raise ValueError(f"cards_per_node={cards} must divide the {ranks} ranks of a node")
 
     def between(self, ranks: Sequence[int]) -> Link:
         """Return the link that bounds a group of these global ranks."""

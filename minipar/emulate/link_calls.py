@@ -1,11 +1,12 @@
 """Who called when: the table of calls that all ranks of an emulated link share."""
 
-import mmap
+import math
 import os
 import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 
@@ -32,40 +33,31 @@ class Calls:
     SLOTS, FIELDS = 256, 4  # calls that one rank may be ahead of another; numbers per cell
 
     def __init__(self, store: dist.Store, size: int) -> None:
-        self._size = size
+        shape = 2, size, size, self.SLOTS, self.FIELDS
         handle, mine = tempfile.mkstemp(prefix="minipar-link-")
         with open(handle, "wb") as file:
-            file.write(bytes(8 * 2 * size * size * self.SLOTS * self.FIELDS))
+            file.write(bytes(8 * math.prod(shape)))
         path = store.compare_set("calls", "", mine).decode()  # the file of the first rank to come
         if path != mine:
             os.unlink(mine)
-        try:
-            with open(path, "r+b") as file:
-                self._numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
-        except FileNotFoundError:
-            raise RuntimeError("an emulated link joins the ranks of one machine only") from None
+        if not os.path.exists(path):
+            raise RuntimeError("an emulated link joins the ranks of one machine only")
+        self._numbers = np.memmap(path, "f8", "r+", shape=shape)
         if store.add("calls opened", 1) == size:
             os.unlink(path)  # the last rank has come: the memory lives on, the file need not
 
     def post(self, cell: Cell, call: int, mine: Transfer) -> None:
         """Say that this rank is ready for operation number `call` of this cell."""
-        at = self._at(cell, call)
-        for field, number in enumerate(mine, start=1):
-            self._numbers[at + field] = number
-        self._numbers[at] = call  # last: now the cell is good
+        numbers = self._numbers[cell][call % self.SLOTS]
+        numbers[1:] = mine
+        numbers[0] = call  # last: now the cell is good
 
     def read(self, cell: Cell, call: int) -> Transfer | None:
         """Return what was posted, or None if that rank has not called yet."""
-        at = self._at(cell, call)
-        number, *transfer = self._numbers[at : at + self.FIELDS]
+        number, *transfer = self._numbers[cell][call % self.SLOTS].tolist()
         return Transfer(*transfer) if number == call else None
 
     def latest(self, cells: Sequence[Cell], call: int, mine: Transfer) -> Transfer:
         """Return the latest start and the longest transfer, of `mine` and all that was posted."""
         posted = [mine, *filter(None, (self.read(cell, call) for cell in cells))]
         return Transfer(*map(max, zip(*posted, strict=True)))
-
-    def _at(self, cell: Cell, call: int) -> int:
-        end, src, dst = cell
-        row = (end * self._size + src) * self._size + dst
-        return (row * self.SLOTS + call % self.SLOTS) * self.FIELDS

@@ -6,6 +6,7 @@ once, and ranks that call different things get a `Mismatch` that says who called
 hang.
 """
 
+import json
 import math
 import queue
 import threading
@@ -13,10 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
@@ -98,12 +101,12 @@ class LinkWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        done = self._done.is_set()
-        if done:
-            self.waits.append(time.monotonic())  # as a loop that asks until it is done
-        if done and self._error is None:
+        if not self._done.is_set():
+            return False
+        self.waits.append(time.monotonic())  # as a loop that asks until it is done
+        if self._error is None:
             self.result()  # a caller who has seen that it is done may read it
-        return done
+        return True
 
     def exception(self) -> Exception | None:
         return self._error
@@ -222,9 +225,10 @@ class LinkGroup(dist.ProcessGroup):
                     pass
                 work.t_end = end if device.current() else None  # however late it is here
                 self._finish(work)
+            except Mismatch as error:
+                self._finish(work, error)
             except Exception as error:
-                is_mismatch = isinstance(error, Mismatch)
-                self._finish(work, error if is_mismatch else self._failed(work.verb, error))
+                self._finish(work, self._failed(work.verb, error))
             del work  # a lane at rest must not keep tensors alive
 
     def _finish(self, work: LinkWork, error: Exception | None = None) -> None:
@@ -270,11 +274,11 @@ class LinkGroup(dist.ProcessGroup):
         pieces: Sequence[Any],
     ) -> LinkWork:
         device.synchronize()  # the device has computed the tensors
-        rank, size, flows = self.rank(), self.size(), [0] * 2 * self.size()
+        rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
-            sent = sum(flows[:size]) - flows[rank]
-            whole = _busiest(flows, rank, size) * size // max(size - 1, 1)
+            sent = sum(flows[0]) - flows[0][rank]
+            whole = _busiest(flows, rank) * size // max(size - 1, 1)
         else:
             is_split = verb in ("all_gather", "reduce_scatter", "gather", "scatter")
             whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
@@ -318,48 +322,44 @@ class LinkGroup(dist.ProcessGroup):
         root = f" at rank {self.ranks[opts.rootRank]}" if hasattr(opts, "rootRank") else ""
         return verb + operation + tensors + root
 
-    def _compare(self, call: str, flows: list[int]) -> None:
+    def _compare(self, call: str, flows: list[list[int]]) -> None:
         """Exchange what each rank is about to call; raise `Mismatch` unless all call the same.
 
-        `flows`: the bytes that this rank sends to each rank, then those it expects from each.
+        `flows`, of an all-to-all: as `_flows` returns them.
         """
-        text = call.encode()[:240].ljust(240)
-        mine = torch.tensor([*text], dtype=torch.uint8).view(torch.int64)
-        mine = torch.cat([mine, torch.tensor(flows)])
-        said = torch.empty(self.size() * len(mine), dtype=torch.int64)
-        self.inner._allgather_base(said, mine, c10d.AllgatherOptions()).wait()
-        rows = said.view(self.size(), -1)
-        called: dict[str, list[int]] = {}  # what was called: by which ranks
-        for rank, row in zip(self.ranks, rows, strict=True):
-            text = bytes(row[:30].view(torch.uint8).tolist()).decode(errors="replace").rstrip()
-            called.setdefault(text, []).append(rank)
-        if len(called) > 1:
-            who = [
-                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} called {text}"
-                for text, ranks in called.items()
-            ]
+        width = 300 + 2 * self.size() * 20  # bytes, the same on all ranks
+        mine = json.dumps([call[:240], flows]).ljust(width).encode()
+        said = torch.empty(self.size() * width, dtype=torch.uint8)
+        given = torch.tensor([*mine], dtype=torch.uint8)
+        self.inner._allgather_base(said, given, c10d.AllgatherOptions()).wait()
+        told = [json.loads(bytes(row)) for row in said.view(-1, width).tolist()]
+        ranks_of: dict[str, list[str]] = {}  # by what they called
+        for rank, (text, _) in zip(self.ranks, told, strict=True):
+            ranks_of.setdefault(text, []).append(str(rank))
+        if len(ranks_of) > 1:
+            who = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} called {text}"
+                   for text, ranks in ranks_of.items()]  # fmt: skip
             raise Mismatch(f"the ranks do not agree: {'; '.join(who)}")
-        sent, expected = rows[:, 30:].view(-1, 2, self.size()).unbind(1)
-        for src, dst in (sent != expected.T).nonzero().tolist():
-            raise self._wrong_size(src, dst, sent[src, dst].item(), expected[dst, src].item())
+        for src, dst in product(range(self.size()), repeat=2) if flows else ():
+            sent, expected = told[src][1][0][dst], told[dst][1][1][src]
+            if sent != expected:
+                raise self._wrong_size(src, dst, sent, expected)
 
     def _wrong_size(self, src: int, dst: int, sent: int, expected: int) -> Mismatch:
-        src, dst = self.ranks[src], self.ranks[dst]
-        return Mismatch(
-            f"rank {src} sends {sent} bytes to rank {dst}, which expects {expected} from it"
-        )
+        there = f"rank {self.ranks[dst]}, which expects {expected} from it"
+        return Mismatch(f"rank {self.ranks[src]} sends {sent} bytes to {there}")
 
     # -------- messages: handed to gloo in the caller, else two ranks that send first would hang
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkWork:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
         """Start to send to the group's rank `peer`."""
         return self._message("send", (0, self.rank(), peer), tensors, peer, tag)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkWork:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
         """Start to receive from the group's rank `peer`."""
         return self._message("recv", (1, peer, self.rank()), tensors, peer, tag)
 
     def _message(
-        self, verb: str, cell: Cell, tensors: list[torch.Tensor], peer: int, tag: int
+        self, verb: str, cell: Cell, tensors: list[Tensor], peer: int, tag: int
     ) -> LinkWork:
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
@@ -399,16 +399,15 @@ def _type_of(values: Sequence[Any]) -> str:
     return next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors_in(values)), "")
 
 
-def _flows(size: int, output: torch.Tensor, given: torch.Tensor, *splits: list[int]) -> list[int]:
-    """Return the bytes that an all-to-all sends to each rank, then those it expects from each."""
+def _flows(size: int, output: Tensor, given: Tensor, *splits: list[int]) -> list[list[int]]:
+    """Return the bytes that an all-to-all sends to each rank, and those it expects from each."""
     flows = []
     for tensor, counts in zip((given, output), splits[::-1] or ((), ()), strict=True):
         row = tensor.element_size() * math.prod(tensor.shape[1:])
-        flows += [row * count for count in counts or [len(tensor) // size] * size]
+        flows.append([row * count for count in counts or [len(tensor) // size] * size])
     return flows
 
 
-def _busiest(flows: list[int], rank: int, size: int) -> int:
+def _busiest(flows: list[list[int]], rank: int) -> int:
     """Return the bytes that `rank` sends to others or gets from them, whichever is more."""
-    sent, expected = flows[:size], flows[size:]
-    return max(sum(sent) - sent[rank], sum(expected) - expected[rank])
+    return max(sum(there) - there[rank] for there in flows)

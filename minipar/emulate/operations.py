@@ -84,7 +84,7 @@ def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: 
 def seconds_of(work: Any, device: Any) -> float:
     """Return seconds of a `Work` on a device: `device.Device`, or one of `sim.hardware`."""
     if hasattr(device, "played"):
-        work = device.played(work)
+        work, device = device.played(work), device.sheet
     if work.work == "product":
         batch, *mnk = work.shape
         return device.seconds_of_matmul(*mnk, work.dtype, batch=batch)

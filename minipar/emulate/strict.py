@@ -46,8 +46,7 @@ PATIENCE = 2.0
 """Seconds that an operation has left at the end of a body: some message may never arrive."""
 
 LOOKS = 20
-"""Looks, 10 ms apart, until other threads have let go of operations that ended. Not a time limit:
-time passes while a stalled machine runs no thread."""
+"""Looks, 10 ms apart, until other threads have let go of operations that ended."""
 
 _flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
 _lost: list[str] = []
@@ -132,11 +131,11 @@ class Handle:
         copies: dict[int, Tensor] = {}
         with torch.inference_mode(False):  # the thread of the link writes into them outside of it
             self.travelling = tree_map_only(
-                Tensor, lambda tensor: copies.setdefault(id(tensor), _clone(tensor)), args
+                Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.detach().clone()), args
             )
             # A gather in place reads from its own output, which will change, and rightly so.
             apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
-            self._read = [(tensor, _clone(tensor)) for tensor in apart]
+            self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
         for tensor in written:
             _write(tensor, _poison(tensor))
@@ -192,10 +191,6 @@ class _Threads(Tap):
 
 
 _threads = _Threads()
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _kind(tensor: Tensor) -> str:

@@ -165,11 +165,3 @@ def _ledger(sent: Counter) -> str:
 
 def _total(sent: Counter) -> int:
     return sum(one.num_bytes * count for one, count in sent.items())
-
-
-class NoAnswer(TypeError):
-    """The result of a learner's function cannot be used at all."""
-
-    @property
-    def report(self) -> str:
-        return str(self)

@@ -23,8 +23,9 @@ what no rank sends, the stop button, a killed process. One line then says what m
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from IPython import get_ipython
@@ -34,13 +35,14 @@ from IPython.display import display
 
 from minipar.comm.mesh import check_sizes
 from minipar.emulate import link as links
-from minipar.emulate.device import Device
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
 from minipar.ranks import launch, worker
 from minipar.ranks.backends import check_backend
 from minipar.ranks.launch import RankError, check_fits_here
 from minipar.sim import emulate
+
+MAX_LINES = 200  # that a rank may print in a cell; more are only counted
 
 
 class CellError(RankError):
@@ -77,6 +79,13 @@ class TimedOut(TimeoutError):
         return [f"Stopped. {self}"]
 
 
+class Misused(UsageError):
+    """``%%ranks`` cannot do what it was asked; shown in one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"%%ranks: {self}"]
+
+
 class Watched(launch.Ranks):
     """Ranks that are stopped, within seconds, when all that are left wait in vain.
 
@@ -94,11 +103,10 @@ class Watched(launch.Ranks):
         super()._start()
         launch.Ranks.run_each(self, shell.watch, [()] * self.size)
 
-    def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
-        """Run as `launch.Ranks` does."""
-        with self.lock:
-            self._stuck = {}
-            return super().run_each(fn, args_of, **kwargs)
+    def _supervise(self, *args: Any) -> launch.Call:
+        """Supervise as `launch.Ranks` does; what ranks said in the call before is forgotten."""
+        self._stuck, self._num_done = {}, 0
+        return super()._supervise(*args)
 
     def _press(self, job: launch.Call) -> None:
         """Press as `launch.Ranks` does; stop ranks if all that are left wait in vain."""
@@ -107,19 +115,15 @@ class Watched(launch.Ranks):
             self._stuck, self._num_done = {}, len(job.results)
         recent = time.monotonic() - 1.5
         # Said twice: a word that was under way when the wait ended is not taken for the last one.
-        stuck = {
-            r: said[-1] for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent
-        }
-        if not job.waiting or job.failures or job.stopped or not job.waiting <= set(stuck):
+        stuck = {r for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent}
+        if not job.waiting or job.failures or job.stopped or not job.waiting <= stuck:
             return
         done = ", ".join(map(str, sorted(job.results)))
         others = f"finished by now: rank {done}" if done else "all ranks wait"
         for rank in job.waiting:
-            _, verb, line = stuck[rank]
-            message = f"waits in {verb}, in vain ({others})"
-            label = f"rank {rank} of {self.size}"
-            job.failures[rank] = worker.Failure(label, "Stuck", message, f"{message}\n{line}")
-        self._stuck = {}
+            _, verb, line = self._stuck[rank][-1]
+            what = f"rank {rank} of {self.size}", "Stuck", f"waits in {verb}, in vain ({others})"
+            job.failures[rank] = worker.Failure(*what, report=f"{what[-1]}\n{line}")
         self._stop(job)
 
     def _note(self, rank: int, kind: str, content: Any) -> None:
@@ -139,7 +143,6 @@ class Ranks(Watched):
         mesh: sizes of the axes of ``mesh`` on the ranks; all in one axis ``dp`` if not given.
         backend: "link", on which the notebooks are the same everywhere, GPU or not; or "gloo", or
             "nccl" for real GPUs.
-        max_lines: how many lines a rank may print in a cell; more are only counted. None: all.
         device: what every rank computes on by declaration: "h100/100" is slowed 100 times, and the
             link with it, while recorded times are an H100's; see `minipar.emulate.device`.
         magnify: how many times as wide a model, and as long a sequence, that device is to see.
@@ -157,8 +160,7 @@ class Ranks(Watched):
         link: Any = "none",
         mesh: dict[str, int] | None = None,
         backend: str = "link",
-        max_lines: int | None = 200,
-        device: str | Device | None = None,
+        device: str | None = None,
         magnify: float = 1.0,
         **options: Any,
     ) -> None:
@@ -172,25 +174,23 @@ class Ranks(Watched):
         check_backend(backend, size)
         # The notebook's own formulas use that link as well.
         self.backend, self.link = backend, links.use(link)
-        preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        if isinstance(device, str):
-            device = emulate.device(device, magnify)
-        self.device = device
+        self.device = device and emulate.device(device, magnify)
         if _current is not None:
             _current.close()
-        options = {"sink": self._hear, "preload": preload, "max_lines": max_lines} | options
-        super().__init__(size, backend=backend, device=device, **options)
+        preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
+        known = dict(backend=backend, device=self.device, preload=preload, max_lines=MAX_LINES)
+        super().__init__(size, sink=self._hear, **known | options)
         self._prepare()
         _current = self
         register_magic()
 
-    def cell(self, code: str, on: Iterable[int] | None = None, *, number: int = 1) -> None:
+    def cell(self, code: str, on: list[int] | None = None, *, number: int = 1) -> None:
         """Run `code` in the namespaces of the ranks `on` (None: all), as ``%%ranks`` does.
 
         Raises `CellError`.
         """
-        chosen = set(range(self.size) if on is None else on)
-        args = [(code, number) if rank in chosen else None for rank in range(self.size)]
+        ranks = range(self.size)
+        args = [(code, number) if rank in (on or ranks) else None for rank in ranks]
         self.run_each(shell.run_cell, args)
 
     def __getitem__(self, expression: str) -> list[Any]:
@@ -248,9 +248,9 @@ class Ranks(Watched):
         return wire if self.device is None else f"emulated {self.device}; {wire}"
 
     def __repr__(self) -> str:
-        known = self.backend != "link" or self.device is not None
-        state = self.label if known else f"gloo, {self.label}"
-        return f"Ranks({self.size})  # {'closed' if self.closed else state}"
+        is_plain = self.backend == "link" and self.device is None
+        state = "closed" if self.closed else f"{'gloo, ' * is_plain}{self.label}"
+        return f"Ranks({self.size})  # {state}"
 
     # ------------------------------------------------------------------ after a failure
     def _prepare(self) -> None:
@@ -274,7 +274,7 @@ class Ranks(Watched):
         )
 
     def _hear(self, rank: int, kind: str, content: Any) -> None:
-        if self._transcript is not None:
+        if self._transcript is not None:  # else they are being prepared
             self._transcript.hear(rank, kind, content)
 
 
@@ -282,37 +282,35 @@ class _Transcript:
     """Lines that ranks print in one call: rank by rank, the first rank's at once."""
 
     def __init__(self, ranks: list[int]) -> None:
-        self._live = set(ranks[:1])
+        self._first = ranks[0]
         self._held: dict[int, list[tuple[str, Any]]] = {rank: [] for rank in ranks}
         self._line: tuple[int, str] | None = None  # rank and stream of a line that has not ended
 
     def hear(self, rank: int, kind: str, content: Any) -> None:
-        if rank in self._live:
+        if rank == self._first:
             self._show(rank, kind, content)
         else:
-            self._held.setdefault(rank, []).append((kind, content))
+            self._held[rank].append((kind, content))
 
     def close(self) -> None:
         self._end_line()
         for rank, said in self._held.items():
-            for kind, contents in groupby(said, key=lambda each: each[0]):
-                if kind == "display":
-                    for _, content in contents:
-                        self._show(rank, kind, content)
-                else:
-                    self._write(rank, kind, "".join(content for _, content in contents))
+            for kind, group in groupby(said, key=itemgetter(0)):
+                contents = [content for _, content in group]
+                for content in contents if kind == "display" else ["".join(contents)]:
+                    self._show(rank, kind, content)
             self._end_line()
 
     def _show(self, rank: int, kind: str, content: Any) -> None:
-        if kind != "display":
-            self._write(rank, kind, content)
-        else:
+        if kind == "display":
             self._write(rank, "stdout", "\n")
             display(content[0], raw=True, metadata=content[1])
+        else:
+            self._write(rank, kind, content)
 
     def _write(self, rank: int, stream: str, text: str) -> None:
         out = getattr(sys, stream)
-        for line in re.findall(r"[^\n]*\n|[^\n]+", text.replace("\r\n", "\n")):
+        for line in text.replace("\r\n", "\n").splitlines(keepends=True):
             if self._line != (rank, stream):
                 self._end_line()
                 out.write(f"[{rank}]" if line == "\n" else f"[{rank}] ")
@@ -346,13 +344,6 @@ def chosen_ranks(text: str, size: int) -> list[int]:
     return sorted(chosen)
 
 
-class Misused(UsageError):
-    """``%%ranks`` cannot do what it was asked; shown in one line."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"%%ranks: {self}"]
-
-
 @magic_arguments()
 @argument("-r", "--ranks", help="only these ranks, such as 0,2 or 1-3")
 @argument("--here", action="store_true", help="run the cell in the notebook's own process as well")
@@ -367,8 +358,7 @@ def _ranks_magic(line: str, cell: str) -> None:
         raise Misused(str(error)) from None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
-    # Not here.execution_count: some versions of IPython count on before they run the cell.
-    number = max(cell_numbers().values(), default=here.execution_count)
+    number = max(cell_numbers().values())  # IPython has counted on before it runs the cell
     ranks.cell(head + cell, on, number=number)
     if asked.here:
         code = here.transform_cell(head + cell)
@@ -395,8 +385,7 @@ def register_magic() -> None:
     here = get_ipython()
     if here is not None and not isinstance(here, RankShell):
         here.register_magic_function(_ranks_magic, "cell", "ranks")
-        if not here.custom_exceptions:  # there is room for one handler only
-            here.set_custom_exc((NameError,), _explain_name)
+        here.set_custom_exc((NameError,), _explain_name)
 
 
 register_magic()  # so that %%ranks without ranks is answered, too

@@ -57,7 +57,7 @@ from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
 from minipar.lab import cells, slips
-from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent
+from minipar.lab.cases import Case, CheckFailed, Sent
 from minipar.lab.shell import Source, call_from, code_of
 from minipar.ranks import worker
 from minipar.ranks.launch import RankError, Ranks
@@ -113,7 +113,7 @@ def _named(module: ModuleType, prefix: str) -> dict[str, Callable]:
 
 
 def load(file: Path) -> ModuleType:
-    """Import a file of the solutions, so that its functions can be sent to ranks."""
+    """Import a file of answers, so that its functions can be sent to ranks."""
     name = f"minipar_solutions_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -172,7 +172,7 @@ def check(
             case = examine(asked, answer, size, seed, criteria)
         except CheckFailed as error:
             if error.criterion == "written":
-                raise CheckFailed(str(error), "written") from None
+                raise
             again = f'check("{number}", {name_of(answer)}, seed={seed})'
             guess = _looks_like(asked, answer, size, error)
             raise CheckFailed(
@@ -276,8 +276,10 @@ def _short(value: Any) -> str:
 # ====================================================================== running an answer
 def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     """Run `answer` once on the first `size` ranks. Raises `CheckFailed` if it does not return."""
-    if _only_raises(answer, "NotImplementedError"):  # seen without ranks, which take a while
-        raise _waiting(asked)
+    if _is_stub(answer):  # seen without ranks, which take a while
+        write = f"Write the function above ({asked.level}, about {asked.minutes} minutes)"
+        todo = f"{write}, run its cell, then this one again."
+        raise waiting(f"Exercise {asked.id}", asked.title, todo)
     given = asked.given(size, torch.Generator().manual_seed(seed))
     source = Source.of(answer, cells.cell_numbers())
     ranks = _pool(size)
@@ -290,8 +292,6 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
         try:
             answers = ranks.run_each(_play, calls)[:size]
         except RankError as error:
-            if {failure.kind for failure in error.failures.values()} == {"NotImplementedError"}:
-                raise _waiting(asked) from None
             said = _with_cell(_with_who_has_left("\n\n".join(error.reports())), source)
             raise CheckFailed(said, "run") from error
         except CannotTravel as error:
@@ -310,18 +310,12 @@ def _import(run: Callable) -> None:
     """Do nothing: a rank that has unpacked this call has imported the modules of exercises."""
 
 
-def _only_raises(answer: Callable, error: str) -> bool:
-    """True if a function, or making a class, can only raise `error`, as an untouched stub does."""
+def _is_stub(answer: Callable) -> bool:
+    """True if a function, or making a class, can only raise `NotImplementedError`."""
     code = code_of(answer)
-    steps = [step.opname for step in dis.get_instructions(code)] if code else []
+    steps = [step.opname for step in dis.get_instructions(code)] if code else [""]
     forks = any("JUMP" in step or step.startswith(("RETURN", "YIELD", "FOR")) for step in steps)
-    return error in getattr(code, "co_names", ()) and steps[-1] == "RAISE_VARARGS" and not forks
-
-
-def _waiting(asked: Exercise) -> CheckFailed:
-    write = f"Write the function above ({asked.level}, about {asked.minutes} minutes)"
-    todo = f"{write}, run its cell, then this one again."
-    return waiting(f"Exercise {asked.id}", asked.title, todo)
+    return steps[-1] == "RAISE_VARARGS" and not forks and "NotImplementedError" in code.co_names
 
 
 def waiting(what: str, title: str, todo: str) -> CheckFailed:
@@ -335,8 +329,8 @@ _END = "the end"  # how a rank calls the barrier after a learner's function
 
 def _with_who_has_left(text: str) -> str:
     """Reword the barrier behind a function: a learner never wrote it."""
-    text = re.sub(rf"(ranks [\d, ]+) called {_END}\b", r"\1 have left your function", text)
-    text = re.sub(rf"(rank \d+) called {_END}\b", r"\1 has left your function", text)
+    for who, verb in ((r"ranks [\d, ]+", "have"), (r"rank \d+", "has")):
+        text = re.sub(rf"({who}) called {_END}\b", rf"\1 {verb} left your function", text)
     return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
 
 
@@ -344,7 +338,7 @@ def _with_cell(text: str, source: Source | None) -> str:
     """Name the cell, where a race names the file into which a notebook has put it."""
     if source is None:
         return text
-    file = "/".join(source.filename.replace("\\", "/").split("/")[-2:])
+    file = "/".join(source.filename.split("/")[-2:])
     return re.sub(rf"{re.escape(file)}:(\d+)", rf"{source.title}, line \1", text)
 
 
@@ -365,7 +359,7 @@ def _pool(size: int) -> Ranks:
         if _own is not None:
             _own.close()
         size = 1 if size == 1 else max(4, size)
-        _own = cells.Watched(size, backend="link", max_lines=200)
+        _own = cells.Watched(size, backend="link", max_lines=cells.MAX_LINES)
     return _own
 
 
@@ -376,6 +370,13 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         return None
     axis = axes[0] if len(sizes) == 1 else axes
     sent: list[Sent] = []
+    returned = ""  # by the answer, in words: what fails then is its result
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal returned
+        result = answer(*args, **kwargs)
+        returned = "None" if result is None else f"a {type(result).__name__}"
+        return result
 
     def note(work: link_group.LinkWork) -> None:
         if work.verb not in ("recv", "barrier", _END) and work.exception() is None:
@@ -385,7 +386,6 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     link.use("none")
     link.observers.append(note)
     try:
-        watched = _Watched(answer)
         try:
             with strict.watching():
                 args = (watched, axis, *given)
@@ -395,12 +395,16 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         except Exception as error:
             file = getattr(code_of(answer), "co_filename", None)
             frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-            if watched.returned and all(frame.f_code.co_filename != file for frame in frames):
-                raise NoAnswer(f"{watched.returned}: this is no answer ({error})") from error
+            if returned and all(frame.f_code.co_filename != file for frame in frames):
+                error.report = f"your function returned {returned}: this is no answer ({error})"
             raise
-        with standing_for(_END):
-            for one in axes:
-                _meet(one)
+        try:  # wait until all are through, so that nothing is under way any more
+            with standing_for(_END):
+                for one in axes:
+                    dist.barrier(one.group)
+        except Exception as error:  # the ranks that are still in the function know its line
+            error.report = str(error)
+            raise
     finally:
         worker.shield()  # an interrupted clean-up would leave torch with half a group
         link.observers.remove(note)
@@ -408,35 +412,6 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         for one in axes:
             dist.destroy_process_group(one.group)
     return result, sent
-
-
-def _meet(axis: Axis) -> None:
-    """Wait until all are through, so that nothing is under way any more.
-
-    If they are not, the ranks that are still in the learner's function know its line.
-    """
-    try:
-        dist.barrier(axis.group)
-    except Exception as error:
-        error.report = str(error)
-        raise
-
-
-class _Watched:
-    """A learner's function that notes that it has returned: what fails then is its result."""
-
-    def __init__(self, answer: Callable) -> None:
-        self._answer, self.returned = answer, ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._answer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._answer(*args, **kwargs)
-        # In words, for the sake of memory that an exercise may measure.
-        what = "None" if result is None else f"a {type(result).__name__}"
-        self.returned = f"your function returned {what}"
-        return result
 
 
 def _own_axis(name: str, sizes: dict[str, int]) -> Axis | None:

@@ -11,18 +11,17 @@ The file is written after every row. ``--rehearse`` does all of it on the CPU wi
 test this file, not a GPU.
 """
 
+import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import tyro
 
 from minipar.comm.clock import synchronise
 from minipar.comm.mesh import Mesh
@@ -49,18 +48,6 @@ TALKING = (
 MACHINE = "gpu_machine.toml"
 
 
-@dataclass(frozen=True)
-class GpuCheck:
-    """Measure speed, memory and overlap on this machine's GPUs; write the rows to a folder."""
-
-    out: str = "notebooks/assets/measured"
-    """Folder for gpu.json, gpu_machine.toml and the timelines."""
-    preset: str = "llama-3.2-1b"
-    """The model that is trained and timed."""
-    rehearse: bool = False
-    """Run on the CPU with a tiny model, to test the check itself."""
-
-
 class Setting(NamedTuple):
     """A model and the size of a step, in sequences and tokens of a sequence."""
 
@@ -76,26 +63,27 @@ class Setting(NamedTuple):
         return Plan.parse(f"{text},precision={precision},checkpointing={self.recompute}")
 
 
-def settings(preset: str) -> list[Setting]:
-    """Return the settings to try on one GPU: the plain one first, then a smaller one."""
-    return [Setting(preset, 4), Setting(preset, 2, recompute="full")]
+ALONE = (Setting("llama-3.2-1b", 4), Setting("llama-3.2-1b", 2, recompute="full"))
+"""What one GPU trains: all that fits, and then half of it with everything recomputed."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the checks; return 1 if one of them fails, 2 if there is no GPU."""
-    check = tyro.cli(GpuCheck, args=argv)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus and not check.rehearse:
-        print("minipar: error: there is no GPU here; --rehearse runs on the CPU", file=sys.stderr)
-        return 2
-    folder = Path(check.out)
+    """Run the checks; return 1 if one of them fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default="notebooks/assets/measured", help="a folder")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    asked = parser.parse_args(argv)
+    gpus, folder = torch.cuda.device_count(), asked.out
+    if not gpus and not asked.rehearse:
+        parser.error("there is no GPU here; --rehearse runs on the CPU")
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [("dp=1", setting) for setting in settings(check.preset)]
-    for text in TALKING:
-        plan = Plan.parse(text.format(max(gpus, 2)))
+    runs = [("dp=1", setting) for setting in ALONE]
+    for form in TALKING:
+        text = form.format(max(gpus, 2))
+        plan = Plan.parse(text)
         model = "tiny-moe" if plan.ep > 1 else "medium"
-        runs.append((text.format(max(gpus, 2)), Setting(model, 8 * plan.dp * plan.ep, 1024)))
-    if check.rehearse:
+        runs.append((text, Setting(model, 8 * plan.dp * plan.ep, 1024)))
+    if asked.rehearse:
         small = {"preset": "tiny", "seq_len": 64}
         runs = [(text, setting._replace(**small)) for text, setting in runs[:3]]
     name = name_of(backends.compute_device())
@@ -198,7 +186,7 @@ def simulated(setting: Setting, machine: Path) -> dict[str, Any]:
     row = {"simulated_bytes": sum(traces.at_peak().values())}
     row["simulated_ms"] = 1e3 * replay(traces, hardware.load(machine)).seconds
     name = name_of(device).lower().replace(" ", "")
-    if known := [node for node in hardware.names() if node in name]:
+    if known := [node for node in hardware.machines() if node in name]:
         sheet = hardware.load(max(known, key=len))
         row["data_sheet_ms"] = 1e3 * replay(traces, sheet).seconds
     return row

@@ -100,13 +100,12 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
-        holding = self._held[storage] = Holding(storage.nbytes(), self._is_on_host(storage))
+        word = memory.tags.get(storage)
+        on_host = memory.is_on_host() if word is None else word.on_host
+        holding = self._held[storage] = Holding(storage.nbytes(), on_host)
         weakref.finalize(storage, lambda: self._change(holding, -holding.num_bytes))
         self._change(holding, holding.num_bytes, was_there)
         return holding
-
-    def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
-        return False
 
     def _on_resize(self, storage: torch.UntypedStorage, before: int) -> None:
         if storage in self._held:
@@ -191,12 +190,11 @@ class MemoryLedger(LiveBytes):
     def __init__(self, model: nn.Module | None = None, *, budget: float | None = None) -> None:
         super().__init__()
         self.model, self.budget = model, math.inf if budget is None else budget
-        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._changes: list[tuple[float, Holding, int, str]] = []  # when, of what, bytes, phase
         self._phase, self._start = "forward", 0.0
         self._parameters: dict[nn.Parameter, None] = {}
         self._is_closed = False
-        self._limit = math.inf  # until it is open: what there is at the start is judged as a whole
 
     def __enter__(self) -> "MemoryLedger":
         gc.collect()  # hooks make cycles: a model out of use may still be there
@@ -208,7 +206,6 @@ class MemoryLedger(LiveBytes):
                 self._label("buffers", *self.model.buffers())
                 hook = self.model.register_forward_pre_hook(self._before_forward)
                 undo.callback(hook.remove)
-            self._limit = self.budget
             self._check_budget()
             memory.watchers.append(self._tag)
             undo.callback(memory.watchers.remove, self._tag)
@@ -281,10 +278,6 @@ class MemoryLedger(LiveBytes):
         holding.category, holding.on_host, holding.tagged = *word, True
 
     # ------------------------------------------------------------------ how much
-    def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
-        word = memory.tags.get(storage)
-        return memory.is_on_host() if word is None else word.on_host
-
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         if self._is_closed:
             return
@@ -295,11 +288,11 @@ class MemoryLedger(LiveBytes):
         self._changes.append((seconds, holding, num_bytes, self._phase))
         if not holding.on_host:
             super()._change(holding, num_bytes)
-            if num_bytes > 0:
+            if num_bytes > 0 and not was_there:  # what was there is judged as a whole
                 self._check_budget()
 
     def _check_budget(self) -> None:
-        if self.now <= self._limit:
+        if self.now <= self.budget:
             return
         for parameter in self._parameters:
             self._look_at(parameter)

@@ -9,16 +9,12 @@ of which exercise it is, and has a digest of the rest: a file that was changed l
 import ast
 import dis
 import hashlib
-import importlib.util
 import linecache
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
-
-import cloudpickle
 
 from minipar.lab import exercises
 
@@ -66,14 +62,9 @@ def piece(name: str) -> Any:
     if not file.is_file():
         print(f"{name}: the stored answer to exercise {number}")
         return _stored(name)
-    print(
-        f"{name}: {file.as_posix()}, {'proved' if is_proved(name) else 'changed since its check'}"
-    )
-    spec = importlib.util.spec_from_file_location(f"{FOLDER}.{name}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)  # the ranks may stand in another folder
-    return getattr(module, called)
+    state = "proved" if is_proved(name) else "changed since its check"
+    print(f"{name}: {file.as_posix()}, {state}")
+    return getattr(exercises.load(file), called)
 
 
 def is_proved(piece: str) -> bool:
@@ -84,11 +75,8 @@ def is_proved(piece: str) -> bool:
 
 def kept() -> dict[str, tuple[int, bool]]:
     """Return the pieces that were kept: lines of code, and whether the file is proved."""
-    files = {name: _file(name) for name in PIECES if _file(name).is_file()}
-    return {
-        name: (_num_lines(file.read_text(encoding="utf-8")), is_proved(name))
-        for name, file in files.items()
-    }
+    names = [name for name in PIECES if _file(name).is_file()]
+    return {n: (_num_lines(_file(n).read_text(encoding="utf-8")), is_proved(n)) for n in names}
 
 
 def _known(piece: str) -> tuple[str, str]:

@@ -73,7 +73,7 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
         last = joined[-1] if joined else {}
         if output.output_type == "stream" and last.get("name") == output.name:
             last.text += output.text
-        elif output.get("data") != {"text/plain": ""}:  # a sign of life that has vanished
+        else:
             joined.append(output)
     return joined
 

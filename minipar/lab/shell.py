@@ -12,10 +12,8 @@ import os
 import sys
 import threading
 import time
-import tokenize
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType, FrameType, TracebackType
@@ -55,25 +53,18 @@ class _Publisher(DisplayPublisher):
     """Sends what `display` is given to the notebook."""
 
     def publish(self, data: dict, metadata: dict | None = None, *_: Any, **__: Any) -> None:
-        _show(data, metadata)
+        """Print text, within the limits of printing; send pictures and tables by themselves."""
+        if set(data) == {"text/plain"}:
+            print(data["text/plain"])
+        else:
+            worker.say("display", (data, metadata or {}))
 
     def clear_output(self, wait: bool = False) -> None:
         pass  # the other ranks write to the same place
 
 
-def _show(data: dict, metadata: dict | None) -> None:
-    """Print text, within the limits of printing; send pictures and tables by themselves."""
-    if set(data) == {"text/plain"}:
-        print(data["text/plain"])
-    else:
-        worker.say("display", (data, metadata or {}))
-
-
 class _LastValue(DisplayHook):
     """Sends the value of a cell's last expression to the notebook."""
-
-    def quiet(self) -> bool:
-        return self.shell.ends_in_semicolon
 
     def start_displayhook(self) -> None:
         """Write neither a prompt, nor a line that ends it."""
@@ -81,7 +72,7 @@ class _LastValue(DisplayHook):
     write_output_prompt = finish_displayhook = start_displayhook
 
     def write_format_data(self, format_dict: dict, md_dict: dict | None = None) -> None:
-        _show(format_dict, md_dict)
+        self.shell.display_pub.publish(format_dict, md_dict)
 
 
 class RankShell(InteractiveShell):
@@ -89,7 +80,6 @@ class RankShell(InteractiveShell):
 
     displayhook_class = Type(_LastValue)
     display_pub_class = Type(_Publisher)
-    ends_in_semicolon = False
     traceback_text: str | None = None
 
     def enable_gui(self, gui: str | None = None) -> None:
@@ -191,19 +181,14 @@ def run_cell(code: str, number: int) -> None:
     """Run a cell in this rank's namespace; `number` is what tracebacks call it."""
     shell = _shell()
     shell.traceback_text, shell.execution_count = None, number
-    shell.ends_in_semicolon = _ends_in_semicolon(code)
+    # Where IPython looks for a semicolon at the end; its own storing takes long after an error.
+    shell.history_manager.input_hist_parsed.append(shell.transform_cell(code))
     result = shell.run_cell(code, store_history=False)
     worker.shield()
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
-        _raise_with_report(error, shell.traceback_text)
-
-
-def _ends_in_semicolon(code: str) -> bool:
-    try:
-        return DisplayHook.semicolon_at_end_of_expression(code)
-    except (SyntaxError, tokenize.TokenError):  # magics are no Python
-        return False
+        error.report = shell.traceback_text
+        raise error
 
 
 def prepare(sizes: dict[str, int], wire: link.Link | link.Topology) -> None:
@@ -230,7 +215,8 @@ def evaluate(expression: str) -> Any:
     try:
         value = eval(expression, _shell().user_ns)
     except Exception as error:
-        _raise_with_report(error, f"{type(error).__name__}: {error}")
+        error.report = f"{type(error).__name__}: {error}"
+        raise
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -279,12 +265,5 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         while frames.tb_next and frames.tb_frame.f_code.co_filename != source.filename:
             frames = frames.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        _raise_with_report(error, text.replace(f'File "{source.filename}"', source.title))
-
-
-def _raise_with_report(error: BaseException, report: str | None) -> None:
-    """Raise `error`; the notebook shows `report`."""
-    if report is not None:
-        with suppress(AttributeError):  # an exception without room for it
-            error.report = report
-    raise error
+        error.report = text.replace(f'File "{source.filename}"', source.title)
+        raise

@@ -36,7 +36,9 @@ def as_multiplied(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def off(device: str) -> AbstractContextManager:
     """Leave the operands of products in the body as they are."""
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    if device != "meta":
+        return torch.autocast(device, enabled=False)
+    return nullcontext() if _OnMeta.current is None else _OnMeta(torch.float32)
 
 
 def same_again() -> AbstractContextManager:
@@ -61,7 +63,7 @@ class _OnMeta(TorchFunctionMode):
         self.weights.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS:
+        if func in _PRODUCTS and _OnMeta.current is self:  # not one around it
             args = [self.cast(arg) for arg in args]
         return func(*args, **(kwargs or {}))
 

@@ -14,12 +14,6 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
 
-    def __post_init__(self) -> None:
-        if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"{self}: needs factor >= 1 and 0 < low_freq_factor < high_freq_factor"
-            )
-
 
 @dataclass(frozen=True)
 class LlamaConfig:

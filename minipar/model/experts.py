@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
         Torch's grouped product multiplies all experts at once, and the host reads nothing. Where it
         does not take the tensors, the host reads the counts: one expert comes after the other.
-        Without counts, see `padded`.
+        Without counts, rows are [E, C, D], equally many of each expert: one batched product.
         """
         if counts is None:
             return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
@@ -53,13 +53,6 @@ class Experts(nn.Module):
         if out.requires_grad:  # its backward refuses an expanded gradient, such as a sum's
             out.register_hook(Tensor.contiguous)
         return out
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """Compute equally many rows for each expert, [E, C, D] -> the same: one batched product.
-
-        This goes through `__call__`, because fsdp gathers the weights in a forward hook.
-        """
-        return self(rows)
 
 
 def can_group(*tensors: Tensor) -> bool:

@@ -103,11 +103,9 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     if old and new:
         raise ValueError("rope_scaling and rope_parameters are both given; keep one of the two")
-    rope = {name: value for name, value in (old | new).items() if value is not None}
-    thetas = {rope.pop("rope_theta", None), raw.get("rope_theta")} - {None}
-    if len(thetas) > 1:
-        raise ValueError(f"rope_theta is given twice, as {sorted(thetas)}; keep one of the two")
-    theta = thetas.pop() if thetas else 10_000.0
+    given = {"rope_theta": raw.get("rope_theta"), **old, **new}
+    rope = {name: value for name, value in given.items() if value is not None}
+    theta = rope.pop("rope_theta", 10_000.0)
     kinds = {rope.pop("rope_type", None), rope.pop("type", None)} - {None}
     if kinds <= {"default"} and not rope:
         return theta, None
@@ -206,12 +204,9 @@ class Folder:
 
     def read(self, name: str, dtype: torch.dtype | None = None, device: Device = None) -> Tensor:
         """Return the parameter `name`, by default on the CPU and in the dtype of its file."""
-        if ".experts." in name:
-            experts = _names_in_files(self.config, name)
-            tensor = torch.stack([torch.cat([*map(self._stored, parts)]) for parts in experts])
-        else:
-            ((stored,),) = _names_in_files(self.config, name)
-            tensor = self._stored(stored)
+        names = _names_in_files(self.config, name)
+        experts = [torch.cat([*map(self._stored, parts)]) for parts in names]
+        tensor = torch.stack(experts) if ".experts." in name else experts[0]
         if tuple(tensor.shape) != self.shapes[name]:
             found = f"{name} has shape {tuple(tensor.shape)}"
             raise ValueError(f"{self.path}: {found}, but by {CONFIG} it is {self.shapes[name]}")
@@ -219,24 +214,19 @@ class Folder:
 
     def _stored(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
-            tensor = file.get_tensor(name)
-        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{self.path}: {name} is stored as {tensor.dtype}: not supported")
-        return tensor
+            return file.get_tensor(name)
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Return the file of each stored tensor, by the tensor's name."""
+    """Return the file of each stored tensor, by the tensor's name; one file goes before several."""
     single, index = path / SINGLE, path / INDEX
-    if single.exists() and index.exists():
-        raise ValueError(f"{path}: {SINGLE} and {INDEX} are two sets of weights; delete one")
-    if index.exists():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: path / file for name, file in weight_map.items()}
-    if not single.exists():
+    if single.exists():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.exists():
         raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return {name: path / file for name, file in weight_map.items()}
 
 
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -251,15 +241,12 @@ def _names_in_files(config: LlamaConfig, name: str) -> list[list[str]]:
     Experts: a list for each expert, of matrices that lie one below the other. Otherwise: one list
     of one name.
     """
-    if ".mlp.experts." in name:
-        layer, kind = name.split(".mlp.experts.")
-        matrices = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
-        stem = f"{layer}.block_sparse_moe.experts"
-        return [
-            [f"{stem}.{e}.{matrix}.weight" for matrix in matrices]
-            for e in range(config.moe.num_experts)
-        ]
-    return [[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]]
+    if ".experts." not in name:
+        return [[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]]
+    layer, kind = name.split(".mlp.experts.")
+    matrices = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
+    stems = (f"{layer}.block_sparse_moe.experts.{e}" for e in range(config.moe.num_experts))
+    return [[f"{stem}.{matrix}.weight" for matrix in matrices] for stem in stems]
 
 
 def _some(things: Set) -> str:
@@ -277,8 +264,6 @@ def save(model: Llama, path: str | Path) -> None:
     of a model, as a strategy may leave it, before anything is written.
     """
     path, state, config = Path(path), model.state_dict(), model.config
-    if path.is_file():
-        raise ValueError(f"{path} is a file; a checkpoint is a folder")
     if config.tie_embeddings:
         state.pop(HEAD, None)
     described = config_json(config, next(iter(state.values())).dtype)
@@ -288,13 +273,9 @@ def save(model: Llama, path: str | Path) -> None:
         raise ValueError(f"not a whole model: missing {_some(expected - found)}")
     tensors = {}
     for name, tensor in state.items():
-        names = _names_in_files(config, name)
-        if ".experts." in name:
-            for parts, one in zip(names, tensor.detach(), strict=True):
-                matrices = one.chunk(len(parts))
-                tensors |= {p: m.clone() for p, m in zip(parts, matrices, strict=True)}
-        else:
-            tensors[names[0][0]] = tensor.detach().contiguous()
+        experts = tensor if ".experts." in name else [tensor]
+        for parts, one in zip(_names_in_files(config, name), experts, strict=True):
+            tensors |= zip(parts, one.contiguous().chunk(len(parts)), strict=True)
 
     path.mkdir(parents=True, exist_ok=True)
     unfinished = path / f".{SINGLE}.tmp"

@@ -96,7 +96,6 @@ class MoEConfig:
 
     def capacity(self, seq_len: int) -> int:
         """Return C, the number of tokens of a sequence that an expert computes at most."""
-        assert self.capacity_factor is not None, "dropless: there is no capacity"
         exact = self.capacity_factor * self.top_k * seq_len / self.num_experts
         return min(seq_len, math.ceil(exact))
 
@@ -265,10 +264,9 @@ class MoE(nn.Module):
         self.core: Callable[[Tensor, Routing], Tensor] = self.compute
         self.dropped: Tensor | int = 0  # slots that the last forward dropped
 
+    @_disable_dynamo  # sizes inside depend on values: torch.compile breaks its graph here
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Compute x [B, T, D]. `valid` [B, T] is False for padding, which counts nowhere."""
-        if torch.compiler.is_compiling():
-            return _run_uncompiled(self.forward, x, valid)
         routing = self.gate(x, valid)
         if self.config.capacity_factor is not None and self.training:
             routing = self.apply_capacity(routing, x.shape[1], valid)
@@ -291,7 +289,7 @@ class MoE(nn.Module):
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute tokens [N, D] by the experts chosen for each: the model on one device."""
         if routing.seats is not None:
-            return self.add(self.seated(x, routing, self.experts.padded), self.shared(x))
+            return self.add(self.seated(x, routing, self.experts), self.shared(x))
         order, counts = sort_by_expert(routing.experts, self.config.num_experts)
         tokens = order // self.config.top_k
         rows = self.experts(x[tokens], counts)
@@ -319,12 +317,6 @@ class MoE(nn.Module):
     def add(self, out: Tensor, shared: Tensor | None) -> Tensor:
         """Add the result of `shared`."""
         return out if shared is None else out + shared
-
-
-@_disable_dynamo
-def _run_uncompiled(forward: Callable, *args: Tensor | None) -> Tensor:
-    """Break the graph of torch.compile here: sizes inside depend on values."""
-    return forward(*args)
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, MoE]]:

@@ -74,19 +74,17 @@ class Recorder(Tap):
         """Append a finished communication; any thread may call (`list.append` is atomic)."""
         self.spans.append(Span("comm", name, self.rank, start, end, axis_name, num_bytes))
 
-    def wait_for_all(self, seconds: float) -> None:
-        """Wait until all communication has arrived, at most `seconds` in all.
+    def finish(self, patience: float) -> None:
+        """End the spans that are in flight, so that the ledger has all bytes.
 
-        torch's profiler ends the process by a SIGSEGV if it stops while gloo works for it.
+        Before, wait for them, `patience` seconds in all: torch's profiler ends the process by a
+        SIGSEGV if it stops while gloo works for it.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience
         for work in list(self.unwaited):
-            with suppress(Exception):  # the caller who waits for the result hears of it
-                work.wait_for(max(0.0, deadline - time.monotonic()))
-
-    def finish(self) -> None:
-        """End the spans that are still in flight: the ledger has all bytes."""
-        for work in list(self.unwaited):
+            if patience:
+                with suppress(Exception):  # the caller who waits for the result hears of it
+                    work.wait_for(max(0.0, deadline - time.monotonic()))
             work.note(work.start, max(work.start, clock.now()))
         self.unwaited.clear()
 

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from minipar.comm import calls, clock
+from minipar.comm.collectives import all_gather_object
 from minipar.observe import gpu
 from minipar.observe.recorder import Recorder, hook_model, hook_optimizers
 from minipar.observe.spans import (
@@ -74,10 +74,6 @@ class Timeline:
     def __len__(self) -> int:
         return len(self.spans)
 
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Timeline) and self.spans == other.spans
-        return same and self.label == other.label
-
     @property
     def ranks(self) -> list[int]:
         """Return the ranks that have spans, sorted."""
@@ -98,9 +94,9 @@ class Timeline:
         """Return the seconds from the first start to the last end, over all ranks."""
         return self.end - self.start
 
-    def shifted(self, to: float = 0.0) -> "Timeline":
-        """Return the same spans, moved so that the first one starts at `to` seconds."""
-        return Timeline(moved(self.spans, to - self.start), self.label, self.notes)
+    def shifted(self) -> "Timeline":
+        """Return the same spans, moved so that the first one starts at 0 seconds."""
+        return Timeline(moved(self.spans, -self.start), self.label, self.notes)
 
     def select(self, **wanted: Any) -> "Timeline":
         """Return the spans with these values of `kind`, `rank`, `axis` or `name`."""
@@ -177,15 +173,10 @@ class Timeline:
     def gather(self, axis: Any) -> "Timeline":
         """Return the spans of all ranks along `axis` (an `Axis`) on each of them. A collective.
 
-        Clocks of different machines are read right after a barrier, and taken to agree there.
+        Clocks of different machines are read right after a first gather, and taken to agree there.
         """
-        if axis.group is None:
-            return Timeline(self.spans, self.label)
-        every: list[Any] = [None] * axis.size
-        with clock.paused():
-            dist.barrier(group=axis.group)
-            mine = (machine(), time.monotonic(), self.spans)
-            dist.all_gather_object(every, mine, group=axis.group)
+        all_gather_object(None, axis)
+        every = all_gather_object((machine(), time.monotonic(), self.spans), axis)
         clocks = {where: now for where, now, _ in reversed(every)}  # of its first rank
         here = clocks[every[0][0]]
         shifted = (moved(spans, here - clocks[where]) for where, _, spans in every)
@@ -242,10 +233,9 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     if _active is not None:
         raise RuntimeError("this process is recording already; end that `with record()` first")
     recorder, timeline = Recorder(), Timeline(label=label)
-    profiler, device = None, clock.device
+    profiler, device = gpu.start_profiler(), clock.device
     try:
         with clock.recording(), ExitStack() as stack:
-            profiler = gpu.start_profiler()
             for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
                 stack.callback(undo)
             _active = recorder
@@ -256,13 +246,11 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
                 yield timeline
             finally:
                 recorder.close(rest)
-                if profiler is not None:
-                    recorder.wait_for_all(seconds=10.0)
-                recorder.finish()
+                recorder.finish(0.0 if profiler is None else 10.0)
                 calls.taps.remove(recorder)
                 _active = None
     finally:
-        slowdown, spans = getattr(device, "slowdown", 1.0), list(recorder.spans)
+        slowdown, spans = getattr(device, "slowdown", 1.0), recorder.spans
         spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
         if profiler is not None:
             spans = gpu.with_kernels(profiler, spans, recorder.rank)

@@ -48,16 +48,16 @@ class Call:
 
     verb: str
     axis: str
-    ranks: tuple[int, ...]  # of the axis, as numbers in the world
+    ranks: Sequence[int]  # of the axis, as numbers in the world
     number: int  # the first collective of this rank on this axis is 1; messages count apart
     num_bytes: int  # on the wire
     seconds: float  # since it began, or since this rank waits in it
-    peers: tuple[int, ...] = ()  # of a message: the ranks at the other end
+    peers: Sequence[int] = ()  # of a message: the ranks at the other end
 
     @property
     def key(self) -> tuple:
         """Return the key that one collective has on all of its ranks."""
-        return self.axis, self.ranks, bool(self.peers), self.number, self.verb
+        return self.axis, tuple(self.ranks), bool(self.peers), self.number, self.verb
 
     def __str__(self) -> str:
         what = f" with {names(self.peers)}" if self.peers else ""
@@ -72,19 +72,17 @@ class State:
 
     rank: int
     label: str  # "rank 2 of 4 (dp=1, tp=0)"
-    begun: tuple[Call, ...] = ()
-    awaited: tuple[Call, ...] = ()
+    begun: Sequence[Call] = ()
+    awaited: Sequence[Call] = ()
     stack: str = ""  # of its main thread
     silence: str = ""  # why it does not answer: nothing is known about its calls
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "State":
-        """Undo ``json.dumps(asdict(state))``. Raises `ValueError` or `TypeError` for other text."""
+        """Undo ``json.dumps(asdict(state))``."""
         values = json.loads(text)
-        for name in ("begun", "awaited"):
-            calls = [{**call, "ranks": tuple(call["ranks"])} for call in values[name]]
-            values[name] = tuple(Call(**{**c, "peers": tuple(c["peers"])}) for c in calls)
-        return cls(**values)
+        begun, awaited = ([Call(**call) for call in values[name]] for name in ("begun", "awaited"))
+        return cls(**{**values, "begun": begun, "awaited": awaited})
 
     def has_reached(self, call: Call) -> bool:
         """True if this rank has begun the collective `call`, or a later one on the same axis."""
@@ -237,12 +235,6 @@ class Watchdog(calls.Tap):
         hosts = [host for host, *_ in self._places]
         return f" on host {hosts[rank]}" if len({*hosts}) > 1 else ""
 
-    def _silent(self, rank: int) -> State:
-        """Return the state of a rank that does not answer."""
-        pid = self._places[rank][1]
-        silence = f"its process {pid} does not answer: it was stopped, has ended, or is cut off"
-        return State(rank, f"rank {rank} of {self.size}{self._where(rank)}", silence=silence)
-
     def _report(self, alarm: int) -> None:
         """Collect the answers of all ranks that answer soon, and tell their report."""
         keys = [f"answer {alarm} {rank}" for rank in range(self.size)]
@@ -250,17 +242,19 @@ class Watchdog(calls.Tap):
         while not self._store.check(keys) and time.monotonic() < limit:
             if self._stop.wait(min(0.1, self.pause)):
                 return  # the wait has ended meanwhile
-        states = [self._silent(rank) for rank in range(self.size)]
+        states = []
         for rank, key in enumerate(keys):
-            # JSON and no pickle: any process that reaches the store can write there.
-            with suppress(ValueError, TypeError, KeyError):
-                if self._store.check([key]):
-                    states[rank] = State.from_json(self._store.get(key))
-        if self._dump is not None:
-            with suppress(OSError):  # a full disk does not keep the report back
-                content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
-                self._dump.write_text(content, encoding="utf-8")
+            if self._store.check([key]):
+                states.append(State.from_json(self._store.get(key)))
+            else:
+                why = "does not answer: it was stopped, has ended, or is cut off"
+                silence = f"its process {self._places[rank][1]} {why}"
+                label = f"rank {rank} of {self.size}{self._where(rank)}"
+                states.append(State(rank, label, silence=silence))
         self._tell(explain(states))
+        if self._dump is not None:
+            content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
+            self._dump.write_text(content, encoding="utf-8")
 
 
 def _until_now(noted: dict[Any, Call]) -> tuple[Call, ...]:

@@ -68,7 +68,6 @@ def apply(
     plan: Plan,
     make_optimizer: MakeOptimizer,
     *,
-    ddp_version: ddp.Version = "overlapped",
     bucket_mb: float | None = None,
     init: Callable[[str], Tensor] | None = None,
 ) -> "Composed":
@@ -79,7 +78,7 @@ def apply(
         make_optimizer: called as ``make_optimizer(model, make=...)`` once the parameters are final.
             It hands them to `make` in the order of the model; `make` is AdamW, or a class with
             the same arguments that shards its state (ZeRO 1 and 2).
-        ddp_version, bucket_mb: as in `ddp.apply`; ZeRO has such buckets, too.
+        bucket_mb: as in `ddp.apply`; ZeRO has such buckets, too.
         init: for a model on "meta" under ZeRO 3: returns the whole first value of a weight by its
             serial name. `apply` asks for one weight at a time, so no rank ever has all.
 
@@ -87,8 +86,7 @@ def apply(
     or for another mesh.
     """
     plan.check(model.config)
-    sizes = {axis: mesh[axis].size for axis in AXES}
-    if any(size != getattr(plan, axis, 1) for axis, size in sizes.items()):
+    if any(mesh[axis].size != getattr(plan, axis, 1) for axis in AXES):
         raise ValueError(f"plan {plan} is for the mesh {plan.mesh_sizes()}, not {mesh.sizes}")
     data_axis = mesh.joint(*plan.data_axes)
     checkpoint_activations(model, plan.checkpointing)
@@ -145,8 +143,8 @@ def apply(
             dtype = torch.float16
         # A large table is gathered and freed as layers are; a small one is not worth a call.
         ends = model.model.embed_tokens, model.lm_head
-        called = [m for m in ends if type(m) in (nn.Embedding, nn.Linear)]
-        tables = [m for m in called if m.weight.numel() >= 2**20]
+        whole = [m for m in ends if type(m) in (nn.Embedding, nn.Linear)]  # on this rank of pp, tp
+        tables = [m for m in whole if m.weight.numel() >= 2**20]
         parts.data = fsdp.apply(
             model,
             data_axis,
@@ -159,10 +157,10 @@ def apply(
         )
         optimizer = make_optimizer(model, make=torch.optim.AdamW)  # of the pieces
     elif plan.zero:
-        options = dict(optimizer_class=torch.optim.AdamW, axis=data_axis, bucket_mb=bucket_mb)
-        optimizer = make_optimizer(model, make=partial(zero.ShardedOptimizer, **options))
-        options = dict(stage=plan.zero, average=False, working_dtype=dtype)
-        parts.data = zero.apply(model, data_axis, optimizer=optimizer, **options)
+        sharded = dict(optimizer_class=torch.optim.AdamW, axis=data_axis, bucket_mb=bucket_mb)
+        optimizer = make_optimizer(model, make=partial(zero.ShardedOptimizer, **sharded))
+        how = dict(stage=plan.zero, average=False, working_dtype=dtype)
+        parts.data = zero.apply(model, data_axis, optimizer=optimizer, **how)
         if plan.zero == 1 and plan.pp > 1:  # else backward, and the stage before, wait for a reduce
             parts.data.most_in_flight = len(parts.data.buckets)
     else:
@@ -170,7 +168,6 @@ def apply(
         parts.data = ddp.apply(
             model,
             data_axis,
-            version=ddp_version,
             bucket_mb=bucket_mb,
             average=False,
             reduce=None if make is None else Compressed(make()),

@@ -37,6 +37,7 @@ both as one axis::
     train_step(model, strategies, optimizer, [batch], data_axis)
 """
 
+import itertools
 from typing import Any, Literal
 
 import torch
@@ -69,7 +70,6 @@ def apply(
     *,
     order: Order = "zigzag",
     exchange: Exchange = "ring",
-    kernel: str | None = None,
 ) -> "ContextParallel":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
@@ -77,15 +77,13 @@ def apply(
         order: which tokens a rank holds, "zigzag" or "plain", as in `shard`.
         exchange: "ring" passes keys and values from rank to rank behind the products; "gather"
             collects them first, in one call that nothing hides.
-        kernel: multiplies a block. "math" runs anywhere; "fused" (CPU) and "flash" (GPU, 16 bits,
-            no mask) are faster and hold no matrix of scores. None: the best that fits.
 
     Cut inputs with `shard`; the model numbers the positions itself unless it is given some. Cut a
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
     """
     strategy = ContextParallel(model, axis)  # refuses before any message
-    strategy.order, strategy.attention, strategy.kernel = order, EXCHANGES[exchange], kernel
+    strategy.order, strategy.attention = order, EXCHANGES[exchange]
     connect(axis, device_of(model))
     return strategy
 
@@ -100,26 +98,6 @@ def chunks_of(rank: int, size: int, order: Order = "zigzag") -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
 
 
-def plan(
-    rank: int, size: int, order: Order = "zigzag", causal: bool = True
-) -> list[list[tuple[int, int]]]:
-    """Return, for each step of the ring, the pairs of chunks (of queries, of keys) to multiply.
-
-    In step s, `rank` has the keys of rank - s. Pairs that lie in the future are left out, unless
-    `causal` is False.
-    """
-    held = [chunks_of(r, size, order) for r in range(size)]
-    return [
-        [
-            (mine, theirs)
-            for mine in held[rank]
-            for theirs in held[(rank - step) % size]
-            if theirs <= mine or not causal
-        ]
-        for step in range(size)
-    ]
-
-
 def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) -> Tensor:
     """Cut this rank's tokens out of `dim`: [..., T] -> [..., T/n]. Sends nothing.
 
@@ -127,9 +105,7 @@ def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) ->
 
     Raises `ValueError` unless T is divisible by n, for "zigzag" by 2n.
     """
-    count = ORDERS[order] * axis.size
-    why = f"{axis.name}={axis.size} in {order} order cuts sequences into {count} chunks"
-    chunks = chunks_of_equal_length(tensor, count, dim, f"{why}, which do not divide")
+    chunks = chunks_of_equal_length(tensor, ORDERS[order] * axis.size, dim, axis)
     return torch.cat([chunks[c] for c in chunks_of(axis.rank, axis.size, order)], dim)
 
 
@@ -146,10 +122,6 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
     `mask` [B, 1, T/n, T], or None for causal; q [B, H, T/n, K] tells T/n.
     """
     per_rank, length = ORDERS[order], q.shape[2]
-    if length % per_rank:
-        raise ValueError(
-            f"{length} tokens per rank are no {per_rank} chunks of {order} order; use context.shard"
-        )
     if mask is not None and mask.shape[2:] != (length, length * axis.size):
         raise ValueError(
             f"a mask of shape {tuple(mask.shape)} is not for {length} tokens per rank: it must be "
@@ -162,12 +134,11 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
         tiles = mask.unflatten(3, (-1, width)).unflatten(2, (-1, width))
         shown = look(tiles.any(5).any(3).flatten(0, 1).any(0), on_meta=None)
     own, steps = chunks_of(axis.rank, axis.size, order), []
-    for step, pairs in enumerate(plan(axis.rank, axis.size, order, causal=shown is None)):
+    for step in range(axis.size):  # this rank has the keys of rank - step
         source = chunks_of((axis.rank - step) % axis.size, axis.size, order)
         steps.append([])
-        for mine, theirs in pairs:
-            i, j = own.index(mine), source.index(theirs)
-            if shown is None or shown[i][theirs]:
+        for (i, mine), (j, theirs) in itertools.product(enumerate(own), enumerate(source)):
+            if shown[i][theirs] if shown else theirs <= mine:
                 seen = None if mask is None else mask[:, :, rows[i], rows[theirs]]
                 causal = mask is None and mine == theirs
                 steps[-1].append(Block(rows[i], rows[j], seen, causal))
@@ -271,7 +242,7 @@ class ContextParallel(CutSequences):
 
     order: Order
     attention: type[torch.autograd.Function]
-    kernel: str | None
+    kernel: str | None = None  # one of `KERNELS`; None: the fastest that fits
 
     def own_tokens(self, whole: Tensor) -> Tensor:
         return shard(whole, self.axis, self.order)
@@ -280,8 +251,6 @@ class ContextParallel(CutSequences):
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Attend block by block instead of by `core`; `mask` has this rank's queries only."""
-        if mask is not None and self.kernel == "flash":
-            raise ValueError("kernel='flash' takes no mask; use kernel=None, which picks by it")
         kernel = KERNELS[self.kernel or best_kernel(q, mask)]
         args = q, k, v, mask, self.axis, self.order, kernel
         return outside_of_graphs(self.attention.apply, *args)

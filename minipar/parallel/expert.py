@@ -103,10 +103,8 @@ def apply(
             balance "batch"; by default the ranks of `axis` and `copies`.
         pieces: the ranks that share each sequence, for the other balances; by default, none.
 
-    Raises `ValueError` for experts that another strategy has already, for numbers that do not
-    divide, and for what `check_capacity` refuses.
+    Raises `ValueError` for experts that another strategy has already, and as `check_sizes`.
     """
-    check_divides("nodes", nodes, axis.name, axis.size)
     for name, p in model.named_parameters():
         others = [f"expert along {axes_of(p)[0].name}"] if hasattr(p, "copies") else []
         others += [*getattr(p, "claimed_by", ())]
@@ -117,8 +115,7 @@ def apply(
                 f"zero and fsdp"
             )
     for _, moe in mixtures(model):
-        check_divides(axis.name, axis.size, "num_experts", moe.config.num_experts)
-        check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
+        check_sizes(moe.config, axis, dispatch, nodes, 1 if pieces is None else pieces.size)
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
     share_counts(model, *((axis, copies) if batch is None else (batch,)))
@@ -127,8 +124,10 @@ def apply(
     return ExpertParallel(model, axis, copies, dispatch, nodes)
 
 
-def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
-    """Raise `ValueError` unless sequences are whole where a capacity counts their tokens."""
+def check_sizes(config: MoEConfig, axis: Axis, dispatch: str, nodes: int, pieces: int) -> None:
+    """Raise `ValueError` unless numbers divide, and a capacity counts tokens of whole sequences."""
+    check_divides("nodes", nodes, axis.name, axis.size)
+    check_divides(axis.name, axis.size, "num_experts", config.num_experts)
     if dispatch == "padded" and config.capacity_factor is None:
         raise ValueError("dispatch=padded fills up to a capacity; capacity_factor=None has none")
     if config.capacity_factor is not None and pieces > 1:
@@ -257,7 +256,7 @@ def padded(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
 
     def compute(rows: Tensor) -> Tensor:  # [E, seats, D]: experts of the first to the last rank
         arrived = all_to_all(rows, axis, split_dim=0, concat_dim=1)  # [E/n, n seats, D]
-        return all_to_all(moe.experts.padded(arrived), axis, split_dim=1, concat_dim=0)
+        return all_to_all(moe.experts(arrived), axis, split_dim=1, concat_dim=0)
 
     return moe.add(moe.seated(x, routing, compute), moe.shared(x))
 

@@ -361,8 +361,6 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     """
     how = Options(axis, **options)
     axes = [each for each in (axis, how.replicate_axis) if each is not None]
-    if len(axes) > 1 and len({*axes[0].ranks, *axes[1].ranks}) < axes[0].size + axes[1].size - 1:
-        raise ValueError(f"replicas {axes[1].ranks} and shards {axis.ranks} share other ranks, too")
     before = list(model.parameters())
     blocks = find_blocks(model, how.blocks)
     check_hooks(model)

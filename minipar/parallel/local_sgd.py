@@ -271,9 +271,7 @@ class DiLoCo(LocalSGD):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Start anew: this model is the outer model, and every rank's."""
-        for fragment in self.fragments:
-            if fragment.pending:
-                fragment.pending.wait()  # its buffer is in use until then
+        self.finish()  # nothing is under way from here on
         super().load_full_state_dict(state)
         self.fragments = [Fragment(fragment.parameters) for fragment in self.fragments]
 

@@ -4,7 +4,7 @@ tensor.py puts these parts into a Llama. V, R, I and P are the types of comm/aut
 axis that cuts.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -82,16 +82,13 @@ class Pieces:
 
     def join(self, piece: Tensor, axis: Axis) -> Tensor:
         """Put the pieces of all ranks together, V -> I; they may be of different width."""
-        if self.blocks > 1:
-            parts, one = piece.chunk(self.blocks, self.dim), replace(self, blocks=1)
-            return torch.cat([one.join(part, axis) for part in parts], self.dim)
-        piece = piece.movedim(self.dim, 0)
+        rows = piece.movedim(self.dim, 0).unflatten(0, (self.blocks, -1)).transpose(0, 1)
         widest = max(stop - start for start, stop in self.spans)
-        padding = piece.new_zeros(widest - len(piece), *piece.shape[1:])
-        rows = all_gather(torch.cat([piece, padding]), axis, to="I").unflatten(0, (axis.size, -1))
-        one_of_each = dict(zip(self.spans, rows, strict=True))  # copies count once
-        joined = [row[: stop - start] for (start, stop), row in one_of_each.items()]
-        return torch.cat(joined).movedim(0, self.dim).contiguous()
+        padding = rows.new_zeros(widest - len(rows), *rows.shape[1:])
+        every = all_gather(torch.cat([rows, padding]), axis, to="I").unflatten(0, (axis.size, -1))
+        one_of_each = dict(zip(self.spans, every, strict=True))  # copies count once
+        joined = torch.cat([own[: stop - start] for (start, stop), own in one_of_each.items()])
+        return joined.transpose(0, 1).flatten(0, 1).movedim(0, self.dim).contiguous()
 
 
 @dataclass(frozen=True)

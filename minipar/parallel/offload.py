@@ -17,6 +17,7 @@ Proved by tests/parallel/test_offload.py and tests/law/test_law.py.
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -58,7 +59,7 @@ class HostShards:
         self.order: list[Any] = []  # of the fetches in the last step
         self.fetched: list[Any] = []  # in this one
         self.coming: dict[Any, tuple[list[int], Copy]] = {}  # weights, and their versions
-        self.leaving: dict[Any, list[Copy]] = {unit: [] for unit in strategy.rows}  # gradients
+        self.leaving: dict[Any, Copy] = {}  # the gradient of the last microbatch
         self.region = ExitStack()
         for unit in strategy.rows:
             [shard] = self.copies.to_host([unit.shard]).wait()
@@ -97,24 +98,22 @@ class HostShards:
 
     # gradients, down
     def store(self, unit: Any, gradient: Tensor) -> None:
-        """Send `gradient` to the host, and add it to the gradients of the microbatches before."""
+        """Send `gradient` to the host; the one of the microbatch before has arrived."""
+        self.add_up(unit)
         # Cast on the device, or backward would have to wait until there are numbers to cast.
-        copy = self.copies.to_host([gradient.to(unit.shard.dtype)])
-        [on_host] = copy.tensors
-        memory.tag("gradients", on_host, on_host=True)
-        if unit.gradient is None:
-            unit.gradient = on_host
-            self.leaving[unit].append(copy)
-        else:
-            self.finalize(unit)
-            copy.wait()
-            unit.gradient += on_host
+        self.leaving[unit] = self.copies.to_host([gradient.to(unit.shard.dtype)])
+        memory.tag("gradients", *self.leaving[unit].tensors, on_host=True)
 
-    def finalize(self, unit: Any, complete: Any = lambda: None) -> None:
-        """Wait until the gradient of `unit` is on the host."""
+    def add_up(self, unit: Any) -> None:
+        """Wait for the gradient that leaves; add it to those of the microbatches before."""
+        if unit in self.leaving:
+            [gradient] = self.leaving.pop(unit).wait()
+            unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)
+
+    def finalize(self, unit: Any, complete: Callable[[], None]) -> None:
+        """Complete the gradient of the step, on the host."""
         complete()
-        while self.leaving[unit]:
-            self.leaving[unit].pop().wait()
+        self.add_up(unit)
 
     # the step, on the host
     def before_step(self, _: Optimizer) -> None:

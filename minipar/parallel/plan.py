@@ -15,13 +15,11 @@ Proved by tests/parallel/test_compose.py and tests/law/test_plans.py.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from typing import Any, Literal, get_args
 
 from minipar.comm.mesh import Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, matrices
-from minipar.parallel.base.shards import check_divides
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
@@ -91,17 +89,15 @@ class Plan:
         kinds = {field.name: type(field.default) for field in fields(cls)}
         values: dict[str, Any] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
-            name, equals, value = part.partition("=")
+            name, _, value = part.partition("=")
             name = name.replace("-", "_")
             if name not in kinds or name in values:
                 raise ValueError(f"plan {text!r}: {part!r} is not one of {', '.join(kinds)}, once")
-            if kinds[name] is bool and value.lower() in ("", "true", "false"):
-                values[name] = value.lower() != "false"
-            elif kinds[name] is int and (number := whole_number(value)) is not None:
-                values[name] = number
-            elif kinds[name] is str and equals:
-                values[name] = value
+            if kinds[name] is bool:
+                values[name] = {"": True, "true": True, "false": False}.get(value.lower())
             else:
+                values[name] = whole_number(value) if kinds[name] is int else value
+            if values[name] in (None, ""):
                 like = {bool: "true", int: "2", str: getattr(cls, name)}[kinds[name]]
                 raise ValueError(f"plan {text!r}: cannot read {part!r}; try {name}={like}")
         return cls(**values)
@@ -109,9 +105,7 @@ class Plan:
     def __str__(self) -> str:
         """Return the text that `parse` reads: all fields that differ from their defaults."""
         given = {n: v for n, v in asdict(self).items() if v != getattr(Plan, n)} or {"dp": 1}
-        return ",".join(
-            name if value is True else f"{name}={value}" for name, value in given.items()
-        )
+        return ",".join(n if v is True else f"{n}={v}" for n, v in given.items())
 
     @property
     def num_ranks(self) -> int:
@@ -142,7 +136,9 @@ class Plan:
 
     def make_schedule(self) -> Schedule:
         """Return the pipeline's schedule. Raises `ValueError` if there is none."""
-        return _schedule(self.schedule, self.pp, self.microbatches, self.stages_per_rank or None)
+        return schedules.make(
+            self.schedule, self.pp, self.microbatches, self.stages_per_rank or None
+        )
 
     def axis(self, *names: str) -> Axis:
         """Return the joint axis of `names` as rank 0 sees it, without a process group."""
@@ -201,19 +197,16 @@ class Plan:
             )
         if self.experts_over_tp and self.expert_tensor_parallel:
             yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
-        name = " x ".join(self.expert_axes)
-        n = math.prod(getattr(self, axis) for axis in self.expert_axes)
+        axis = self.axis(*self.expert_axes)
         if config.has_experts:
-            check_divides(name, n, "num_experts", config.moe.num_experts)
             pieces = self.cp * (self.tp if self.sequence_parallel else 1)
-            expert.check_capacity(config.moe, self.dispatch, pieces)
-        elif n > 1:
-            yield f"{name}={n} spreads experts, and this Llama has none in any layer"
+            expert.check_sizes(config.moe, axis, self.dispatch, self.expert_nodes, pieces)
+        elif axis.size > 1:
+            yield f"{axis.name}={axis.size} spreads experts, and this Llama has none in any layer"
         if self.expert_tensor_parallel:
             matrices.check_experts(config.moe, self.tp)
-        if self.dispatch != "all_to_all" and n == 1:
+        if self.dispatch != "all_to_all" and axis.size == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
-        check_divides("nodes", self.expert_nodes, name, n)
         if (self.dispatch == "hierarchical") != (self.expert_nodes > 1):
             yield (
                 f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}: hierarchical "
@@ -285,8 +278,3 @@ def meshes(num_ranks: int, axes: Sequence[str] = MESH) -> Iterator[dict[str, int
     for size in sorted({*small, *(num_ranks // n for n in small)}):
         for rest in meshes(num_ranks // size, axes[1:]):
             yield {axes[0]: size, **rest}
-
-
-@cache
-def _schedule(name: str, p: int, m: int, v: int | None) -> Schedule:
-    return schedules.make(name, p, m, v)

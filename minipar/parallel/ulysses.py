@@ -44,22 +44,9 @@ def apply(model: nn.Module, axis: Axis) -> "Ulysses":
     Raises `ValueError` for heads that n ranks cannot share evenly.
     """
     for layer in (module for module in model.modules() if isinstance(module, Attention)):
-        check_heads(layer.q_proj.weight.shape[0] // layer.head_dim, axis)
+        num_heads = layer.q_proj.weight.shape[0] // layer.head_dim
+        check_divides(axis.name, axis.size, "num_heads", num_heads)
     return Ulysses(model, axis)
-
-
-def check_heads(num_heads: int, axis: Axis) -> None:
-    """Raise `ValueError` unless the ranks of `axis` can share `num_heads` query heads evenly."""
-    check_divides(axis.name, axis.size, "num_heads", num_heads)
-
-
-def check_mask(mask: Tensor | None, seq_len: int) -> None:
-    """Raise `ValueError` unless `mask` covers a whole sequence of `seq_len` tokens."""
-    if mask is not None and mask.shape[2:] != (seq_len, seq_len):
-        raise ValueError(
-            f"a mask of shape {tuple(mask.shape)} does not fit {seq_len} tokens: ulysses needs "
-            f"all of it, [B, 1, {seq_len}, {seq_len}], as ulysses.shard_batch leaves it"
-        )
 
 
 # ---------------------------------------------------------------------- cutting a batch
@@ -68,8 +55,7 @@ def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
     Shift targets before you cut them. Raises `ValueError` unless n divides T.
     """
-    why = f"{axis.name}={axis.size} does not divide"
-    return chunks_of_equal_length(tensor, axis.size, dim, why)[axis.rank]
+    return chunks_of_equal_length(tensor, axis.size, dim, axis)[axis.rank]
 
 
 def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
@@ -115,8 +101,6 @@ class Ulysses(CutSequences):
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Call `core` on all tokens of H/n heads; `mask` covers the whole sequence."""
-        check_heads(q.shape[1], self.axis)
-        check_mask(mask, q.shape[2] * self.axis.size)
         k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)
         q, k, v = heads_apart((q, k, v), self.axis)
         return tokens_apart(core(q, k, v, mask), self.axis)

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -39,8 +39,8 @@ from minipar.ranks.worker import Failure, Setup, pack_call, unpack
 RANK_BYTES = 100e6
 """Memory of a process that has imported torch and joined a group, at the least."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
-"""Environment of the ranks, unless the user's says otherwise."""
+ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
+"""Variables of the ranks, unless the environment of the user has others."""
 TO_STOP, TO_JOIN = 3.0, 60.0
 """Seconds in which ranks that are stopped, or make a process group, must answer."""
 
@@ -66,13 +66,12 @@ class RankError(RuntimeError):
 
 def _who(failures: list[Failure]) -> str:
     """Name the ranks that failed alike: "rank 1 of 4 (dp=0, tp=1)", or "ranks 0, 2 of 4"."""
-    if len(failures) == 1:
+    labels = [failure.label.split() for failure in failures]  # ["rank", "1", "of", "4", ...]
+    if len(labels) == 1:
         return failures[0].label
-    size = failures[0].label.split(" of ")[1].split()[0]
-    ranks = [failure.label.split()[1] for failure in failures]
-    if len(ranks) == int(size):
-        return f"all {size} ranks alike"
-    return f"ranks {', '.join(ranks)} of {size}"
+    size, ranks = labels[0][3], [label[1] for label in labels]
+    some = f"ranks {', '.join(ranks)} of {size}"
+    return f"all {size} ranks alike" if len(ranks) == int(size) else some
 
 
 def prefixed(rank: int, stream: str, text: str) -> None:
@@ -137,14 +136,12 @@ class Ranks:
         self.lock = threading.RLock()  # held by the thread whose call is running
         self.closed = False
         self._number = 0  # of the latest call
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            self._store = dist.TCPStore(
-                *door.getsockname(),
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(door.fileno()),
+        with socket.create_server(("127.0.0.1", 0)) as door:  # torch's own is open to the network
+            how = dict(
+                is_master=True, wait_for_workers=False, master_listen_fd=os.dup(door.fileno())
             )
-        environment = {**QUIET, **os.environ, "OMP_NUM_THREADS": "1"}
+            self._store = dist.TCPStore(*door.getsockname(), **how)
+        environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
         self._setup = Setup(
             size, backend, timeout, sink is not None, max_lines, self._store.port,
             tuple(preload), environment, device, strict
@@ -274,24 +271,19 @@ class Ranks:
 
     def _listen(self, call: "Call") -> None:
         """Take in the ranks' messages; wait for a tenth of a second at most."""
-        asked = {rank: self._processes[rank] for rank in sorted(call.waiting)}
-        ready = wait([sign for process in asked.values() for sign in process.signs], 0.1)
-        for rank, process in asked.items():
-            if not any(sign in ready for sign in process.signs):
-                continue
-            try:
-                kind, *content = process.receive(ready)
-            except (EOFError, OSError):
-                call.died(rank, process.reap())
-                continue
-            if kind in ("result", "failure"):
-                call.answered(rank, *content)
+        rank_of = {sign: rank for rank in call.waiting for sign in self._processes[rank].signs}
+        for rank in sorted({rank_of[sign] for sign in wait([*rank_of], 0.1)}):
+            message = self._processes[rank].receive()
+            if message is None:
+                call.died(rank, self._processes[rank].reap())
+            elif message[0] in ("result", "failure"):
+                call.answered(rank, *message[1:])
             else:
-                self.sink(rank, kind, *content)
+                self.sink(rank, *message)
 
     def _press(self, call: "Call") -> None:
         """Stop the ranks that have not answered within the limit."""
-        if time.monotonic() < call.limit:
+        if not call.waiting or time.monotonic() < call.limit:
             return
         if not (call.stopped or call.failures):
             late = ", ".join(map(str, sorted(call.waiting)))
@@ -318,15 +310,13 @@ class Call:
     asked: set[int]
     seconds: float  # that it may take
     grace: float  # seconds that it may go on after a failure
-    results: dict[int, bytes] = field(default_factory=dict)  # pickled
-    failures: dict[int, Failure] = field(default_factory=dict)
-    dead: bool = False  # one of the ranks
-    left: bool = False  # one of the ranks has left our process group
-    stopped: bool = False
-    interrupted: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.waiting = set(self.asked)
+        self.results: dict[int, bytes] = {}  # pickled
+        self.failures: dict[int, Failure] = {}
+        self.dead = self.left = False  # one of the ranks is dead, or has left our process group
+        self.stopped, self.interrupted = False, None
         # When the ranks that wait are stopped, or killed if they were stopped before.
         self.limit = time.monotonic() + self.seconds
 
@@ -350,10 +340,10 @@ class Call:
         self.dead = True
         if self.stopped and self.failures:
             return  # we killed it ourselves
-        how = f"exit {exitcode}"
+        by = f"exit {exitcode}"
         if exitcode < 0:
-            how = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
-        label, message = f"rank {rank} of {self.size}", f"the process ended by {how}"
+            by = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
+        label, message = f"rank {rank} of {self.size}", f"the process ended by {by}"
         self.failures = {other: f for other, f in self.failures.items() if not f.broken}
         self.failures[rank] = Failure(label, "Died", message, message, exitcode)
         self._hurry(0)  # a wait for the dead is in vain
@@ -393,19 +383,19 @@ def _interrupts_held() -> Iterator[Callable[[], None]]:
     """
     pressed: list[tuple] = []
     usual = signal.getsignal(signal.SIGINT)
-    holds = threading.current_thread() is threading.main_thread() and callable(usual)
-    if holds:
-        signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
 
     def raise_interrupt() -> None:
         if pressed:
             usual(*pressed.pop())
 
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield raise_interrupt
+        return
+    signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
     try:
         yield raise_interrupt
     finally:
-        if holds:
-            signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, usual)
     raise_interrupt()
 
 

@@ -53,7 +53,6 @@ class Process:
     """One rank, as its parent sees it."""
 
     def __init__(self, setup: Setup) -> None:
-        self._is_reaped = False  # then its number may be another process's
         self.work, work = Pipe()
         self.control, control = Pipe()
         streams = [Connection(os.dup(fd)) for fd in (1, 2)]  # where a rank prints for itself
@@ -69,18 +68,14 @@ class Process:
         # A rank that has ended closes its pipe, unless a child of its own still holds it.
         self.signs = [self.work, self._process.sentinel]
 
-    def receive(self, ready: list) -> tuple:
-        """Return a message of the rank, one of whose signs is `ready`.
-
-        Raises `EOFError` or `OSError` when the rank has ended.
-        """
-        if self.work in ready:
-            return self.work.recv()
-        raise EOFError
+    def receive(self) -> tuple | None:
+        """Return a message of the rank after one of its signs; None if the rank has ended."""
+        with suppress(EOFError, OSError):
+            return self.work.recv() if self.work.poll() else None
 
     def kill(self) -> None:
         """End the rank at once, and the processes that it has started."""
-        if not self._is_reaped:
+        if not self.work.closed:  # else its number may be another process's by now
             with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()  # it had no group yet
@@ -89,7 +84,6 @@ class Process:
         """End the rank and wait until it is gone; return its exit code, -9 for signal 9."""
         self.kill()
         self._process.join()
-        self._is_reaped = True
         self.work.close()
         self.control.close()
         return self._process.exitcode

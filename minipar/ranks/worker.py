@@ -50,26 +50,23 @@ class Failure:
 
 @dataclass(frozen=True)
 class Setup:
-    """The facts that a rank needs to start."""
+    """The facts that a rank needs to start: the arguments of `Ranks`, and where to meet."""
 
     size: int
     backend: str
     timeout: float
     capture: bool
-    max_lines: int | None  # that a rank may print in a call
-    port: int  # of the store in the parent, where the ranks meet
+    max_lines: int | None
+    port: int  # of the store in the parent
     preload: tuple[str, ...]
     environment: dict[str, str]
-    emulated: device.Device | None = None
-    strict: bool = False  # races are found
+    device: device.Device | None
+    strict: bool
     rank: int = -1
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised inside a rank to stop its call, because another rank failed."""
-
-
-WHY_STOPPED = "stopped because another rank failed or the call was interrupted"
+    """Raised inside a rank to stop its call: another rank failed, or the call was interrupted."""
 
 
 # ---------------------------------------------------------------------- what travels
@@ -167,12 +164,10 @@ class _Worker:
 
     def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
         self.setup, self.work, self.control = setup, work, control
-        self.call = 0  # number of the latest call
-        self.unwanted = 0  # number of the latest call that is to stop
-        self.stopped = 0  # number of the latest call that was stopped
+        # Numbers of the latest call, of the latest that is to stop, and that was stopped.
+        self.call = self.unwanted = self.stopped = 0
         self.world: dist.ProcessGroup | None = None  # that we have joined
-        self.busy = threading.Event()  # set only while the user's code runs
-        self.lock = threading.Lock()
+        self.busy, self.lock = threading.Event(), threading.Lock()  # busy: the user's code runs
         how = self.say, f"rank {setup.rank}", setup.max_lines
         self.streams = [Stream(name, *how) for name in ("stdout", "stderr")]
 
@@ -180,7 +175,7 @@ class _Worker:
         signal.signal(signal.SIGUSR2, self._on_signal)
         threading.Thread(target=self._obey, daemon=True).start()
         torch.set_num_threads(1)
-        device.use(self.setup.emulated)
+        device.use(self.setup.device)
         if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()
         if self.setup.capture:
@@ -203,7 +198,7 @@ class _Worker:
         try:
             if self.unwanted == self.call:  # the word came before the call had begun
                 self.stopped = self.call
-                raise Stopped(WHY_STOPPED)
+                raise Stopped
             watched = strict.watching() if self.setup.strict else nullcontext()
             with device.running(), watched:
                 result = fn(*args, **kwargs)
@@ -227,9 +222,8 @@ class _Worker:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
         if not isinstance(report, str):
             add_hint(error)
-            # The first frames are frames of this loop; a reader wants the function's frames.
             tb = error.__traceback__
-            for _ in range(2):
+            for _ in range(2):  # leave out the frames of this loop
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
             report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
         broken, stopped = is_lost_connection(error), self.stopped == self.call
@@ -248,7 +242,7 @@ class _Worker:
     # ------------------------------------------------------------------ being stopped
     def _on_signal(self, *_: object) -> None:
         if self.busy.is_set():
-            raise Stopped(WHY_STOPPED)
+            raise Stopped
 
     def _obey(self) -> None:
         """The control thread: runs even while the main thread is stuck in a collective."""
@@ -259,7 +253,8 @@ class _Worker:
                 self.unwanted = unwanted = self.control.recv()
                 if self.busy.is_set() and self.call == unwanted:
                     self.stopped = unwanted
-                    abort_groups()
+                    with self.lock:  # no answer, so no new group, before all of the old one is cut
+                        abort_groups()
                 while self.busy.is_set() and self.call == unwanted:  # in Python: loops and sleeps
                     signal.pthread_kill(main, signal.SIGUSR2)
                     time.sleep(0.1)
@@ -270,8 +265,7 @@ class _Worker:
 def end_with(parent: int) -> None:
     """Have Linux kill this rank, and its own processes, when `parent`, a pipe, is closed.
 
-    The control thread sees the end of the parent, too, but not while C code keeps the interpreter
-    for itself. Elsewhere than on Linux such a rank outlives its parent until it comes back.
+    The control thread sees the end, too, but not while C code keeps the interpreter for itself.
     """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpid())  # to our process group
@@ -290,28 +284,21 @@ def leave() -> None:
 
 
 def abort_groups() -> None:
-    """Make every collective of this process fail now, from any thread."""
+    """Make every collective of this process fail now, from any thread.
+
+    gloo's own abort() does nothing, so shut down the TCP connections: all of them are torch's. Not
+    the sockets that listen: gloo ends the process when those go.
+    """
     with suppress(Exception):  # the main thread may be destroying its groups right now
         if "nccl" in dist.get_backend_config():
             dist.distributed_c10d._abort_process_group()  # all communicators in one batch
-    _cut_connections()  # gloo's own abort() does nothing
-
-
-def _cut_connections() -> None:
-    """Shut this process's TCP connections down (Linux): all of them are torch's.
-
-    Not the listening sockets: gloo ends the process when those go.
-    """
-    if not os.path.isdir("/proc/self/fd"):
-        return  # the supervisor will kill us instead
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():  # else we are killed
         with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(fd))) as sock:
-                listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-                    sock.shutdown(socket.SHUT_RDWR)
+            if stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                with socket.socket(fileno=os.dup(int(fd))) as sock:
+                    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                        sock.shutdown(socket.SHUT_RDWR)
 
 
 # ---------------------------------------------------------------------- for code that a rank runs

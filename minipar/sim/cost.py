@@ -68,7 +68,7 @@ def seconds(job: Job) -> dict[str, float]:
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
         total["pp"] = 2 * (m * job.chunks + bubble * (plan.pp - 1)) * _to_next_stage(job)
-    mine, experts = _held(job)
+    mine, experts = max(map(job.numbers, range(plan.pp)))  # of the fullest rank
     if plan.zero < 3:
         total["dp"] += _reductions(job, mine, experts, job.layers[0] * sum(backward.values()))
     if plan.sequence_parallel and job.experts_cut < plan.tp:
@@ -80,16 +80,6 @@ def seconds(job: Job) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------- data parallelism
-def _held(job: Job) -> tuple[float, float]:
-    """Return the parameters of the fullest rank before ZeRO, and how many are of experts."""
-    sizes, is_tied = job.parameters, job.plan.pp == 1 and job.config.tie_embeddings
-    mine = max(
-        n * sizes.layer + (sum(job.tables(stage)) - is_tied) * sizes.table
-        for stage, n in enumerate(job.layers)
-    )
-    return mine, max(job.layers) * sizes.experts
-
-
 def _reductions(job: Job, mine: float, experts: float, backward: float) -> float:
     """Return the exposed seconds of a step's gradients, and of the weights that ZeRO gathers.
 
@@ -109,8 +99,7 @@ def _reductions(job: Job, mine: float, experts: float, backward: float) -> float
 
 def _sharded_layer(job: Job, forward: float, backward: float) -> float:
     """Return what ZeRO 3 adds to a layer: waits for weights and gradients, and copies of them."""
-    sizes, is_tied = job.parameters, job.plan.pp == 1 and job.config.tie_embeddings
-    tables = max(sum(job.tables(stage)) for stage in range(job.plan.pp)) - is_tied
+    sizes, tables = job.parameters, max(map(job.num_tables, range(job.plan.pp)))
     numbers = sizes.layer + tables * sizes.table / max(job.layers)
     gather, reduce = (
         _over_dp(job, verb, 2, numbers, sizes.experts, math.inf)

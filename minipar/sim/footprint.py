@@ -48,11 +48,8 @@ def memory(job: Job) -> dict[str, float]:
 
 def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     plan, software, c, sizes = job.plan, job.software, job.config, job.parameters
-    has_embedding, has_head = job.tables(stage)
-    tables = has_embedding + has_head - (plan.pp == 1 and c.tie_embeddings)
-    copies = 2 if plan.schedule == "dualpipe" else 1
-    mine = copies * layers * sizes.layer + tables * sizes.table
-    cut = job.shard(mine, copies * layers * sizes.experts)
+    mine, experts = job.numbers(stage)
+    cut, has_head = job.shard(mine, experts), job.tables(stage)[1]
     # The shards of ZeRO 3 are the float32 weights that all others have in the optimizer's state.
     gathered = MASTER_ADAM.parameters * (2 * sizes.layer + sizes.table * has_head)
     held = {
@@ -81,20 +78,17 @@ def activations(job: Job) -> dict[str, float]:
 
 
 def _activations_of(job: Job) -> dict[str, float]:
-    c, plan, tp = job.config, job.plan, job.plan.tp
-
-    def kept(again: bool) -> dict[str, float]:
-        """Return a Llama's activations, where norms' results are gathered `again`, or kept."""
-        return llama_activations(
-            c, job.tokens, tp=tp, sequence=plan.sequence_parallel, overlap=again,
-            experts=plan.expert_tensor_parallel, fused_norm=job.software.fused >= 1,
-            fused_gate=job.software.fused >= 2,
-        )  # fmt: skip
-
-    whole = job.software.gathered
-    found = kept(plan.sequence_parallel)
-    if plan.sequence_parallel and whole:
-        found = {k: whole * b + (1 - whole) * found[k] for k, b in kept(False).items()}
+    c, plan, tp, software = job.config, job.plan, job.plan.tp, job.software
+    kept, again = (  # norms' results are kept, or gathered again in backward
+        llama_activations(
+            c, job.tokens, tp=tp, sequence=plan.sequence_parallel, overlap=overlap,
+            experts=plan.expert_tensor_parallel, fused_norm=software.fused >= 1,
+            fused_gate=software.fused >= 2,
+        )
+        for overlap in (False, plan.sequence_parallel)
+    )  # fmt: skip
+    share = software.gathered
+    found = {part: share * b + (1 - share) * again[part] for part, b in kept.items()}
     if not job.gated:  # inputs and results of norms and dropout's masks; no gate
         found["norms"] = 10 * job.tokens * c.hidden_size / (tp if plan.sequence_parallel else 1)
         if c.moe is None:

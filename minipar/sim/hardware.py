@@ -144,10 +144,6 @@ class Network:
     latency: float  # seconds of one step of it
     shared: float = 0.0  # 1: all devices of a node use one port (Ethernet); 0: each has its own
 
-    def with_ports(self, bandwidth: float) -> "Network":
-        """Return this network with a port of `bandwidth` bytes/s, as sold, for each device."""
-        return replace(self, bandwidth=bandwidth, shared=0.0)
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -253,27 +249,22 @@ def load(name: str | Path) -> Machine:
     """Return the machine of that name, or of a file.
 
     A name is a node's with a network's, "h100-ndr" say, or a node's alone, which brings its own
-    network (`names` has them all). A file ends in ``.toml``, holds tables like those of
+    network (`machines` has them all). A file ends in ``.toml``, holds tables like those of
     ``machines/*.toml``, on top of these, and one ``[node.NAME]``: the machine. Each number is
     written ``[number, "source"]``; ``like`` takes over what another table has. Raises `ValueError`.
     """
-    node, network = str(name), ""
-    if node.endswith(".toml"):
-        try:
-            own = _read(Path(name))
-            (node,) = [key[1] for key in own if key[0] == "node"]
-            machine = _make("node", node, _built_in() | own)
-        except (AttributeError, OSError, TypeError, ValueError) as error:
-            raise ValueError(f"{name} is not a machine: {one_line(error)}") from None
-    elif node in names():
-        node, network = names()[node]
-        machine = _make("node", node, _built_in())
-    else:
-        near = difflib.get_close_matches(node, names(), 3, 0.0)
-        raise ValueError(f"no machine {node!r}: the nearest names are {', '.join(near)}")
-    if network:
-        machine = replace(machine, name=node + _suffix(network), between=networks()[network])
-    return replace(machine, gpus=int(machine.gpus))
+    name = str(name)
+    if name in machines():
+        return machines()[name]
+    if not name.endswith(".toml"):
+        near = difflib.get_close_matches(name, machines(), 3, 0.0)
+        raise ValueError(f"no machine {name!r}: the nearest names are {', '.join(near)}")
+    try:
+        own = _read(Path(name))
+        (node,) = [key[1] for key in own if key[0] == "node"]
+        return _make("node", node, _built_in() | own)
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is not a machine: {one_line(error)}") from None
 
 
 def software(name: str) -> Software:
@@ -284,21 +275,22 @@ def software(name: str) -> Software:
 @cache
 def networks() -> dict[str, Network]:
     """Return all networks by name."""
-    known = _built_in()
-    return {name: _make("network", name, known) for kind, name in known if kind == "network"}
+    return {key[1]: _make(*key, _built_in()) for key in _built_in() if key[0] == "network"}
 
 
 @cache
-def names() -> dict[str, tuple[str, str]]:
-    """Return the names that `load` knows: of each, its node and its network between nodes."""
-    nodes = {name: table for (kind, name), table in _built_in().items() if kind == "node"}
-    inside = {"none", *(table["inside"] for table in nodes.values())}
-    outside = [name for kind, name in _built_in() if kind == "network" and name not in inside]
-    return {n + _suffix(network): (n, network) for n in nodes for network in ("", *outside)}
-
-
-def _suffix(network: str) -> str:
-    return f"-{network.removeprefix('ib-')}" if network else ""
+def machines() -> dict[str, Machine]:
+    """Return the machines that have names: each node, and each with each network between nodes."""
+    known, found = _built_in(), {}
+    nodes = [_make(*key, known) for key in known if key[0] == "node"]
+    inside = {"none", *(node.inside.name for node in nodes)}
+    for node in nodes:
+        found[node.name] = node
+        for network in networks().values():
+            if network.name not in inside:
+                name = f"{node.name}-{network.name.removeprefix('ib-')}"
+                found[name] = replace(node, name=name, between=network)
+    return found
 
 
 @cache
@@ -323,6 +315,8 @@ def _make(kind: str, name: str, known: Known) -> Any:
             made[key] = {type_name(t): _number(v, f"{name}.{key}.{t}") for t, v in value.items()}
         else:
             made[key] = _number(value, f"{name}.{key}")
+    if "gpus" in made:
+        made["gpus"] = int(made["gpus"])
     return _PARTS[kind](name, **made)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.pipeline import stages
+from minipar.parallel.pipeline.schedules import LOOPED
 from minipar.parallel.plan import Plan
 from minipar.sim.hardware import Machine, Software
 
@@ -69,6 +70,17 @@ class Job:
         """Tokens of a step, of all ranks."""
         return self.dp * self.plan.microbatches * self.microbatch * self.seq_len
 
+    def ideal(self, causal: bool) -> float:
+        """Return the seconds of a step at the peak, with the causal half of attention or all."""
+        c = self.config
+        flops = c.flops_per_token(self.seq_len, causal)
+        if not self.gated:
+            active = 1 if c.moe is None else c.moe.top_k + c.moe.num_shared
+            width = c.intermediate_size if c.moe is None else c.moe.expert_size
+            flops -= 6 * c.num_layers * c.hidden_size * active * width
+        peak = self.machine.device.peak[self.dtype]
+        return flops * self.tokens_of_step / self.plan.num_ranks / peak
+
     @property
     def wide(self) -> str:
         """The type of everything but a layer's products, which alone may have 8 bits or fewer."""
@@ -125,8 +137,7 @@ class Job:
     @property
     def chunks(self) -> int:
         """Stages of a rank of the pipeline."""
-        looped = self.plan.schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
-        default = 2 if looped or self.plan.schedule in V_SHAPED else 1
+        default = 2 if self.plan.schedule in (*LOOPED, *V_SHAPED) else 1
         return self.plan.stages_per_rank or default
 
     @cached_property
@@ -135,8 +146,7 @@ class Job:
 
         For dualpipe this is a mean: it has two copies of the model, each for half the microbatches.
         """
-        p, v = self.plan.pp, self.chunks
-        greedy = bool(self.software.greedy)
+        p, v, greedy = self.plan.pp, self.chunks, bool(self.software.greedy)
         if self.plan.schedule == "dualpipe":
             cut = _cut(self.config, p, greedy)
             return [(down + up) / 2 for down, up in zip(cut, reversed(cut), strict=True)]
@@ -145,6 +155,16 @@ class Job:
             back = self.plan.schedule in V_SHAPED and part // p % 2
             counts[p - 1 - part % p if back else part % p] += count
         return counts
+
+    def numbers(self, stage: int) -> tuple[float, float]:
+        """Return the parameters of a rank of the pipeline, and how many of them are experts'."""
+        sizes, copies = self.parameters, 2 if self.plan.schedule == "dualpipe" else 1
+        layers = copies * self.layers[stage]
+        return layers * sizes.layer + self.num_tables(stage) * sizes.table, layers * sizes.experts
+
+    def num_tables(self, stage: int) -> int:
+        """Return how many tables a rank of the pipeline has; a tied one counts once."""
+        return sum(self.tables(stage)) - (self.plan.pp == 1 and self.config.tie_embeddings)
 
     def tables(self, stage: int) -> tuple[bool, bool]:
         """Return whether a rank of the pipeline has the embedding, and the head."""

@@ -34,10 +34,6 @@ class Recipe:
     gradients: float
     optimizer: float
 
-    def __str__(self) -> str:
-        parts = f"{self.parameters:g} + {self.gradients:g} + {self.optimizer:g}"
-        return f"{self.name} ({parts} bytes per parameter)"
-
 
 MIXED_ADAM = Recipe("mixed-precision Adam", 2, 2, 12)
 """Half-precision weights and gradients; in fp32 a copy of the weights and Adam's two moments."""

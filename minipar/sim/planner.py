@@ -78,9 +78,7 @@ class Ranked:
 
     def mfu(self, causal: bool) -> float:
         """Return the share of the peak, with the whole square of attention or its causal half."""
-        job = self.job
-        flops = job.config.flops_per_token(job.seq_len, causal)
-        return flops * self.tokens_per_second / job.machine.device.peak[job.dtype]
+        return self.job.ideal(causal) / self.step
 
     @property
     def family(self) -> tuple[str, ...]:

@@ -90,17 +90,6 @@ class Run:
         """Bytes of the fullest device."""
         return sum(footprint.memory(self.job).values())
 
-    @property
-    def ideal(self) -> float:
-        """Seconds of a step at the device's peak."""
-        job, c = self.job, self.job.config
-        flops = c.flops_per_token(job.seq_len, causal=True)
-        if not job.gated:
-            active = 1 if c.moe is None else c.moe.top_k + c.moe.num_shared
-            width = c.intermediate_size if c.moe is None else c.moe.expert_size
-            flops -= 6 * c.num_layers * c.hidden_size * active * width
-        return flops * job.tokens_of_step / self.gpus / job.machine.device.peak[job.dtype]
-
 
 # ---------------------------------------------------------------------- tables
 def read(path: str | Path) -> list[Run]:
@@ -250,12 +239,13 @@ def _with_batch(row: Row, job: Job) -> Job:
 def _machine(device: str, family: str, gbits: float, gpus: int, inside: str) -> hardware.Machine:
     """Return the machine of a device; `inside` is its network inside of a node, if we know it."""
     name = DEVICES.get(device, device)
-    if family == "nanotron" and f"{name}-efa-busy" in hardware.names():
+    if family == "nanotron" and f"{name}-efa-busy" in hardware.machines():
         name = f"{name}-efa-busy"  # a table of the same cluster tells more than its bandwidth
     machine = hardware.load(name)
     machine = replace(machine, inside=hardware.networks().get(inside, machine.inside))
     if gbits:
-        machine = replace(machine, between=machine.between.with_ports(gbits * 1e9 / 8))
+        ports = replace(machine.between, bandwidth=gbits * 1e9 / 8, shared=0.0)
+        machine = replace(machine, between=ports)
     return replace(machine, gpus=gpus or machine.gpus)
 
 
@@ -291,7 +281,8 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> np.ndarray:
 
 def constant(runs: Sequence[Run]) -> np.ndarray:
     """Return what one utilisation of the peak, the best for these runs, would predict of each."""
-    ideal, measured = np.array([r.ideal for r in runs]), np.array([r.seconds for r in runs])
+    ideal = np.array([run.job.ideal(causal=True) for run in runs])
+    measured = np.array([run.seconds for run in runs])
     # The mean error is a sum of lines in 1 / utilisation, so the best one makes some row exact.
     return min((ideal * m / i for i, m in zip(ideal, measured, strict=True)),
                key=lambda predicted: errors(predicted, measured).mean())  # fmt: skip

@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -68,33 +69,31 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}; only plain data is read")
 
 
-def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
-    """Return recordings by rank, and notes on files in a folder that are no dumps.
+def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
+    """Return the recordings of files, and of all dumps in folders, by rank.
 
     Raises `ValueError`, which names the file, for a named file that is no dump, for two of one
-    rank, and where no call was recorded.
+    rank, and where no call was recorded. Says on stderr which files of a folder are no dumps.
     """
+    folders = [path for path in map(Path, paths) if path.is_dir()]
+    named = [path for path in map(Path, paths) if path not in folders]
+    inside = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
     found: dict[int, tuple[Path, Recording]] = {}
-    notes: list[str] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ValueError(f"no such dump: {path}")
-        inside = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-        for file in inside:
-            try:
-                recordings = _recordings(file)
-            except ValueError as error:
-                if file == path:
-                    raise
-                notes.append(f"skipped: {printable(error)}")
-                continue
-            for recording in recordings:
-                first, _ = found.setdefault(recording.rank, (file, recording))
-                if first != file:
-                    raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
+    for file in [*named, *inside]:
+        try:
+            recordings = _recordings(file)
+        except ValueError as error:
+            if file in named:
+                raise
+            print(f"skipped: {printable(str(error))}", file=sys.stderr)
+            continue
+        for recording in recordings:
+            first, _ = found.setdefault(recording.rank, (file, recording))
+            if first != file:
+                raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
     where = " ".join(map(str, paths))
     if not found:
-        raise ValueError("; ".join(notes[:1]) or f"no dump of a flight recorder in {where}")
+        raise ValueError(f"no dump of a flight recorder in {where}")
     by_rank = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
     if not any(recording.entries or recording.last for recording in by_rank.values()):
@@ -102,10 +101,12 @@ def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
             f"no call of {names([*by_rank])} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
             f"be above 0 when the job starts, such as 2000"
         )
-    return by_rank, notes[:5]
+    return by_rank
 
 
 def _recordings(file: Path) -> list[Recording]:
+    if not file.exists():
+        raise ValueError(f"no such dump: {file}")
     try:
         raw = file.read_bytes()
         dump = json.loads(raw) if raw[:1] == b"{" else _Plain(io.BytesIO(raw)).load()

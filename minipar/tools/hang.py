@@ -13,7 +13,7 @@ Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import NamedTuple
@@ -61,21 +61,25 @@ class Group:
 
 
 class Wait(NamedTuple):
-    """`ranks` wait in `call` for those `missing`."""
+    """`rank` waits in `call` for those `missing`."""
 
-    ranks: list[int]
+    rank: int
     call: str
-    missing: list[int]
+    missing: set[int]
     group: str
     is_message: bool = False
 
 
-_Finding = tuple[str, list[int], str]
-"""A verdict on ranks, the ranks, and the sentence that says it.
+class Finding(NamedTuple):
+    """The kind of a verdict, its ranks, and the sentence that says it.
 
-"sure": the ranks are to blame. "accused": they are, unless they wait elsewhere. "stuck": all have
-called, which tells something only where nobody is to blame. "unknown": no dump tells.
-"""
+    "sure": the ranks are to blame. "accused": they are, unless they wait elsewhere. "stuck": all
+    have called, which tells something only where nobody is to blame. "unknown": no dump tells.
+    """
+
+    kind: str
+    ranks: list[int]
+    text: str
 
 
 @dataclass
@@ -88,7 +92,6 @@ class Report:
     waits: list[Wait] = field(default_factory=list)
     blamed: list[int] = field(default_factory=list)  # the ranks that are to blame
     culprits: list[int] = field(default_factory=list)  # and others worth a look
-    notes: Sequence[str] = ()
 
     def __str__(self) -> str:
         calls = sum(len(r.entries) for r in self.recordings.values())
@@ -101,7 +104,7 @@ class Report:
             lines.append(f"\n{names(silent)}: no dump. Ended, stopped, or the file elsewhere?")
         if told := self._victims():
             lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        return "\n".join(lines)
 
     def knows(self, rank: int) -> bool:
         """Return True if anything can be said of the calls of that rank."""
@@ -112,8 +115,8 @@ class Report:
         who, whom = defaultdict(set), defaultdict(set)
         for wait in self.waits:
             call = f"{'messages' if wait.is_message else wait.call} on {wait.group}"
-            who[call] |= {*wait.ranks}
-            whom[call] |= {*wait.missing}
+            who[call].add(wait.rank)
+            whom[call] |= wait.missing
         lines = []
         for call, ranks in who.items():
             sure = sorted(rank for rank in whom[call] if self.knows(rank))
@@ -147,19 +150,19 @@ def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
 
 
 # ---------------------------------------------------------------------- explaining
-def explain(recordings: dict[int, Recording], notes: Sequence[str] = ()) -> Report:
+def explain(recordings: dict[int, Recording]) -> Report:
     """Say who is to blame for a hang, and who waits for whom."""
     groups = _grouped(recordings)
-    report = Report(recordings, list(dict.fromkeys(groups.values())), notes=notes)
+    report = Report(recordings, list(dict.fromkeys(groups.values())))
     said = [finding for group in report.groups for finding in _explain_group(group, report)]
     said += _explain_messages(groups, report)
+    report.waits.sort(key=lambda wait: wait.rank)
     waits: dict[int, set[int]] = defaultdict(set)
     for wait in report.waits:
-        for rank in wait.ranks:
-            waits[rank] |= {*wait.missing} - {rank}
+        waits[wait.rank] |= wait.missing - {wait.rank}
     ranks: dict[str, set[int]] = defaultdict(set)
-    for kind, those, _ in said:
-        ranks[kind] |= {*those}
+    for finding in said:
+        ranks[finding.kind] |= {*finding.ranks}
     blamed = ranks["sure"] | (ranks["accused"] - waits.keys())
     silent = ranks["unknown"] - blamed
     if not blamed | silent and (circle := _circle(waits)):
@@ -170,9 +173,8 @@ def explain(recordings: dict[int, Recording], notes: Sequence[str] = ()) -> Repo
     report.blamed = sorted(blamed)
     report.culprits = [*sorted(blamed | stuck), *sorted(silent)]
     for kind, those in dict(sure=blamed, accused=blamed, stuck=stuck, unknown=silent).items():
-        report.findings += [text for what, of, text in said if what == kind and {*of} & those]
-    report.findings = report.findings or [text for *_, text in said]  # some call is open: a hang
-    report.waits.sort(key=lambda wait: wait.ranks)
+        report.findings += [f.text for f in said if f.kind == kind and {*f.ranks} & those]
+    report.findings = report.findings or [f.text for f in said]  # some call is open: a hang
     return report
 
 
@@ -201,49 +203,47 @@ def _grouped(recordings: dict[int, Recording]) -> dict[tuple[int, str], Group]:
     return found
 
 
-def _explain_group(group: Group, report: Report) -> list[_Finding]:
+def _explain_group(group: Group, report: Report) -> list[Finding]:
     """Find who is to blame at the oldest open call of the group. What comes later follows."""
     oldest = {r: min(group.open_calls(r)) for r in group.ranks if group.open_calls(r)}
     if not oldest:
         return []
     number = min(oldest.values())
-    places = {r: group.place(r, number, report.recordings.get(r)) for r in group.ranks}
-    inside, past, absent, unknown = (
-        [r for r in group.ranks if places[r] == place]
-        for place in ("in", "past", "absent", "unknown")
-    )
+    at: dict[str, list[int]] = defaultdict(list)
+    for rank in group.ranks:
+        at[group.place(rank, number, report.recordings.get(rank))].append(rank)
+    inside, unknown = at["in"], at["unknown"]
     here = {r: calls[number] for r, calls in group.calls.items() if number in calls}
     usual = _commonest(entry.verb for entry in here.values())
     call = f"{usual} #{number} on {group.name}"
     said = _unlike(group, here, number, call)
-    begun = [r for r in inside if r in here and here[r].begun]
     # A call that is no longer in the ring counts as begun: nothing says otherwise.
-    idle = [r for r in inside if begun and r in here and r not in begun]
-    blamed: list[int] = []
-    if absent:
-        blamed = absent
-        said.append(("accused", absent, f"{names(absent)} did not come to {call}."))
-    elif past and not said:
+    begun = [r for r in inside if r in here and here[r].begun]
+    idle = [r for r in inside if r in here and not here[r].begun]
+    blamed, kind, text = [], "accused", ""
+    if at["absent"]:
+        blamed, text = at["absent"], f"{names(at['absent'])} did not come to {call}."
+    elif at["past"] and not said:
         blamed, kind = inside, "accused" if _ROOTED.fullmatch(usual) else "sure"
-        text = f"behind: {names(inside)}, still in {call}, which {names(past)} ended."
-        said.append((kind, inside, text))
-    elif idle and not said:
+        text = f"behind: {names(inside)}, still in {call}, which {names(at['past'])} ended."
+    elif begun and idle and not said:
         blamed = idle
         text = f"behind: {names(idle)}, where {call} has not begun, as it has on {names(begun)}."
-        said.append(("accused", idle, text))
+    if blamed:
+        said.append(Finding(kind, blamed, text))
     if unknown:
-        said.append(("unknown", unknown, f"Whether {names(unknown)} came to {call} is unknown."))
+        text = f"Whether {names(unknown)} came to {call} is unknown."
+        said.append(Finding("unknown", unknown, text))
     if not said:
         alone = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
-        said.append(("stuck", inside, f"All have called {call}, and it does not end.{alone}"))
-    waiting: dict[tuple[int, str], list[int]] = defaultdict(list)
+        text = f"All have called {call}, and it does not end.{alone}"
+        said.append(Finding("stuck", inside, text))
     for rank in sorted({*inside, *oldest} - {*blamed}):
         n = oldest.get(rank, number)
-        waiting[n, group.calls[rank][n].verb if rank in oldest else usual].append(rank)
-    for (n, verb), ranks in waiting.items():
-        others = [r for r in here if n == number and here[r].verb != verb]
-        missing = sorted({*blamed, *unknown, *others})
-        report.waits.append(Wait(ranks, f"{verb} #{n}", missing, group.name))
+        verb = group.calls[rank][n].verb if rank in oldest else usual
+        others = {r for r in here if here[r].verb != verb} if n == number else set()
+        missing = {*blamed, *unknown} | others
+        report.waits.append(Wait(rank, f"{verb} #{n}", missing, group.name))
     return said
 
 
@@ -252,9 +252,9 @@ def _commonest(values: Iterable[str]) -> str:
     return Counter(values).most_common(1)[0][0]
 
 
-def _unlike(group: Group, here: dict[int, Entry], number: int, call: str) -> list[_Finding]:
+def _unlike(group: Group, here: dict[int, Entry], number: int, call: str) -> list[Finding]:
     """Find ranks that call another verb, give other data, or split an all-to-all otherwise."""
-    said: list[_Finding] = []
+    said: list[Finding] = []
     for what in ("verb", "data"):
         gave = {rank: getattr(entry, what) for rank, entry in here.items()}
         usual = _commonest(gave.values())
@@ -262,12 +262,11 @@ def _unlike(group: Group, here: dict[int, Entry], number: int, call: str) -> lis
         # Data are empty where they may differ, or are not known.
         for rank in [r for r in gave if gave[r] and usual and gave[r] != usual]:
             group.odd.add((rank, number))
+            blamed = [like[0], rank] if what == "verb" else [rank]
+            text = f"rank {rank} gave {gave[rank]} to {call}, {names(like)} gave {usual}."
             if what == "verb":
                 text = f"rank {rank} called {gave[rank]} where {names(like)} called {call}."
-                said.append(("sure", [like[0], rank], text))
-            else:
-                text = f"rank {rank} gave {gave[rank]} to {call}, {names(like)} gave {usual}."
-                said.append(("sure", [rank], text))
+            said.append(Finding("sure", blamed, text))
         if said:
             return said
     for a, b in permutations([rank for rank in here if here[rank].splits], 2):
@@ -275,7 +274,7 @@ def _unlike(group: Group, here: dict[int, Entry], number: int, call: str) -> lis
         i, j = group.ranks.index(a), group.ranks.index(b)
         if len(sent) == len(taken) == len(group.ranks) and sent[j] != taken[i]:
             text = f"rank {a} sends {sent[j]} items to rank {b} in {call}, which expects {taken[i]}"
-            said.append(("sure", [a, b], f"{text}."))
+            said.append(Finding("sure", [a, b], f"{text}."))
     return said
 
 
@@ -283,7 +282,7 @@ def _unlike(group: Group, here: dict[int, Entry], number: int, call: str) -> lis
 _TO = {"send": "to", "recv": "from", "exchange": "with"}
 
 
-def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> list[_Finding]:
+def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> list[Finding]:
     """For each open message, look for an open other end at the other rank."""
     open_ends: dict[tuple, list[Entry]] = defaultdict(list)  # by rank, its peer, and the group
     exchanged: dict[tuple, int] = {}  # number of the latest exchange that has ended
@@ -294,22 +293,22 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
                 exchanged[rank, group.name] = e.number
             elif e.peer is not None and not e.done and e.peer < len(group.ranks):
                 open_ends[rank, group.ranks[e.peer], group.name].append(e)
-    said: list[_Finding] = []
+    said: list[Finding] = []
     for (rank, peer, group), e in [(key, e) for key, mine in open_ends.items() for e in mine]:
         others = open_ends.get((peer, rank, group), ())
         has_come = any(e.verb == "exchange" or other.verb != e.verb for other in others)
         has_ended = e.verb == "exchange" and exchanged.get((peer, group), 0) >= e.number
-        missing = [] if has_come or has_ended else [peer]
+        missing = set() if has_come or has_ended else {peer}
         call = f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
-        report.waits.append(Wait([rank], call, missing, group, is_message=True))
+        report.waits.append(Wait(rank, call, missing, group, is_message=True))
         waits = f"rank {rank} waits in {call} on {group}"
         if not missing:
-            said.append(("stuck", [rank], f"{waits}, and rank {peer} has called it."))
+            said.append(Finding("stuck", [rank], f"{waits}, and rank {peer} has called it."))
         elif report.knows(peer):
             text = f"{waits}; the other end is not open on rank {peer}."
-            said.append(("accused", [peer], text))
+            said.append(Finding("accused", [peer], text))
         else:
-            said.append(("unknown", [peer], f"{waits}; nothing is known of rank {peer}."))
+            said.append(Finding("unknown", [peer], f"{waits}; nothing is known of rank {peer}."))
     return said
 
 

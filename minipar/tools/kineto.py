@@ -4,9 +4,11 @@
 """
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from functools import lru_cache
 from typing import Any
+
+import torch
 
 from minipar.comm.collectives import wire_bytes
 from minipar.observe.spans import Interval, Span, subtract, union
@@ -19,11 +21,6 @@ _LONG = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 _SHORT = "send", "recv", "reduce", "scatter", "gather", "barrier"  # which are in those, too
 # As Kineto, NCCL's kernels and gloo spell them, without punctuation -> as we do.
 _VERBS = {v.replace("_", ""): v for v in _LONG} | {"sendrecv": "exchange"} | {v: v for v in _SHORT}
-_ITEM_BYTES = {
-    **dict.fromkeys(("double", "long", "complexfloat", "uint64"), 8),
-    **dict.fromkeys(("float", "int", "uint32"), 4),
-    **dict.fromkeys(("half", "bfloat16", "short", "uint16"), 2),
-}  # 1 for all others: byte, char, bool, and all of float8
 HOST = "python_function", "cpu_op", "user_annotation"
 """Categories of the host's work; not of launches, which have no duration here."""
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -38,23 +35,18 @@ def usable(events: list[Any]) -> list[Event]:
 
     Raises `ValueError` for the format of torch before 1.13.
     """
-    good = []
-    for event in events:
-        if event.get("ph") != "X":
-            continue  # names, counters, arrows and marks
-        event = {"args": {}, "dur": 0, "tid": None, "cat": ""} | event
-        if event["cat"] in ("Kernel", "Operator"):
-            raise ValueError("its categories are those of torch before 1.13, which are not read")
-        if _is_launch(event) or event["dur"] > 0:
-            good.append(event)
-    return good
+    usual = {"args": {}, "dur": 0, "tid": None, "cat": ""}
+    good = [usual | event for event in events if event.get("ph") == "X"]
+    if any(event["cat"] in ("Kernel", "Operator") for event in good):
+        raise ValueError("its categories are those of torch before 1.13, which are not read")
+    return [event for event in good if _is_launch(event) or event["dur"] > 0]
 
 
 def _is_launch(event: Event) -> bool:
     return event["cat"].endswith(("_runtime", "_driver")) and "correlation" in event["args"]
 
 
-def whole(value: Any, otherwise: int = 0) -> int:
+def whole(value: Any, otherwise: int | None = 0) -> int | None:
     return value if type(value) is int and 0 <= value < 2**63 else otherwise
 
 
@@ -67,44 +59,75 @@ def seconds(event: Event) -> Interval:
     return 1e-6 * start, 1e-6 * (start + float(event["dur"]))
 
 
+# ---------------------------------------------------------------------- calls in calls
+Threads = dict[Any, list[Event]]
+
+
+def nested(events: list[Event]) -> Threads:
+    """Return the host's calls by thread, in order; each is told of the call "around" it."""
+    threads: Threads = defaultdict(list)
+    work = [event for event in events if event["cat"] in HOST]
+    for event in sorted(work, key=lambda event: (event["ts"], -event["dur"])):
+        ours = threads[event["tid"]]
+        outer = ours[-1] if ours else None
+        while outer and outer["ts"] + outer["dur"] <= event["ts"]:
+            outer = outer["around"]
+        event["around"] = outer
+        ours.append(event)
+    return threads
+
+
+def around(event: Event, threads: Threads) -> list[Event]:
+    """Return the calls of its thread in the midst of which `event` begins, the outermost first."""
+    ours, found = threads.get(event["tid"], []), []
+    i = bisect_right(ours, event["ts"], key=lambda call: call["ts"])
+    call = ours[i - 1] if i else None
+    while call:
+        if call["ts"] + call["dur"] >= event["ts"]:
+            found.append(call)
+        call = call["around"]
+    return found[::-1]
+
+
 # ---------------------------------------------------------------------- a GPU
 def gpu_spans(events: list[Event]) -> dict[Any, list[Span]]:
     """Return the spans of each device."""
-    launches = {  # correlation id -> thread and time of the call that launched the kernel
-        event["args"]["correlation"]: (event["tid"], float(event["ts"]))
-        for event in events
-        if _is_launch(event)
-    }
-    gpu = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    begun = [launches.get(event["args"].get("correlation")) for event in gpu]
-    inside = _enclosing(events, {*begun} - {None})
+    threads = nested(events)
+    launches = {event["args"]["correlation"]: event for event in events if _is_launch(event)}
     devices: dict[Any, list[Span]] = defaultdict(list)
-    for event, at in zip(gpu, begun, strict=True):
-        args, name, around = event["args"], printable(event["name"]), inside.get(at, ())
-        is_kernel = event["cat"] == "kernel"
-        verb = verb_of(name) if event["cat"] != "gpu_memset" else None
-        ends = {args.get("fromDevice"), args.get("toDevice")}
-        if not is_kernel and None not in ends and len(ends) == 2:
-            verb = "peer_copy"
-        # Torch's launches for a collective are part of it, but for copies and its own kernels.
-        said = next((e for e in reversed(around) if e["name"] == "record_param_comms"), None)
-        within = is_kernel and said and "at::native" not in name
-        if verb is not None or "Collective name" in args or within:
-            known = {**(said["args"] if said else {}), **args}
-            span = _collective(event | {"args": known}, verb)
-            span.num_bytes = span.num_bytes or whole(args.get("bytes"))
-            span.meta["site"] = _site(around)
-        else:
-            kind = "copy" if not is_kernel else _phase(around) if at else "compute"
-            span = Span(kind, name, 0, *seconds(event))
-        span.meta |= {"launched": 1e-6 * at[1]} if at else {}
-        span.meta["stream"] = args.get("stream", event["tid"])
-        devices[args.get("device")].append(span)
+    for event in events:
+        if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
+            args = event["args"]
+            launch = launches.get(args.get("correlation"))
+            span = _gpu_span(event, None if launch is None else around(launch, threads))
+            span.meta |= {} if launch is None else {"launched": seconds(launch)[0]}
+            span.meta["stream"] = args.get("stream", event["tid"])
+            devices[args.get("device")].append(span)
     return devices
 
 
-def _phase(around: tuple[Event, ...]) -> str:
-    names = [event["name"] for event in around]
+def _gpu_span(event: Event, asked: list[Event] | None) -> Span:
+    """Return the span of a kernel or a copy; `asked`: the host's calls that launched it."""
+    args, name, is_kernel = event["args"], printable(event["name"]), event["cat"] == "kernel"
+    verb = verb_of(name) if event["cat"] != "gpu_memset" else None
+    ends = {args.get("fromDevice"), args.get("toDevice")}
+    if not is_kernel and None not in ends and len(ends) == 2:
+        verb = "peer_copy"
+    # Torch's launches for a collective are part of it, but for copies and its own kernels.
+    said = [call["args"] for call in asked or () if call["name"] == "record_param_comms"]
+    within = is_kernel and said and "at::native" not in name
+    if verb is not None or "Collective name" in args or within:
+        known = {**said[-1], **args} if said else args
+        span = _collective(event | {"args": known}, verb)
+        span.num_bytes = span.num_bytes or whole(args.get("bytes"))
+        span.meta["site"] = _site(asked or [])
+        return span
+    kind = "copy" if not is_kernel else "compute" if asked is None else _phase(asked)
+    return Span(kind, name, 0, *seconds(event))
+
+
+def _phase(asked: list[Event]) -> str:
+    names = [event["name"] for event in asked]
     if any(name.startswith(_OPTIMIZER) for name in names):
         return "optimizer"
     return "backward" if any(name.startswith(_BACKWARD) for name in names) else "forward"
@@ -125,41 +148,18 @@ def cut_short(spans: list[Span]) -> list[str]:
     return [f"{told}: {len(over)}, by up to {1e6 * max(over):,.0f} us"] if over else []
 
 
-def _enclosing(events: list[Event], at: set[tuple]) -> dict[tuple, tuple[Event, ...]]:
-    """Return the host's calls in the midst of which each (thread, microseconds) was, in order."""
-    moments, threads, result = defaultdict(list), defaultdict(list), {}
-    for thread, moment in at:
-        moments[thread].append(moment)
-    for event in events:
-        if event["cat"] in HOST and event["tid"] in moments:
-            threads[event["tid"]].append(event)
-    for thread, wanted in moments.items():
-        ours = sorted(threads[thread], key=lambda event: (event["ts"], -event["dur"]))
-        stack, i = [], 0
-        for moment in sorted(wanted):
-            while i < len(ours) and ours[i]["ts"] <= moment:
-                while stack and stack[-1]["ts"] + stack[-1]["dur"] <= ours[i]["ts"]:
-                    stack.pop()
-                stack.append(ours[i])
-                i += 1
-            while stack and stack[-1]["ts"] + stack[-1]["dur"] < moment:
-                stack.pop()
-            result[thread, moment] = tuple(stack[-40:])
-    return result
-
-
 _NOT_MINE = re.compile(
     r"(torch|site-packages|dist-packages|threading|<frozen)\b.*\(\d+\)|<built-in|nn\.Module"
 )
-_NO_PLACE = re.compile(r"ProfilerStep|c10d::|_c10d_functional|record_param_comms|nccl:|gloo:")
 
 
-def _site(around: tuple[Event, ...]) -> str:
+def _site(asked: list[Event]) -> str:
     """Return where a collective was called: the job's own line, else the operators around it."""
-    lines = [e["name"] for e in around if e["cat"] == "python_function"]
+    lines = [e["name"] for e in asked if e["cat"] == "python_function"]
     own = [line for line in lines if not _NOT_MINE.search(line)]
-    names = [e["name"].removeprefix(_BACKWARD + ": ") for e in around]
-    names = [name for name in names if not _NO_PLACE.match(name) and name not in lines]
+    names = [e["name"].removeprefix(_BACKWARD + ": ") for e in asked]
+    names = [name for name in names if not (name in lines or _WAITS.match(name))]
+    names = [name for name in names if not name.startswith("ProfilerStep")]
     return printable(own[-1] if own else " > ".join(names[-2:]) or "not recorded")
 
 
@@ -170,7 +170,8 @@ def _collective(event: Event, verb: str | None) -> Span:
     group = args.get("Process Group Description")
     group = args.get("Process Group Name") if group in (None, "", "undefined") else group
     items = max(whole(args.get("In msg nelems")), whole(args.get("Out msg nelems")))
-    num_bytes = items * _ITEM_BYTES.get(str(args.get("dtype", "")).lower(), 1)
+    dtype = getattr(torch, str(args.get("dtype", "")).lower(), None)
+    num_bytes = items * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)  # byte, char
     size = whole(args.get("Group size"))
     if name != "exchange":
         known = size > 1 and name in _VERBS.values()
@@ -181,7 +182,6 @@ def _collective(event: Event, verb: str | None) -> Span:
     return Span("comm", name, 0, *seconds(event), _axis_name(group or ""), num_bytes, meta)
 
 
-@lru_cache(10_000)
 def _verb(name: str) -> str:
     """Return all_reduce for "allreduce", "gloo:all_reduce", "ncclDevKernel_AllReduce_Sum_RING"."""
     letters = re.sub(r"[^a-z]", "", name.lower())
@@ -215,17 +215,12 @@ def cpu_spans(events: list[Event], document: Event) -> list[Span]:
     axis = _axis_name(groups[0].get("pg_desc", "")) if len(groups) == 1 else "gloo"
     comm = comm or calls
     spans = [Span("comm", _verb(printable(e["name"])), 0, *seconds(e), axis) for e in comm]
+    threads = nested(events)
     if len(calls) == len(comm):  # gloo works in threads of its own, in the order of the calls
-        places = [(e["tid"], float(e["ts"])) for e in calls]
-        inside = _enclosing(events, set(places))
-        for span, place in zip(spans, places, strict=True):
-            span.meta["site"] = _site(inside[place])
-    threads = defaultdict(list)
-    for event in events:
-        if event["cat"] in ("cpu_op", "user_annotation"):
-            threads[event["tid"]].append(event)
+        for span, call in zip(spans, calls, strict=True):
+            span.meta["site"] = _site(around(call, threads))
     for ours in threads.values():
-        spans += _computing(sorted(ours, key=lambda e: (e["ts"], -e["dur"])))
+        spans += _computing(ours)
     return spans
 
 
@@ -244,5 +239,5 @@ def _computing(ours: list[Event]) -> list[Span]:
             name = printable(event["name"]).removeprefix(_BACKWARD + ": ")
             name = name.removeprefix(_OPTIMIZER + "#").removesuffix(".step")
             pieces = subtract([(start, end)], waits)
-            spans += [Span(_phase((event,)), name, 0, *piece) for piece in pieces]
+            spans += [Span(_phase([event]), name, 0, *piece) for piece in pieces]
     return spans

@@ -8,10 +8,11 @@ before wait inside of theirs.
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from minipar.observe.spans import Interval, Span, covered, intersect, measure, union
+from minipar.observe.spans import Interval, Span, measure, union
 from minipar.observe.timeline import Timeline
 from minipar.text import aligned, printable
 from minipar.tools.traces import matched
@@ -27,10 +28,10 @@ class Part:
 
     name: str
     seconds: float
-    total: float
-    exposed: float
-    calls: float
-    num_bytes: float
+    total: float = 0.0
+    exposed: float = 0.0
+    calls: float = 0.0
+    num_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,55 +77,41 @@ def _table(kind: str, rows: list[Part]) -> str:
     return "\n".join(aligned(lines, left=1) + [f"and {len(rows) - 12} more"] * (len(rows) > 12))
 
 
+KEYS: dict[str, Callable[[Span], str]] = {
+    "collective": lambda span: span.name,
+    "group": lambda span: span.axis or "not recorded",
+    "call site": lambda span: printable(span.meta.get("site", "not recorded")),
+}
+
+
 def breakdown(timeline: Timeline) -> Breakdown:
     """Take a timeline apart; its steps are those that the profiler was told of."""
-    busy = timeline.busy()
-    comm: dict[int, list[Span]] = {rank: [] for rank in timeline.ranks}
-    for span in timeline:
-        if span.kind == "comm":
-            comm[span.rank].append(span)
-    parts = {"step": _steps(timeline, comm, busy)}
-    keys = {
-        "collective": lambda s: s.name,
-        "group": lambda s: s.axis or "not recorded",
-        "call site": lambda s: printable(s.meta.get("site", "not recorded")),
-    }
-    for kind, key in keys.items():
-        groups = _grouped(comm, key)
-        rows = [_part(name, timeline.duration, own, busy) for name, own in groups.items()]
-        rows.sort(key=lambda row: (-row.exposed, row.name))
+    parts = {"step": _steps(timeline)}
+    for kind, key in KEYS.items():
+        rows = sorted(_parts(timeline, key).values(), key=lambda row: (-row.exposed, row.name))
         parts[kind] = rows if [row.name for row in rows] != ["not recorded"] else []
-    return Breakdown(parts, _waited(comm), list(timeline.notes), len(comm))
+    return Breakdown(parts, _waited(timeline), list(timeline.notes), len(timeline.ranks))
 
 
-def _grouped(comm: dict[int, list[Span]], key: Callable[[Span], str]) -> dict[str, dict]:
-    """Return the spans of each rank by their key."""
-    groups: dict[str, dict] = defaultdict(lambda: {rank: [] for rank in comm})
-    for rank, spans in comm.items():
-        for span in spans:
-            groups[key(span)][rank].append(span)
-    return groups
+def _parts(timeline: Timeline, key: Callable[[Span], str]) -> dict[str, Part]:
+    """Return communication by its key: `Timeline.overlap`, with keys in the place of axes."""
+    spans = (replace(span, axis=key(span)) if span.kind == "comm" else span for span in timeline)
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for row in Timeline(spans).overlap():
+        rows[row.axis].append(row)
+    fields, n = ("total", "exposed", "count", "num_bytes"), len(timeline.ranks)
+    means = {k: [sum(getattr(row, f) for row in of) / n for f in fields] for k, of in rows.items()}
+    return {name: Part(name, timeline.duration, *values) for name, values in means.items()}
 
 
-def _part(name: str, seconds: float, comm: dict[int, list[Span]], busy: dict) -> Part:
-    total = exposed = calls = num_bytes = 0.0
-    for rank, spans in comm.items():
-        talking = covered(spans)
-        whole, hidden = measure(talking), measure(intersect(talking, busy[rank]))
-        total, exposed = total + whole, exposed + whole - hidden
-        calls, num_bytes = calls + len(spans), num_bytes + sum(span.num_bytes for span in spans)
-    n = max(1, len(comm))
-    return Part(name, seconds, total / n, exposed / n, calls / n, num_bytes / n)
-
-
-def _steps(timeline: Timeline, comm: dict, busy: dict) -> list[Part]:
+def _steps(timeline: Timeline) -> list[Part]:
+    """Return the parts of all steps; above several, their median."""
     lengths: dict[str, list[float]] = defaultdict(list)
-    for steps in timeline.steps.values():
-        for name, start, end in steps:
-            lengths[name].append(end - start)
-    groups = _grouped(comm, lambda span: span.meta.get("step", ""))
+    for name, start, end in chain.from_iterable(timeline.steps.values()):
+        lengths[name].append(end - start)
+    found = _parts(timeline, lambda span: span.meta.get("step", ""))
     rows = [
-        _part(name, statistics.mean(seconds), groups[name], busy)
+        replace(found.get(name, Part(name, 0.0)), seconds=statistics.mean(seconds))
         for name, seconds in lengths.items()
     ]
     if len(rows) > 1:
@@ -134,20 +121,16 @@ def _steps(timeline: Timeline, comm: dict, busy: dict) -> list[Part]:
     return rows
 
 
-def _waited(comm: dict[int, list[Span]]) -> list[Waited]:
+def _waited(timeline: Timeline) -> list[Waited]:
     """Return ranks by the time that others wait for them, the longest first.
 
     Only collectives of a known group count. Time in which a rank waits in two counts once.
     """
-    shared: dict[Any, dict[int, Span]] = defaultdict(dict)
-    for rank, spans in comm.items():
-        for key, span in matched(spans).items():
-            if span.meta.get("group") or span.axis == "world":
-                shared[key][rank] = span
     waits: dict[int, dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     last, count = defaultdict(int), defaultdict(int)
-    for spans in shared.values():
-        if len(spans) > 1:
+    for spans in matched(timeline).values():
+        any_one = next(iter(spans.values()))
+        if len(spans) > 1 and (any_one.meta.get("group") or any_one.axis == "world"):
             late = max(spans, key=lambda rank: spans[rank].start)
             came = spans[late].start
             for rank, span in spans.items():

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from minipar.observe.spans import Span, moved, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
@@ -70,19 +68,19 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     """
     files = _trace_files(paths)
     notes: list[str] = []
-    found = [_read(file, notes) for file in tqdm(files, disable=None, leave=False, unit="trace")]
+    found = [_read(file, notes) for file in files]
     traces = [devices[0] for devices in found]
-    for trace, rank in zip(traces, _trace_ranks(traces), strict=True):
-        trace.rank = rank
+    ranks = _trace_ranks(traces)
     for trace in (trace for devices in found for trace in devices[1:]):
-        trace.rank = 1 + max(other.rank for other in traces)
-        notes.append(f"rank {trace.rank} is a further device of {printable(trace.file)}")
+        ranks.append(1 + max(ranks))
+        notes.append(f"rank {ranks[-1]} is a further device of {printable(trace.file)}")
         traces.append(trace)
     bases = [whole(trace.document.get("baseTimeNanoseconds")) for trace in traces]
-    for trace, base in zip(traces, bases, strict=True):
-        trace.move(1e-9 * (base - min(bases)))  # of integers: floats lack the digits
+    for trace, rank, base in zip(traces, ranks, bases, strict=True):
+        trace.rank = rank
         for span in trace.spans:
-            span.rank = trace.rank
+            span.rank = rank
+        trace.move(1e-9 * (base - min(bases)))  # of integers: floats lack the digits
     if len({trace.host for trace in traces}) > 1 or len(set(bases)) > 1:
         notes.append(_align(traces))
     spans = [span for trace in traces for span in trace.spans]
@@ -116,15 +114,12 @@ def _trace_ranks(traces: Sequence[_Trace]) -> list[int]:
     Torch's own name, HOST_PID.TIME.pt.trace.json, tells a process: two of one are two cycles.
     """
     files = [trace.file for trace in traces]
-    said = [whole(about(trace.document).get("rank"), -1) for trace in traces]
-    named = [re.search(r"(?:rank|worker)\D?(\d+)", file.name) for file in files]
+    said = [whole(about(trace.document).get("rank"), None) for trace in traces]
+    found = [re.search(r"(?:rank|worker)\D?(\d+)", file.name) for file in files]
+    named = [match and int(match[1]) for match in found]
     processes = [re.sub(r"\.\d+(?=\.pt\.trace\.json)", "", file.name) for file in files]
-    if -1 not in said:
-        ranks = said
-    elif None not in named:
-        ranks = [int(match[1]) for match in named]
-    else:
-        ranks = [list(dict.fromkeys(processes)).index(process) for process in processes]
+    order = [[*dict.fromkeys(processes)].index(process) for process in processes]
+    ranks = next(numbers for numbers in (said, named, order) if None not in numbers)
     for i, rank in enumerate(ranks):
         if (first := ranks.index(rank)) != i:
             both = f"{files[first]} and {files[i]} are both of rank {rank}"
@@ -161,33 +156,33 @@ def _align(traces: list[_Trace]) -> str:
 
     Ranks whose clocks cannot be aligned keep theirs; nothing is told of who waits for them.
     """
-    ends = [{key: span.end for key, span in matched(t.spans, _ROOTED).items()} for t in traces]
-    offsets, apart, placed = {0: 0.0}, [0.0], [0]
-    for j in placed:  # which grows: group by group, as far as groups connect
-        for i in range(len(traces)):
-            if i not in offsets and (shared := ends[i].keys() & ends[j].keys()):
-                gaps = [ends[j][key] - ends[i][key] for key in shared]
-                gap = statistics.median(gaps)
-                offsets[i] = offsets[j] + gap
-                apart += [abs(other - gap) for other in gaps]
-                placed.append(i)
+    shared = matched((span for trace in traces for span in trace.spans), _ROOTED)
+    offsets, apart = {traces[0].rank: 0.0}, [0.0]
+    placed = list(offsets)
+    for known in placed:  # which grows: group by group, as far as groups connect
+        gaps: dict[int, list[float]] = defaultdict(list)
+        for spans in shared.values():
+            for rank in spans.keys() - offsets.keys() if known in spans else ():
+                gaps[rank].append(spans[known].end - spans[rank].end)
+        for rank, those in sorted(gaps.items()):
+            gap = statistics.median(those)
+            offsets[rank] = offsets[known] + gap
+            apart += [abs(other - gap) for other in those]
+            placed.append(rank)
     told = []
-    for i, trace in enumerate(traces):
-        if i in offsets:
-            trace.move(offsets[i])
-            told.append(f"rank {trace.rank} ({trace.host}) {1e3 * offsets[i]:+.3f} ms")
+    for trace in traces:
+        if trace.rank in offsets:
+            trace.move(offsets[trace.rank])
+            told.append(f"rank {trace.rank} ({trace.host}) {1e3 * offsets[trace.rank]:+.3f} ms")
         else:
             for span in trace.spans:
                 span.meta["clock"] = trace.host
     if len(told) == 1:
         return "clocks of several hosts, and no common collective to align them by"
     left = len(traces) - len(told)
-    return (
-        f"clocks moved: {_some(told[1:], 8)}, so that common collectives end together; they do "
-        f"within {1e3 * statistics.median(apart):.3f} ms (median)"
-        + f"; {left} ranks share no collective with rank {traces[0].rank}"
-        * bool(left)
-    )
+    said = f"clocks moved: {_some(told[1:], 8)}, so that common collectives end together; they do "
+    said += f"within {1e3 * statistics.median(apart):.3f} ms (median)"
+    return said + f"; {left} ranks share no collective with rank {traces[0].rank}" * bool(left)
 
 
 def _some(words: list[str], most: int) -> str:
@@ -195,16 +190,20 @@ def _some(words: list[str], most: int) -> str:
     return ", ".join(words[:most]) + more
 
 
-def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, Span]:
-    """Return the collectives of one rank by group, verb and number; neither messages nor `but`."""
+def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[int, Span]]:
+    """Return collectives by group, verb and number: the span of each rank.
+
+    Neither messages nor the verbs of `but` are collectives that begin or end together.
+    """
     count: dict[Any, int] = defaultdict(int)
-    found = {}
+    found: dict[Any, dict[int, Span]] = defaultdict(dict)
     for span in sorted(spans, key=lambda span: span.start):
         if span.kind == "comm" and span.name not in (*_MESSAGES, *but):
             group = span.axis, span.meta.get("group"), span.meta.get("clock")
-            count[group] += 1
-            seq = span.meta.get("seq")
-            found[group, span.name, count[group] if seq is None else seq] = span
+            count[span.rank, group] += 1
+            number = span.meta.get("seq")
+            number = count[span.rank, group] if number is None else number
+            found[group, span.name, number][span.rank] = span
     return found
 
 

@@ -16,12 +16,6 @@ from minipar.observe import memory, timeline
 SLOW = Link("slow PCIe", 0.01, 10e6)  # a megabyte takes 110 ms
 
 
-@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)])
-def test_what_is_not_alike_is_refused(other):
-    with pytest.raises(ValueError, match=r"\(3,\) of torch.float32 cannot land in"):
-        HostCopy().to_device([(torch.zeros(3), other)])
-
-
 def test_what_arrives_is_what_was_sent():
     """Mutant: a copy that is never made, or made of the wrong tensor of several."""
     copies = HostCopy()
@@ -30,9 +24,8 @@ def test_what_arrives_is_what_was_sent():
     assert all(torch.equal(a, b) for a, b in zip(sources, on_host, strict=True))
     assert {a.data_ptr() for a in on_host if a.numel()}.isdisjoint(a.data_ptr() for a in sources)
     back = [torch.full_like(a, 9) for a in on_host]
-    copy = copies.to_device(zip(on_host, back, strict=True))
-    assert copy.num_bytes == 4 * 5 + 4 * 12 + 8
-    assert all(torch.equal(a, b) for a, b in zip(sources, copy.wait(), strict=True))
+    arrived = copies.to_device(zip(on_host, back, strict=True)).wait()
+    assert all(torch.equal(a, b) for a, b in zip(sources, arrived, strict=True))
 
 
 def test_takes_as_long_as_pcie_would(monkeypatch):
@@ -41,22 +34,21 @@ def test_takes_as_long_as_pcie_would(monkeypatch):
     Mutants: a copy that waits for its latency only, or forgets that the lane was busy, or is
     waited for where it is started.
     """
-    clock, may_sleep = [0.0], threading.Event()
+    clock, may_sleep, slept = [0.0], threading.Event(), []
 
     def sleep(seconds: float) -> None:
         assert may_sleep.wait(60)
         clock[0] += seconds
+        slept.append(seconds)
 
     fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
     monkeypatch.setattr(hostcopy, "time", fake)
     copies = HostCopy(pcie=SLOW)
-    handles = [copies.to_host([torch.zeros(250_000 // 4)]) for _ in range(4)]
-    works = [handle.call.work for handle in handles]
-    assert not any(work.ended.done() for work in works)  # asynchronous
+    started = [copies.to_host([torch.zeros(250_000 // 4)]) for _ in range(4)]
+    assert not slept  # asynchronous
     may_sleep.set()
-    handles[-1].wait()
-    assert all(work.ended.done() for work in works)
-    assert clock[0] == pytest.approx(4 * 0.035)
+    started[-1].wait()
+    assert clock[0] == pytest.approx(4 * 0.035) and len(slept) == 4
 
 
 def test_every_copy_is_a_span_of_the_timeline():
@@ -69,14 +61,13 @@ def test_every_copy_is_a_span_of_the_timeline():
         with timeline.span("compute", "work"):
             called = time.monotonic()
             down = copies.to_host([torch.zeros(1000)])
-            while not down.call.work._ended.is_set():
-                pass
-            took = time.monotonic() - called
+            time.sleep(0.05)  # PCIe takes 10 ms
+            down.wait()
         left.wait()
-    spans = sorted((s.name, s.axis, s.num_bytes) for s in recorded.select(kind="comm"))
-    assert spans == [("to_host", "host", 4000)]
-    [span] = recorded.select(name="to_host")
-    assert 0.01 <= span.duration <= took
+    [span] = recorded.select(kind="comm")
+    assert (span.name, span.axis, span.num_bytes) == ("to_host", "host", 4000)
+    assert called < span.start and span.duration >= 0.01
+    assert recorded.overlap()[0].hidden > 0.005
 
 
 def test_an_error_in_the_lane_is_raised_where_it_is_waited_for():

@@ -159,8 +159,12 @@ def test_without_gradients_products_are_products_as_well(ranks):
 def test_magnified_sides_make_cubes_of_flops_and_squares_of_bytes():
     """Mutant: bytes counted `magnify` times."""
     emulated = Device(Sheet(byte=1e-9), magnify=10)
-    assert emulated.seconds_of_matmul(8, 8, 8, "float32") == pytest.approx(100)
-    assert emulated.seconds_of_bytes(1000) == pytest.approx(1e-4)
+    work = operations.Work("mm", "product", (1, 8, 8, 8), "bfloat16", 1024, 1000)
+    assert operations.seconds_of(work, emulated) == pytest.approx(100)
+    add = work._replace(op="add", work="bytes", shape=())
+    assert operations.seconds_of(add, emulated) == pytest.approx(1e-4)
+    attention = emulated.played(work._replace(work="attention", shape=(2, 3, 4, 5, 6, 1)))
+    assert attention.shape == (2, 3, 40, 50, 60, 1)
     assert emulated.counted(3) == 300
 
 
@@ -175,7 +179,7 @@ def test_float32_stands_for_bf16():
         operations.seconds_of(work, Device(sheet, format=chosen))
         assert sheet.asked.pop() == expected
     emulated = Device(sheet)
-    add = work._replace(op="add", work="bytes")
+    add = work._replace(op="add", work="bytes", shape=())
     assert operations.seconds_of(add, emulated) == 384
     assert operations.seconds_of(add._replace(dtype="bfloat16"), emulated) == 768
     assert operations.seconds_of(operations.step_of(add, 768), emulated) == 768

@@ -21,7 +21,7 @@ from minipar.comm.mesh import Axis
 from minipar.emulate import link, link_group
 from minipar.emulate.link import LINKS, Link, Topology
 from tests.on_ranks import on_ranks
-from tests.patience import busy, until
+from tests.patience import busy
 
 SLACK = 0.1  # seconds that a busy machine may add to an emulated time
 
@@ -110,25 +110,6 @@ def test_topology_picks_the_slowest_hop():
 
 
 SLOW = Link("slow", 1e-3, 1e6)
-ACROSS = [("all_reduce", 500_000, (0, 2)), ("all_reduce", 500_000, (1, 3))]
-
-
-@pytest.mark.parametrize(
-    "cards, calls, seconds",
-    [
-        # 1 MB/s and 1 ms; 1.5 MB go round a ring of four, one hop of each node out, one in.
-        (None, [("all_reduce", 1_000_000, (0, 1, 2, 3))], 1.506),
-        (1, [("all_reduce", 1_000_000, (0, 1, 2, 3))], 1.506),
-        (None, ACROSS, 0.502),
-        (1, ACROSS, 1.002),
-        (None, [("send", 1_000_000, (0, 2))], 1.001),
-        (1, [("send", 1_000_000, (0, 2))], 2.001),
-        (1, [("send", 1_000_000, (0, 1))], 1.001),  # stays inside of the node
-    ],
-)
-def test_what_crosses_a_card_at_once_shares_it(cards, calls, seconds):
-    """By hand. Mutants: a card per rank always; what stays inside of a node counts."""
-    assert Topology(2, 2, SLOW, SLOW, cards).seconds(*calls) == pytest.approx(seconds, rel=1e-4)
 
 
 def test_neighbours_talk_over_the_same_card_at_the_same_time():
@@ -145,10 +126,7 @@ def test_neighbours_talk_over_the_same_card_at_the_same_time():
 @pytest.mark.parametrize(
     "call, word",
     [
-        (
-            lambda: Topology(2, 4, cards_per_node=3),
-            "cards_per_node=3 .*; use 1 or 2 or 4",
-        ),
+        (lambda: Topology(2, 4, cards_per_node=3), "cards_per_node=3 must divide the 4 ranks"),
         (lambda: link.use("NVLink-4"), "did you mean 'nvlink4'"),
         (lambda: link.parse("1gbe*fast"), "write it like"),
         (lambda: LINKS["1gbe"].scaled(0), "factor"),
@@ -247,7 +225,7 @@ def test_an_uneven_all_to_all_costs_what_goes_to_others():
 
 def test_the_busiest_rank_may_be_one_that_receives():
     """Of three, rank 1 sends 4 bytes to itself and 2 to rank 2, and gets 8 from each other."""
-    assert link_group._busiest([0, 4, 2, 8, 4, 8], rank=1, size=3) == 16
+    assert link_group._busiest([[0, 4, 2], [8, 4, 8]], rank=1) == 16
 
 
 # ---------------------------------------------------------------------- the bits are gloo's
@@ -595,16 +573,3 @@ def test_messages_of_a_wrong_size_are_refused(ranks, what):
         says = "rank 0 sends 16 bytes to rank 1, which expects 12 from it"
         first, second = (receiver, sender) if what == "late send" else (sender, receiver)
         assert second == says and "destroyed" in first
-
-
-@on_ranks(2)
-def test_threads_end_with_the_group():
-    def lanes():
-        return [t for t in threading.enumerate() if t.name.startswith(f"link {name} ")]
-
-    with a_link_group("none") as group:
-        name = group.group_name
-        dist.all_reduce(torch.ones(1), group=group)
-        assert len(lanes()) == 1
-    until(lambda: not lanes(), 5)
-    assert not lanes()

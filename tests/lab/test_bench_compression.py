@@ -8,11 +8,8 @@ import pytest
 
 from minipar.lab import draw
 from minipar.lab.bench import compression as bench
-from minipar.lab.bench.compression import (
-    METHODS,
-    CompressionConfig,
-    Learned,
-)
+from minipar.lab.bench import race
+from minipar.lab.bench.compression import METHODS, CompressionConfig, Learned
 from minipar.lab.draw import compression as draw_compression
 from minipar.parallel import local_sgd
 from minipar.parallel.compression.feedback import COMPRESSORS
@@ -44,7 +41,7 @@ def test_a_row_compares_with_fp32_from_the_same_weights():
     assert row["losses"] == [5.5, 2.7]
     assert (exact["step_ms"], row["step_ms"]) == pytest.approx((200, 100))  # medians
     assert row["exposed_ms"] == pytest.approx(10)
-    head, _, line = bench.table([exact, row]).splitlines()
+    head, _, line = race.table([exact, row], bench.columns(2)).splitlines()
     assert line[head.index("gap") :] == "+0.200 [+0.100, +0.300]"
     assert line.split()[1:3] == ["1,000,000", "25.0%"]
 
@@ -68,13 +65,6 @@ def test_every_method_has_a_dot_and_a_name():
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     hollow = [dot for dot in dots if dot.get_markerfacecolor() == draw.PAPER]
     assert len(dots) == len(rows) and len(hollow) == 1  # int8, no feedback
-
-
-def test_seconds_stretch_the_steps():
-    """A method whose step takes half as long is done in half the time."""
-    ax = draw_compression.convergence(rows_of(int8=(1e6, [0.1, 0.3]))).axes[0]
-    curves = [line for line in ax.lines if line.get_transform() == ax.transData]
-    assert [line.get_xdata()[-1] for line in curves] == pytest.approx([0.4, 0.2])
 
 
 def test_the_bench_knows_every_method():

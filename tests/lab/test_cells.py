@@ -114,18 +114,12 @@ def test_the_namespace_persists_and_holds_what_is_promised(nb):
     nb.run("%%ranks\ncount = rank\ndef twice(x): return 2 * x")
     assert nb.run("%%ranks -r 2\ncount += 5").error == ""
     assert nb.run("ranks['twice(count)']").value == "[0, 2, 14, 6]"
-    nb.run("%%ranks --here\nwidth = 8\nclass Box: pass")
-    assert nb.run("width, Box.__name__, ranks['width']").value == "(8, 'Box', [8, 8, 8, 8])"
+    nb.run("%%ranks --here\nwidth = 8\ndef thrice(x): return 3 * x")
+    assert nb.run("thrice(width), ranks['width']").value == "(24, [8, 8, 8, 8])"
+    nb.run("def six_times(x): return 2 * thrice(x)\n\nfrom minipar.lab import own")
+    assert "def thrice(x): return" in nb.run("own.written(six_times, 'six_times')").value
     names = nb.run("ranks['(rank, world_size, str(device), mesh.dp.size, dist.get_rank())']").value
     assert ast.literal_eval(names) == [(r, 4, "cpu", 4, r) for r in range(4)]
-
-
-def test_what_a_cell_defines_here_as_well_can_be_kept(nb):
-    """Mutant: the cell is compiled under a name that no source is found by."""
-    nb.run("%%ranks --here\ndef thrice(x):\n    return 3 * x")
-    nb.run("def six_times(x):\n    return 2 * thrice(x)\n\nfrom minipar.lab import own")
-    written = nb.run("own.written(six_times, 'six_times')").value
-    assert "def thrice(x):\\n    return 3 * x\\n" in written
 
 
 def test_values_travel_both_ways(nb):
@@ -180,8 +174,6 @@ def test_a_flood_is_cut_off_and_the_limit_is_told_at_once(nb):
         assert lines[:-1] == [f"[{r}] hello"] * 200
         assert re.fullmatch(rf"\[{r}\] \.\.\. [\d,]+ more lines of rank {r}", lines[-1])
     assert len(shown.arrived) < 300
-    many = nb.run("%%ranks -r 1,2\nfor i in range(300): display(str(i))\n'x' * 10_000")
-    assert many.text.count("[1] ") == 201 and many.text.endswith("] ... 101 more lines of rank 2\n")
 
 
 # ---------------------------------------------------------------------- errors
@@ -272,11 +264,9 @@ def test_new_ranks_that_cannot_be_leave_those_that_run(nb):
     "code",
     [
         "while True: pass",
-        "import time; time.sleep(60)",
-        "dist.recv(torch.ones(1), (rank + 1) % 4)",
         "if rank: dist.all_reduce(torch.ones(1))\nelse:\n    while True: pass",
     ],
-    ids=["loop", "sleep", "recv", "all_reduce"],
+    ids=["loop", "all_reduce"],
 )
 def test_the_stop_button(nb, code):
     """A pool that waits for its ranks, or a rank that is stuck in C++, would hang."""
@@ -286,19 +276,6 @@ def test_the_stop_button(nb, code):
     assert "all variables are kept" in shown.error
     assert shown.text == "".join(f"[{r}] before\n" for r in range(4))
     assert shown.seconds - 0.5 + recovered(nb) < usable()
-
-
-@pytest.mark.timed
-def test_the_stop_button_twice_ends_ranks_that_are_deaf(nb):
-    """The first time a rank has 3 s to obey; who holds the interpreter in C never does."""
-    keep(nb)
-    pids = ast.literal_eval(nb.run("ranks.pids").value)
-    deaf = "%%ranks\nimport re, subprocess\nsubprocess.Popen(['sleep', '600'])\n"
-    deaf += "if rank == 1: re.match(r'(a+)+$', 'a' * 60 + 'b')\ndist.barrier()"
-    shown = nb.run(deaf, stop_after=[1.0, 1.6])
-    assert shown.error_name == "Interrupted" and ANEW in shown.error
-    assert shown.seconds < 1.6 + usable() and gone(pids, 3)
-    assert recovered(nb, NONE) < usable()
 
 
 @pytest.mark.timed
@@ -333,6 +310,16 @@ def test_waiting_in_vain_is_noticed_long_before_the_timeout(nb, code, says):
     assert shown.seconds + recovered(nb) < 2 * usable()  # of which 3 s make sure
 
 
+def test_what_ranks_said_before_a_call_does_not_stop_it(nb):
+    """Ranks that were stuck make their group anew: they wait in no collective any more."""
+    keep(nb)
+    nb.run("import time\nfrom minipar.ranks import launch")
+    nb.run("said = {rank: [(time.monotonic() + 9, 'barrier', '')] * 2 for rank in range(4)}")
+    nb.run("ranks._num_done, ranks._stuck = 0, said")
+    assert nb.run("launch.Ranks.run_each(ranks, time.sleep, [(1.0,)] * 4)").value == NONE
+    assert recovered(nb) < usable()
+
+
 def test_waiting_for_a_slow_rank_or_link_is_not_in_vain(nb):
     """A watch that is too quick would stop what only takes its time."""
     late = nb.run("%%ranks\nimport time\nif rank == 3: time.sleep(4)\ndist.barrier()\nrank")
@@ -347,7 +334,7 @@ def test_waiting_for_a_slow_rank_or_link_is_not_in_vain(nb):
     assert slow.error == "" and 4.5 < slow.seconds < 4.6 + usable()  # twice 2.3 s; 3 s make sure
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "os.abort()", ""])
+@pytest.mark.parametrize("end", ["os._exit(0)", ""])
 def test_a_rank_that_ends(nb, end):
     """In a cell, or between two of them."""
     keep(nb)
@@ -377,7 +364,8 @@ def test_the_mesh_is_made_again_as_it_was(nb):
 
 # ---------------------------------------------------------------------- start and end
 def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel(nb):
-    """All are forked from one server: mutant, a second import of torch."""
+    """All are forked from one server: mutant, a second import of torch. A kernel that is killed:
+    ranks/test_launch.py."""
 
     def below() -> list[int]:
         kernel = psutil.Process(nb.manager.provisioner.pid)
@@ -399,14 +387,10 @@ def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel(nb):
     bad = nb.run("Ranks(2, mesh={'tp': 3})")
     assert "mesh tp=3 needs 3 ranks but there are 2" in bad.error
     assert below() == second
-    for end in (nb.restart, lambda: os.kill(nb.manager.provisioner.pid, signal.SIGKILL)):
-        nb.client.execute("%%ranks\nwhile True: pass")
-        time.sleep(0.5)
-        end()
-        assert gone(second, 3)
-        if end == nb.restart:
-            assert "`%%ranks` not found" in nb.run("%%ranks\n1").stderr + nb.run("1").error
-            second = start()
+    nb.client.execute("%%ranks\nwhile True: pass")
+    time.sleep(0.5)
+    nb.restart()
+    assert gone(second, 3)
 
 
 def gone(pids: list[int], seconds: float) -> bool:
@@ -453,12 +437,9 @@ def test_ranks_are_chosen_by_number_and_by_range():
 def test_a_transcript_does_not_depend_on_who_speaks_first(capsys):
     """One that interleaves what is held would give different notebooks from run to run."""
     said = [(1, "b\n"), (0, "a1\n"), (2, "c"), (0, "a2"), (1, "b2\n")]
-    texts = set()
-    for order in (said, said[::-1][1:] + said[-1:], sorted(said)):
+    for order in (said, sorted(said), sorted(said, key=lambda each: -each[0])):
         transcript = _Transcript([0, 1, 2])
-        for rank in range(3):
-            for text in [text for r, text in sorted(order) if r == rank]:
-                transcript.hear(rank, "stdout", text)
+        for rank, text in order:
+            transcript.hear(rank, "stdout", text)
         transcript.close()
-        texts.add(capsys.readouterr().out)
-    assert texts == {"[0] a1\n[0] a2\n[1] b\n[1] b2\n[2] c\n"}
+        assert capsys.readouterr().out == "[0] a1\n[0] a2\n[1] b\n[1] b2\n[2] c\n"

@@ -1,12 +1,8 @@
 """Figures of the core (colours, timelines, meshes, curves): where things stand, and how long."""
 
 import io
-import itertools
 import math
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +12,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
-from minipar.comm import collectives, plans
+from minipar.comm import collectives
 from minipar.comm.mesh import Mesh
 from minipar.comm.plans import ALL_REDUCE
 from minipar.lab import draw
@@ -25,7 +21,6 @@ from minipar.observe.timeline import Span, Timeline
 from minipar.train.data import epoch_order, share
 from tests.lab.figures import boxes as cells_of
 from tests.lab.figures import fills, shapes, step, texts, words
-from tests.lab.test_pictures import ring
 
 
 def bars_of(figure):
@@ -44,52 +39,14 @@ def drawn(figure):
 
 
 # ---------------------------------------------------------------------- colours
-# Machado, Oliveira & Fernandes 2009, "A physiologically-based model for simulation of color vision
-# deficiency", severity 1.0; on linear RGB.
-SIGHT = {
-    "all": np.eye(3),
-    "no green": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "no red": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-}
-XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-
-
-def lab(ink, sight):
-    rgb = np.array(to_rgb(ink))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.array(SIGHT[sight]) @ linear, 0, 1)
-    t = np.array(XYZ) @ seen / [0.9505, 1, 1.089]
-    f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-def nearest(inks):
-    """The two colours that are hardest to tell apart, and their distance (CIE 1976)."""
-    return min(
-        (np.linalg.norm(lab(x, sight) - lab(y, sight)), a, b, sight)
-        for (a, x), (b, y) in itertools.combinations(inks.items(), 2)
-        for sight in SIGHT
-    )
-
-
-def test_colours_stay_apart_for_every_eye():
-    """Catches a red beside a green of the same lightness: the check itself is checked below."""
-    everything = {**draw.KIND, **draw.AXIS, "exposed": draw.EXPOSED}
-    for inks, far in ((everything, 16), (pen.HELD, 16), (dict(enumerate(draw.RANK)), 14)):
-        assert nearest(inks)[0] > far, nearest(inks)
-    bad = {"red": "#c0392b", "green": "#5d7a1f"}
-    assert nearest(bad)[0] < 14 and np.linalg.norm(lab(bad["red"], "all")) > 50
+def test_a_name_has_one_colour():
+    """Mutant: one colour for the axis replica, and for all ranks beside it in a legend."""
     assert draw.colour("dp+cp") == draw.AXIS["dp"] and draw.colour("tp") == draw.AXIS["tp"]
     assert draw.colour("my_group") == draw.AXIS["world"] == draw.colour("replica+dp")
-    assert draw.colour("replica") != draw.colour("replica+dp")  # one legend has both
+    assert draw.colour("replica") != draw.colour("replica+dp")
+    parts = {"AdamW": "optimizer state", "parameters": "weights", "gradient": "gradients"}
+    assert all(pen.held(name) == pen.HELD[part] for name, part in parts.items())
+    assert pen.held("weight_gradient") is None  # a kind of work
 
 
 def test_numbers_are_written_out():
@@ -134,14 +91,6 @@ def test_panels_share_the_time_axis():
     ticks = dict(zip((t.get_text() for t in a.get_yticklabels()), a.get_yticks(), strict=True))
     assert [*ticks] == [f"rank {r}" for r in range(4)]
     assert ticks["rank 0"] > ticks["rank 3"]  # rank 0 on top
-
-
-def test_compute_stands_above_communication_and_exposed_is_the_tallest():
-    found = bars_of(draw.timeline(step(True, ranks=1)))
-    (_, low, _, high) = found[draw.EXPOSED][0]
-    (_, bottom, _, top) = found[pen.pale(draw.AXIS["dp"])][0]
-    assert found[draw.KIND["backward"]][0][1] > high >= top
-    assert high - low > 1.5 * (top - bottom)
 
 
 def test_copies_run_in_a_lane_of_their_own():
@@ -235,28 +184,15 @@ def test_pictures_of_collectives_tell_the_truth(ranks, verb):
     assert sum(w.lstrip("Σ").isdigit() for w in words(draw.collective(verb, 4))) == cells
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("size", [2, 4, 6])
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_every_message_is_a_line(name, size):
+def test_every_message_is_a_line(name):
     """Mutants: a message of a rank to itself is drawn; empty rounds are counted."""
-    each = [ALL_REDUCE[name](24, rank, size) for rank in range(size)]
+    each = [ALL_REDUCE[name](24, rank, 4) for rank in range(4)]
     figure = meshes.schedules({name: each}, numel=24)
     sent = [m for rank, plan in enumerate(each) for s in plan for m in s.sends if m.peer != rank]
     assert len(arrows(figure)) == len(sent)
     busy = sum(any(one.sends for one in each) for each in zip(*each, strict=True))
     assert f"{busy} round{'s' * (busy > 1)}" in words(figure)
-
-
-def test_colour_says_what_is_added_and_width_how_much_there_is():
-    def drawn_as(plan):
-        return arrows(meshes.schedules({"a": [plan(8, rank, 4) for rank in range(4)]}, numel=8))
-
-    round_it = drawn_as(plans.ring)
-    inks = [ink for ink, _ in round_it]
-    assert inks.count(meshes.ADDED) == inks.count(meshes.PASSED) == 12
-    widths = sorted({round(width, 3) for _, width in drawn_as(plans.halving_doubling)})
-    assert len(widths) == 2 and widths[0] == pytest.approx(round_it[0][1], abs=1e-3)
 
 
 def test_shares_are_those_that_training_deals_out():
@@ -271,15 +207,6 @@ def test_shares_are_those_that_training_deals_out():
         for rank in range(4):
             for sample in share(batch, rank, 4).tolist():
                 assert shown[sample] == draw.RANK[rank]
-
-
-def test_rounds_frame_what_has_just_arrived():
-    """Catches frames around what was there before, and blocks in another's colour."""
-    figure = draw.rounds(ring(3), title="A ring")
-    frames = [p for p in figure.axes[0].patches if not p.get_fill()]
-    assert len(frames) == 2 * 3  # one for each rank in each of the two rounds that moved anything
-    assert [len(cells_of(figure, draw.RANK[r])) for r in range(3)] == [1 + 2 + 3] * 3
-    assert words(figure).count("rank 0") == 1  # named once on a line of panels
 
 
 # ---------------------------------------------------------------------- curves and bars
@@ -324,24 +251,16 @@ def test_a_curve_that_ends_in_nan_keeps_its_name():
 
 def test_logarithmic_axes_have_enough_ticks():
     """Powers of ten alone would leave one tick, or none, between 3 and 90."""
-    x = [1e3, 1e4, 1e5]
-    both = {"α + N/β": (x, x), "measured": (x, x)}
-    ax = draw.curves(both, points=["measured"], logx=True, logy=True).axes[0]
-    assert [line.get_marker() for line in ax.get_lines()] == ["None", "o"]
-    assert all(0 <= t.get_position()[1] <= 1.2 for t in ax.texts)
     ax = draw.curves({"a": ([3, 90], [1e3, 1e8])}, logx=True, logy=True).axes[0]
     assert [t for t in ax.get_xticks() if 3 <= t <= 90] == [5, 10, 20, 50]
     assert ax.xaxis.get_major_formatter()(20) == "20"
     assert [t for t in ax.get_yticks() if 1e3 <= t <= 1e8] == [10**n for n in range(3, 9)]
-    ranks = {"a": ([2, 4, 8], [1, 2, 3]), "b": ([4, 16], [1, 2])}  # doubled: each is a tick
-    assert sorted(set(draw.curves(ranks, logx=True).axes[0].get_xticks())) == [2, 4, 8, 16]
     scale = draw.curves({"a": ([0, 1, 2], [2**23, 2**22, 2**20])}, logy=True).axes[0].yaxis
-    assert [*scale.get_majorticklocs()] == [2**20, 2**22, 2**23]
+    assert [*scale.get_majorticklocs()] == [2**20, 2**22, 2**23]  # doubled: each is a tick
     assert scale.get_major_formatter()(2**22) == "$2^{22}$"
     same = {"logy": True, "ylim": (0.5, 3000)}
     kept = [draw.curves({"a": ([1, 2], y)}, **same).axes[0] for y in ([1, 9], [1, 900])]
     assert [ax.get_ylim() for ax in kept] == [(0.5, 3000)] * 2
-    assert [*kept[0].get_yticks()] == [*kept[1].get_yticks()]
 
 
 def test_bars_have_the_colours_of_their_parts_and_a_scale_of_their_own():
@@ -353,27 +272,12 @@ def test_bars_have_the_colours_of_their_parts_and_a_scale_of_their_own():
     book = [draw.bars({"a": {"x": x, "y": 30.0}}, **scale) for x in (5.0, 500.0)]
     axes = [figure.axes[0] for figure in book]
     assert axes[0].get_xlim() == axes[1].get_xlim()
-    assert axes[0].get_position().bounds == axes[1].get_position().bounds
     ends = [max(p.get_x() + p.get_width() for p in ax.patches) for ax in axes]
     assert ends == [35, 200] and "35 GB" in texts(book[0]) and "→ 530 GB" in texts(book[1])
-    assert [tick.get_text() for tick in axes[1].get_xticklabels()] == ["80 GB"]
     assert [[line.get_xdata()[0] for line in ax.get_lines()] for ax in axes] == [[80], [80]]
 
 
 # ---------------------------------------------------------------------- notebooks
-@pytest.mark.slow
-def test_no_global_state_is_touched():
-    """In a fresh process: pyplot is not imported by drawing."""
-    code = (
-        "import sys; from minipar.lab import draw; draw.register(); draw.png(draw.bars(dict(a=1)));"
-        "print([m for m in ('matplotlib.pyplot',) if m in sys.modules])"
-    )
-    command = [sys.executable, "-c", code]
-    root = Path(__file__).parents[2]
-    out = subprocess.run(command, cwd=root, capture_output=True, text=True, encoding="utf-8")
-    assert out.stdout.strip() == "[]", out.stderr
-
-
 @pytest.mark.slow
 def test_objects_draw_themselves_in_ipython():
     """A real IPython shell: a Timeline becomes a PNG, an empty one falls back to its text."""
@@ -387,13 +291,5 @@ def test_objects_draw_themselves_in_ipython():
             assert about["image/png"].keys() == {"alt"}
         data, _ = show(Timeline())
         assert "image/png" not in data and "Timeline(0 spans" in data["text/plain"]
-
-        class Schedule:
-            pass
-
-        draw.DRAWN[Schedule] = lambda schedule: draw.bars({"a": 1})
-        draw.register()
-        assert "image/png" in show(Schedule())[0]
-        del draw.DRAWN[Schedule]
     finally:
         InteractiveShell.clear_instance()

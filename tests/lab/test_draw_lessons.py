@@ -1,37 +1,32 @@
 """Pictures of one lesson show what the library does: whose piece is where, when, and who waits."""
 
-import math
 import struct
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
-from matplotlib.patches import Arc, FancyArrowPatch, FancyBboxPatch, Rectangle, Wedge
+from matplotlib.patches import Arc, FancyArrowPatch, FancyBboxPatch
 
 from minipar.emulate.link import Topology
-from minipar.lab import draw
 from minipar.lab.draw import AXIS, EXPOSED, GRID, INK, KIND, RANK, compression, llama, pen, pipeline
 from minipar.lab.draw import memory as memory_of
-from minipar.lab.draw.context import causal, mask, pieces, quarters, steps
-from minipar.lab.draw.expert import choices, ink_of, journey
+from minipar.lab.draw.context import causal, mask, pieces, quarters
+from minipar.lab.draw.expert import heat, ink_of, journey
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
 from minipar.lab.draw.mechanism import mechanism
-from minipar.lab.draw.numbers import _PARTS, FORMATS, bits, bits_of, magnitudes, smallest
-from minipar.lab.draw.plan import PIECE, crossing, explanation, families, label_of, placement
+from minipar.lab.draw.numbers import bits_of, magnitudes
+from minipar.lab.draw.plan import crossing, explanation, families, label_of, placement
 from minipar.lab.draw.tensor import SAME, Matrix, formula, heads, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
-from minipar.model.masks import document_mask
-from minipar.observe.spans import Span
+from minipar.observe.spans import Span, moved
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs, simulate
 from tests.lab.figures import boxes, fills, shapes, texts, words
-from tests.lab.test_pictures import AT_WORK, BOXES, EXPERTS, HISTORY, MB, TINY, explained
+from tests.lab.test_pictures import BOXES, EXPERTS, HISTORY, MB, TINY, explained
 
 # ---------------------------------------------------------------------- compression
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
@@ -68,8 +63,6 @@ def test_work_is_counted_in_quarters_of_a_block():
     """Mutant: a block of "zigzag" counted like one of "plain", which is four times as large."""
     assert quarters(4, "plain", causal(4)) == [[4.0] * (r + 1) + [0.0] * (3 - r) for r in range(4)]
     assert quarters(4, "zigzag", causal(4)) == [[3.0, 2.0, 2.0, 2.0]] * 4
-    halves = document_mask(torch.arange(24)[None] // 12)[0, 0]
-    assert quarters(4, "plain", halves) == [[4, 0, 0, 0], [4, 4, 0, 0]] * 2
 
 
 def test_a_triangle_is_coloured_by_the_rank_that_multiplies():
@@ -84,15 +77,6 @@ def test_a_triangle_is_coloured_by_the_rank_that_multiplies():
     assert sorted(numbers) == sorted("0" * 6 + "1" * 4)
 
 
-def test_every_step_lasts_as_long_as_its_slowest_rank():
-    """Mutant: ranks that do not wait for each other, each at its own sum."""
-    figure = steps({"a": [[1.0, 4.0], [3.0, 1.0]]})
-    (_, x0, _, first, _), (_, x1, _, second, _) = boxes(figure, RANK[0])
-    (_, y0, _, own, _), (_, y1, *_) = boxes(figure, RANK[1])
-    assert x0 == y0 and x1 == pytest.approx(y1) == pytest.approx(x0 + own)
-    assert own == pytest.approx(3 * first) and second == pytest.approx(4 * first)
-
-
 # ---------------------------------------------------------------------- experts
 def test_a_slot_is_drawn_at_the_rank_of_its_expert():
     """A slot is a stripe at home, a row away, and a stripe at home again."""
@@ -102,7 +86,7 @@ def test_a_slot_is_drawn_at_the_rank_of_its_expert():
 
 def test_marked_cells_are_framed_in_each_table():
     table = [[1, 0], [0, 1]]
-    figure = choices({"a": table, "b": table}, marked=[(0, 1)], rows="ab", columns="cd")
+    figure = heat({"a": table, "b": table}, marked=[(0, 1)], rows="ab", columns="cd")
     frames = [p for p in figure.axes[0].patches if to_hex(p.get_edgecolor()) == INK]
     assert len(frames) == 2
 
@@ -137,13 +121,6 @@ def test_the_parts_are_the_whole(name):
     assert parts.keys() == llama.PARTS.keys()
 
 
-def test_dials_turn_by_the_frequencies():
-    """Pair 0 turns by one radian per token; a dial that forgets the position would not."""
-    wedges = [wedge.theta2 for wedge in shapes(llama.rotations(TINY), Wedge)]
-    assert wedges[:4] == pytest.approx([0, 57.2958, 114.5916, 171.8873], abs=1e-3)
-    assert wedges[16:20] == pytest.approx([0, 5.72958, 11.45916, 17.18873], abs=1e-3)  # pair 4
-
-
 def test_the_mask_is_causal_and_heads_share():
     figure = llama.attention(TINY)
     inks = fills(figure)
@@ -167,8 +144,7 @@ def test_a_box_has_the_colour_of_what_it_holds_and_arrows_run_between_facing_edg
 # ---------------------------------------------------------------------- memory
 def test_the_area_is_what_was_measured():
     """Mutant: layers that are not stacked."""
-    figure = memory_of.memory(HISTORY, AT_WORK)
-    area = next(ax for ax in figure.axes if len(ax.collections) == 4)
+    (area,) = (ax for ax in memory_of.ladder({"": HISTORY}).axes if ax.collections)
     tops = [c.get_paths()[0].get_extents().y1 for c in area.collections]
     assert tops == pytest.approx([8, 16, 16, 40])  # parameters, + gradients, + echo, + activations
     inks = [to_hex(c.get_facecolor()[0]) for c in area.collections]
@@ -180,25 +156,13 @@ def test_the_area_is_what_was_measured():
     assert ticks == {"forward": 0.25, "backward": 0.75}  # equally wide
 
 
-def test_the_timeline_stands_above_the_allocations_of_its_time():
-    """Each phase is half of the axis, and so is its work. Mutant: milliseconds."""
-    axes = memory_of.memory(HISTORY, AT_WORK).axes
-    strip = next(ax for ax in axes if ax.get_xlim()[1] == 1e3)
-    ends = {}
-    for bars in strip.collections:
-        for path in bars.get_paths():
-            ends[to_hex(bars.get_facecolor()[0])] = path.get_extents().intervalx
-    assert ends[KIND["forward"]] == pytest.approx([0, 250])
-    assert ends[KIND["backward"]] == pytest.approx([250, 750])  # the last sample
-
-
 def test_a_peak_of_a_moment_is_not_lost():
     """A thousand samples a pixel: the highest is drawn."""
     n = 200_000
     spike = [MB] * n
     spike[77_777] = 50 * MB
     history = MemoryHistory(0, [i / n for i in range(n)], {"activations": spike})
-    [area] = [ax for ax in memory_of.memory(history).axes if ax.collections]
+    [area] = [ax for ax in memory_of.ladder({"": history}).axes if ax.collections]
     path = area.collections[0].get_paths()[0]
     assert path.get_extents().y1 == pytest.approx(50) and len(path.vertices) < 20_000
 
@@ -207,18 +171,9 @@ def test_rungs_of_a_ladder_and_closed_forms_share_their_scales():
     small = MemoryHistory(0, [0.0, 0.005], {"parameters": [MB, MB]})
     form = {"parameters": 8 * MB, "gradients": 0.0, "optimizer": 16.0 * MB}
     figure = memory_of.ladder({"ddp": HISTORY, "fsdp": small}, closed_forms={"ddp": form})
-    areas = [ax for ax in figure.axes if ax.collections]
-    assert len(areas) == 2 and areas[0].get_ylim() == areas[1].get_ylim()
-    assert areas[0].get_xlim() == areas[1].get_xlim() == (0, 1)
-    bar = next(ax for ax in figure.axes if [p for p in ax.patches if p.get_height() == 16])
-    assert bar.get_ylim() == areas[0].get_ylim()
-    assert [p.get_height() for p in bar.patches] == [8, 16]
-
-
-def test_categories_of_memory_can_be_told_apart():
-    """In the order of the stack, where neighbours touch: also in grey print."""
-    inks = [[int(ink[i : i + 2], 16) for i in (1, 3, 5)] for ink in memory_of.CATEGORY.values()]
-    assert all(math.dist(a, b) > 50 for a, b in pairwise(inks))
+    ddp, fsdp = (ax for ax in figure.axes if ax.collections)
+    assert ddp.get_ylim() == fsdp.get_ylim() and ddp.get_xlim() == fsdp.get_xlim()
+    assert [bar.get_height() for bar in ddp.patches] == [8, 16] and not fsdp.patches
 
 
 # ---------------------------------------------------------------------- numbers
@@ -233,24 +188,11 @@ def test_bits_are_those_of_the_number(value):
     assert int(bits_of(value, torch.bfloat16), 2) == rounded
 
 
-@pytest.mark.parametrize("dtype", FORMATS.values())
-def test_the_smallest_number_is_one_in_the_last_bit(dtype):
-    assert bits_of(smallest(dtype), dtype).lstrip("0") == "1"
-    assert int(bits_of(0.99 * smallest(dtype) / 2, dtype), 2) == 0
-
-
-def test_every_bit_is_drawn_and_coloured_by_its_part():
-    boxes_of_bits = [p for p in bits(0.1).axes[0].patches if p.get_height() == 0.3]
-    inks = [to_hex(p.get_facecolor()) for p in boxes_of_bits]
-    counts = [inks.count(ink) for ink in _PARTS.values()]
-    assert counts == [5, 8 + 8 + 5 + 4 + 5, 23 + 7 + 10 + 3 + 2]
-
-
 def test_lost_bars_are_red():
     figure = magnitudes({"x": torch.tensor([2.0**-30, 2.0**-20, 1.0])}, torch.float16, name="x")
-    bars = [p for p in shapes(figure, Rectangle) if p.get_width() == 0.88]
-    inks = [(round(p.get_x()), to_hex(p.get_facecolor())) for p in bars]
-    assert inks == [(-30, EXPOSED), (-20, KIND["backward"]), (0, KIND["backward"])]
+    bars = zip(shapes(figure), fills(figure), strict=True)
+    inks = [(round(bar.get_x()), fill) for bar, fill in bars]
+    assert inks[-3:] == [(-30, EXPOSED), (-20, KIND["backward"]), (0, KIND["backward"])]
 
 
 # ---------------------------------------------------------------------- pipelines
@@ -261,14 +203,11 @@ def panels(figure):
 def cells(ax):
     """Units of time covered by each colour, over all ranks, waiting left out."""
     total = {}
-    for bars in ax.collections:
-        if isinstance(bars, LineCollection):
-            continue
-        for path in bars.get_paths():
-            fill, x = to_hex(bars.get_facecolor()[0]), path.vertices[:, 0]
-            total[fill] = total.get(fill, 0) + x.max() - x.min()
-    total.pop(pen.WAITS["fc"], None)
-    return {fill: round(float(time), 6) for fill, time in total.items()}
+    for bar in ax.patches:
+        fill = to_hex(bar.get_facecolor())
+        total[fill] = round(total.get(fill, 0) + bar.get_width(), 6)
+    total.pop(pen.WAITS["fc"])
+    return total
 
 
 def test_cells_cover_the_work_of_every_rank():
@@ -285,26 +224,21 @@ def test_cells_cover_the_work_of_every_rank():
 def test_a_cell_says_its_microbatch_and_stands_where_it_runs():
     """1F1B on two ranks by hand. Catches rows upside down and times of another unit."""
     (ax,) = panels(pipeline.schedule(make("1f1b", 2, 2)))
-    found = {(t.get_text(), *np.round(t.get_position(), 2)) for t in ax.texts}
-    rank_0 = {("0", 0.5, 0.49), ("1", 1.5, 0.49), ("0", 5.0, 0.49), ("1", 8.0, 0.49)}
-    rank_1 = {("0", 1.5, 1.49), ("0", 3.0, 1.49), ("1", 4.5, 1.49), ("1", 6.0, 1.49)}
+    found = {(t.get_text(), *np.round(t.get_position(), 1)) for t in ax.texts}
+    rank_0 = {("0", 0.5, 0.5), ("1", 1.5, 0.5), ("0", 5.0, 0.5), ("1", 8.0, 0.5)}
+    rank_1 = {("0", 1.5, 1.5), ("0", 3.0, 1.5), ("1", 4.5, 1.5), ("1", 6.0, 1.5)}
     assert rank_0 | rank_1 <= found
     assert ax.get_ylim() == (2, 0)  # rank 0 on top
 
 
-def test_messages_run_from_rank_to_rank_where_they_take_time():
-    (ax,) = panels(pipeline.schedule(make("gpipe", 3, 2), Costs(message=0.5)))
-    lines = [s for c in ax.collections if isinstance(c, LineCollection) for s in c.get_segments()]
-    lines = [s for s in lines if s[0][0] != 0 and len(s) == 2 and s[0][1] % 1 != 0]
-    down = [s for s in lines if s[1][1] > s[0][1]]
-    assert len(lines) == 2 * 2 * 2 and len(down) == 4
-    assert all(s[1][0] - s[0][0] == pytest.approx(0.5) for s in lines)
-
-
-def test_ticks_count_the_stages_of_a_rank():
+def test_messages_run_from_rank_to_rank_and_ticks_count_the_stages_of_a_rank():
     """v = 3: one cell in three has one tick, one has two."""
+    (ax,) = panels(pipeline.schedule(make("gpipe", 3, 2), Costs(message=0.5)))
+    lines = [line.get_data() for line in ax.lines]
+    assert all(x[1] - x[0] == pytest.approx(0.5) for x, _ in lines)
+    assert len(lines) == 2 * 2 * 2 and sum(y[1] > y[0] for _, y in lines) == 4
     (ax,) = panels(pipeline.schedule(make("looped_bfs", 2, 2, 3)))
-    assert sum(len(line.get_xdata()) for line in ax.lines) == 2 * 2 * 2 * (0 + 1 + 2)
+    assert "".join(t.get_text() for t in ax.texts).count("▪") == 2 * 2 * 2 * (0 + 1 + 2)
 
 
 def test_a_forward_and_the_backward_beside_it_share_a_frame():
@@ -325,7 +259,7 @@ def test_a_forward_and_the_backward_beside_it_share_a_frame():
 def test_predicted_above_measured():
     """A timeline of any clock, with other spans in it, drawn on the axis of the simulation."""
     plan = make("1f1b", 2, 2)
-    slower = simulate(plan, Costs(0.011, 0.012, 0.013)).shifted(100.0)
+    slower = Timeline(moved(simulate(plan, Costs(0.011, 0.012, 0.013)).spans, 100.0))
     measured = Timeline([*slower, Span("optimizer", "AdamW", 0, 101, 102)], "measured")
     predicted = simulate(plan, Costs(0.01, 0.01, 0.01))
     figure = pipeline.compare({"a": (plan, predicted), "b": (plan, measured)}, unit="ms")
@@ -336,33 +270,15 @@ def test_predicted_above_measured():
     assert "Simulated. Measured." in texts(figure) and "milliseconds" in second.get_xlabel()
 
 
-def test_memory_against_bubble_has_a_point_per_schedule():
-    names = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_zb")
-    plans = {name: make(name, 4, 8) for name in names}
-    front, *dots = pipeline.memory_against_bubble(plans, title="a").axes[0].lines
-    points = {(dot.get_xdata()[0], dot.get_ydata()[0]) for dot in dots}
-    assert [*zip(*front.get_data(), strict=True)] == [(4, 6.25)]
-    assert points == {(8, 37.5), (4, 37.5), (4, 12.5), (7, 12.5), (4, 6.25)}
-    assert draw.DRAWN[Schedule] is pipeline.schedule
-
-
-def test_a_deadlock_is_said():
-    stuck = "x: microbatches 1; stages on ranks 0 1\nrank 0: 0B0 0F0\nrank 1: 1F0 1B0"
-    with pytest.raises(ValueError, match="deadlock"):
-        pipeline.schedule(Schedule.parse(stuck))
-
-
 # ---------------------------------------------------------------------- plans
 THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")
 
 
 def test_families_have_every_parameter_once():
-    """Mutant: a family of equal names with other cuts."""
-    found = families(THREE)
-    assert sum(map(len, found)) == len(THREE.rows)
-    labels = [label_of(family) for family in found]
-    assert labels[:2] == ["embedding", "9 x norm"] and "8 x k, v" in labels
-    assert "4 x o" in labels, "o is cut along its columns, q along its rows"
+    """Mutant: a family of equal names with other cuts: o is cut along its columns."""
+    labels = [label_of(family) for family in families(THREE)]
+    assert sum(map(len, families(THREE))) == len(THREE.rows)
+    assert labels[:2] == ["embedding", "9 x norm"] and {"8 x k, v", "4 x o"} <= {*labels}
 
 
 def test_a_box_in_the_colour_of_the_axis_is_a_sum_and_grey_needs_nothing():
@@ -376,41 +292,15 @@ def test_a_box_in_the_colour_of_the_axis_is_a_sum_and_grey_needs_nothing():
     assert fills(explanation(explained("dp=2,tp=2")), FancyBboxPatch).count(GRID) == 1
 
 
-@pytest.mark.slow
-def test_the_piece_is_as_large_a_part_of_the_picture_as_of_the_matrix():
-    """Mutants: rows and columns exchanged; the piece at the bottom."""
-    figure = explanation(explained("dp=2,tp=4"))
-    pairs = [(a, b) for a, b in pairwise(shapes(figure)) if to_hex(b.get_facecolor()) == PIECE]
-    shares = {
-        label_of(family): (b.get_height() / a.get_height(), b.get_width() / a.get_width())
-        for family, (a, b) in zip(families(explained("dp=2,tp=4")), pairs, strict=True)
-    }
-    assert shares["embedding"] == shares["4 x q"] == pytest.approx((0.25, 1))
-    assert shares["4 x o"] == pytest.approx((1, 0.25)) and shares["9 x norm"] == (1, 1)
-    assert shares["8 x k, v"] == pytest.approx((0.5, 1))  # two heads of keys for four ranks
-    for a, b in pairs:
-        assert b.get_y() + b.get_height() == pytest.approx(a.get_y() + a.get_height())
-
-
-@pytest.mark.parametrize(
-    "sizes, out",
-    [
-        ({"pp": 2, "dp": 2, "tp": 2}, "pp"),
-        ({"tp": 2, "dp": 2, "pp": 2}, "tp"),
-        ({"dp": 8}, "dp"),
-        ({"dp": 2, "tp": 4}, "dp"),
-    ],
-)
+@pytest.mark.parametrize("sizes, out", [({"tp": 2, "dp": 2, "pp": 2}, "tp"), ({"dp": 8}, "dp")])
 def test_the_axis_that_leaves_a_node_is_loud(sizes, out):
     """Mutant: columns of the mesh numbered the other way round."""
     nodes = Topology(2, 4)
     assert [axis for axis, crosses in crossing(sizes, nodes).items() if crosses] == [out]
-    figure = placement(sizes, nodes)
-    bows = [to_hex(bow.get_edgecolor()) for bow in shapes(figure, Arc)]
+    bows = [to_hex(bow.get_edgecolor()) for bow in shapes(placement(sizes, nodes), Arc)]
     assert bows.count(EXPOSED) == 8 // sizes[out] * (sizes[out] - 1)
     for axis, size in sizes.items():  # the colour of a bow is its axis, inside of a node or not
         assert bows.count(AXIS[axis]) == 8 // size * (size - 1)
-    assert words(figure).count("leaves the node") == 1
 
 
 # ---------------------------------------------------------------------- cut matrices

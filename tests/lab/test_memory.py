@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import time
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from torch import nn
 
 from minipar.lab.memory import LiveBytes, MemoryHistory, MemoryLedger, OverBudget, budget
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.model.recompute import checkpoint_activations
-from minipar.observe import memory, timeline
+from minipar.observe import memory
 from minipar.sim.memory import model_state
 
 pytestmark = pytest.mark.slow
@@ -68,26 +66,6 @@ def test_tensors_of_lists_and_copies_count_once():
     assert live.now == 0
 
 
-def test_recomputation_keeps_one_vector_per_token_and_layer():
-    """The mutant that never releases, or that does not see recomputation, fails."""
-    kept, peaks = {}, {}
-    for mode in ("none", "full"):
-        after_forward = []
-        for num_layers in (1, 2):
-            model = Llama(LlamaConfig(256, 32, 64, num_layers, 4, 2))
-            checkpoint_activations(model, mode)
-            with LiveBytes() as live:
-                loss = token_loss(model(TOKENS), TOKENS)
-                after_forward.append(live.now)
-                loss.backward()
-                del loss
-        kept[mode] = (after_forward[1] - after_forward[0]) / (2 * 16 * 4)
-        peaks[mode] = live.peak
-    assert kept["full"] == 32
-    assert kept["none"] > 10 * 32
-    assert peaks["full"] < peaks["none"]
-
-
 # ---------------------------------------------------------------------- the ledger
 @pytest.mark.parametrize("warm", [False, True])
 def test_model_state_is_the_closed_form(warm):
@@ -116,30 +94,6 @@ def test_model_state_is_the_closed_form(warm):
     assert history.peak_of("buffers") == buffers
     assert history.peak == max(history.totals) == sum(history.at_peak.values())
     assert not history.host
-
-
-def test_it_counts_what_live_bytes_count():
-    """Beyond what was there before, the sum over categories is the count that knows none."""
-    with LiveBytes() as live:
-        train(llama(), torch.optim.AdamW(llama().parameters()))
-    with MemoryLedger() as ledger:
-        train(llama(), torch.optim.AdamW(llama().parameters()))
-    assert ledger.history().peak == live.peak
-
-
-def test_times_are_those_of_the_timeline():
-    model = llama()
-    with timeline.record(model) as recorded, MemoryLedger(model) as ledger:
-        loss = token_loss(model(TOKENS), TOKENS)
-        time.sleep(0.05)
-        loss.backward()
-    history = ledger.history()
-    assert history.seconds == sorted(history.seconds)
-    highest = history.seconds[history.totals.index(history.peak)]
-    forward = max(s.end for s in recorded.select(kind="forward"))
-    assert recorded.start < highest < recorded.end
-    before = [t for t, now in zip(history.seconds, history.totals, strict=True) if t <= forward]
-    assert before and history.totals[len(before) - 1] > 0.5 * history.peak
 
 
 def test_what_a_strategy_tags_counts_as_that():

@@ -49,15 +49,6 @@ HISTORY = MemoryHistory(
     {"optimizer": [0, 0, 16 * MB, 16 * MB]},
     ["forward", "forward", "backward", "backward"],
 )
-AT_WORK = Timeline(
-    [
-        Span("forward", "layers.0", 1, 10.0, 10.01),
-        Span("backward", "layers.0", 1, 10.01, 10.03),
-        Span("comm", "to_host", 1, 10.02, 10.03, "host", 8 * MB),
-        Span("comm", "all_reduce", 0, 10.02, 10.06, "dp", 8 * MB),
-    ],
-    "measured",
-)
 BOXES = {
     "g": Box("a gradient", 0, 0, "gradients"),
     "sum": Box("all-reduce", 1, 0, "dp"),
@@ -129,18 +120,8 @@ PICTURES = {
         lambda: draw.timeline(Timeline([HOST, replace(HOST, axis="other", name="all_gather")])),
         "copies from and to the host | other all-gather",
     ),
-    # A bar of a tenth of a pixel is drawn as one; four of them are seen.
-    "one short": (lambda: draw.timeline(beside(*SHORT[:1])), "-| step; -other work; -compute"),
-    "four short": (lambda: draw.timeline(beside(*SHORT)), "other work; -| step; -compute"),
-    "one word": (
-        lambda: draw.timeline(beside(Span("compute", "loss", 0, 0.145, 0.15))),
-        "| loss; -other work; -compute",
-    ),
-    "quiet": (
-        lambda: draw.timeline(Timeline([Span("forward", "x", 0, 0, 1.0)]), unit=""),
-        "1000 ms, no communication",
-    ),
-    "64 ranks": (lambda: draw.timeline(step(True, ranks=64)), "-number: layer"),
+    # Bars of a tenth of a pixel are no part of the legend.
+    "short": (lambda: draw.timeline(beside(*SHORT)), "-| step; -other work; -compute"),
     # ------------------------------------------------------------------ meshes, messages
     "mesh": (lambda: draw.mesh(dict(dp=2, tp=3)), "6 ranks: dp 2 × tp 3; tp groups: 0 1 2  |  3"),
     "large mesh": (lambda: draw.mesh(dict(pp=2, dp=2, cp=2, tp=8)), "only the first are drawn"),
@@ -150,10 +131,8 @@ PICTURES = {
     "rounds": (lambda: draw.rounds(ring(3), title="A ring"), "A ring; round 2; rank 2; -rank 3"),
     "plans": (lambda: meshes.schedules(plans("ring", 4), numel=24), "6 rounds; rank 3; passed on"),
     "shares": (lambda: draw.shares(range(24), 4, 8), "dealt out to 4 ranks; step 2"),
-    "narrow shares": (lambda: draw.shares(range(3), 2, 1), "step 2; -step 3"),
     # ------------------------------------------------------------------ curves, bars
     "curves": (lambda: draw.curves({"a long name, it is": LINE}, title="t"), "a long name, it is"),
-    "dots": (lambda: draw.curves({"a": LINE, "_b": LINE}, points=["_b"]), "a; -_b"),
     "bars": (lambda: draw.bars({"ours": 717}, unit="ms", title="A"), "717 ms; | A"),
     "stacked": (lambda: draw.bars(STACKED, unit="GB"), "14 GB; 0.5 GB; | weights; | 2 |; -→"),
     "shares of 100 %": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; -100 %; -| 0.1"),
@@ -165,7 +144,7 @@ PICTURES = {
     "steps": (lambda: context.steps({"d": [[1.0, 4.0], [3.0, 1.0]]}), "7 ms; waits"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
     "heat": (lambda: expert.heat({"": [[1, 2], [3, 40]]}, **AB, sums=True), "| 3 |; | 43; | 42"),
-    "choices": (lambda: expert.choices({"a": [[1, 0], [0, 1]]}, **AB, marked=[(0, 1)]), "| c | d"),
+    "choices": (lambda: expert.heat({"a": [[1, 0]]}, rows="a", columns="cd", form=""), "| c | d"),
     "groups": (
         lambda: expert.groups({"a": [[0, 1]]}, {"a": ["e0", "e1"]}, title="t"),
         "rank 1; e1",
@@ -180,18 +159,16 @@ PICTURES = {
     "attention": (lambda: llama.attention(TINY), "q0; q3; k0  v0; k1  v1; -q4"),
     "mechanism": (lambda: mechanism(BOXES, [("g", "sum", "then")], title="A"), "a gradient; then"),
     "memory": (
-        lambda: memory_of.memory(HISTORY, AT_WORK, note="measured"),
-        "at most 40 MB, 30 MB of it activations; the host holds 16 MB; Measured.; echo; forward; "
-        "copies from and to the host, hidden; -closed",
+        lambda: memory_of.ladder({"": HISTORY}, note="measured"),
+        "at most 40 MB, 30 MB of it activations; the host holds 16 MB; Measured.; echo; -closed",
     ),
     "closed form": (
-        lambda: memory_of.memory(HISTORY, closed_form={"optimizer": 24.0 * MB}, title="ddp"),
+        lambda: memory_of.ladder({"ddp": HISTORY}, closed_forms={"ddp": {"optimizer": 24.0 * MB}}),
         "ddp; form of\nstate:\n24 MB",
     ),
     "bits": (lambda: numbers.bits(0.1), "= 0.09997558594; = 0.09375; float32"),
     # Half of the smallest rounds to zero, half a step above the largest to infinity: one of six.
     "magnitudes": (lambda: fp16(HALF), "16.7% to zero; 16.7% overflow; all digits of fp16; -none"),
-    "nothing lost": (lambda: fp16(torch.ones(3)), "none to zero; none overflow"),
     "schedules": (
         lambda: pipeline.compare({"First": make("gpipe", 4, 8), "Then": make("1f1b", 4, 8)}),
         "First | idle 27 % of the time, 8 microbatches held; Then | idle 27 % of the time, 4 "
@@ -204,7 +181,6 @@ PICTURES = {
     # Each of two stages is a whole share of the model.
     "dualpipe": (lambda: pipeline.schedule(make("dualpipe", 4, 8)), ", 5 microbatches held"),
     "messages": (lambda: pipeline.schedule(make("gpipe", 3, 2), Costs(message=0.5)), "pp message"),
-    "one rank": (lambda: pipeline.schedule(make("naive", 1, 1)), "idle 0 %"),
     "points": (
         lambda: pipeline.memory_against_bubble(
             {name: make(name, 4, 8) for name in ("gpipe", "1f1b", "zb_v", "interleaved_zb")},
@@ -227,7 +203,6 @@ PICTURES = {
         lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
         "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
     ),
-    "long title": (lambda: formula([X], title="a title of many words " * 3), "-Σ"),
     "heads": (lambda: heads(TINY, [2, 4], title="a title of many words " * 3), "tp = 4; queries"),
     "swap": (lambda: swap(TINY, 4), "| 0 1 |; | 2 3 |; all-to-all; -| 0 2 |"),
     "procedure": (lambda: choosing.tree("t"), "; ".join(choosing.STEPS)),

@@ -37,12 +37,6 @@ def test_progress_has_a_tick_for_what_is_solved(notebook):
     assert first - one == exercises.exercise("0.1").minutes
 
 
-def test_all_solved_leaves_nothing(notebook):
-    for number in exercises.exercises():
-        exercises.note(number)
-    assert "left" not in progress().data.splitlines()[0]
-
-
 def test_nothing_is_written_outside_of_a_notebook(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(exercises, "get_ipython", lambda: None)

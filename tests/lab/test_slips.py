@@ -46,10 +46,3 @@ def test_seconds_that_were_returned_do_not_count_and_order_of_sending_does_not()
 def test_of_silent_answers_what_they_returned_counts():
     results = [None, 1, "1", True, [1], torch.ones(2), torch.zeros(2), torch.ones(3), {"a": 1}]
     assert len({slips.fingerprint("r", "m", [[]], result) for result in results}) == len(results)
-
-
-def test_a_folder_without_the_file_has_no_sentences(tmp_path):
-    assert slips.read(tmp_path) == {}
-    known = {"2.1": {"seed": 3, "told": {"abc": "Did you divide?"}}}
-    slips.write(tmp_path, known)
-    assert slips.read(tmp_path) == known

@@ -17,7 +17,6 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig, routers
 from minipar.parallel.compose import Composed
-from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from tests.law import models
@@ -215,21 +214,3 @@ def check(ranks, cases: list[Case]) -> None:
             wrongs.append(f"ranks report {[reported for _, reported in results]}")
         failures += [f"{case}: {wrong}" for wrong in wrongs]
     assert not failures, "\n".join(failures)
-
-
-# ---------------------------------------------------------------------- mutants of a pipeline
-def own_alone(pipeline: runtime.Pipeline, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Instead of `_add_twins`: a rank keeps the part of the sum that is its own."""
-    for p, stand_in in stand_ins.items():
-        p.grad = stand_in.grad
-
-
-def no_copies(pipeline: runtime.Pipeline) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Instead of `_mark_parameters`: what several stages have counts several times."""
-    twins = _mark(pipeline)
-    for p in pipeline.model.parameters():
-        p.is_copy = False
-    return twins
-
-
-_mark = runtime.Pipeline._mark_parameters

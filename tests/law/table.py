@@ -360,7 +360,7 @@ METHODS = {
     "plain ring": dict(order="plain"),
     "gather": dict(order="zigzag", exchange="gather"),
     "plain gather": dict(order="plain", exchange="gather"),
-    "math": dict(order="zigzag", kernel="math"),
+    "math": dict(order="zigzag"),
     "ulysses": None,
 }
 
@@ -370,6 +370,8 @@ def attach_context(model: nn.Module, mesh: Mesh, method: str, data: str = "ddp")
     options, axis = METHODS[method], mesh.joint("dp", "cp")
     apply = ulysses.apply if options is None else partial(context.apply, **options)
     attention = apply(model, mesh.cp)
+    if method == "math":
+        attention.kernel = "math"
     if data == "zero":
         return [attention, *attach_zero(model, mesh, 2, axis)]
     if data == "fsdp":

@@ -1,8 +1,7 @@
 """Mistakes that spread experts invite, each refused: traps 24 to 34, and pairs of a pipeline."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from copy import deepcopy
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from minipar.comm import calls
 from minipar.comm.mesh import Mesh
-from minipar.model.moe import MoEConfig, Router, mixtures, routers
+from minipar.model.moe import MoEConfig, mixtures, routers
 from minipar.parallel import ddp, expert, fsdp, zero
 from minipar.parallel.compose import apply
-from minipar.parallel.pipeline import pairs, runtime
+from minipar.parallel.pipeline import pairs
 from minipar.parallel.pipeline.actions import slots
 from minipar.parallel.plan import Plan
 from minipar.train.step import forward_backward, train_step
@@ -86,9 +85,6 @@ def test_the_balance_of_a_batch_does_not_hang_on_the_schedule(ranks):
         assert_parity(outcome, plain[0])
 
 
-PAIRED = "pp=2,ep=2,schedule=dualpipe_v,dispatch=paired"
-
-
 def test_without_communication_nothing_is_equal(ranks):
     """The mutant of all tests above."""
     with pytest.raises((AssertionError, RuntimeError)):
@@ -96,62 +92,36 @@ def test_without_communication_nothing_is_equal(ranks):
 
 
 # ---------------------------------------------------------------------- pairs of a pipeline
-def _paired(plan: Plan, task: Task, crossed: bool) -> tuple[Outcome, int]:
-    """Train, and count turns; `crossed`: each of a pair is given what the other made."""
-    both, take_turn, turns = runtime.side_by_side, pairs._Pair.take_turn, []
+def _turns(plan: Plan, task: Task) -> int:
+    """Train, and count how often one of a pair lets the other run."""
+    take_turn, turns = pairs._Pair.take_turn, []
 
     def counted(pair: pairs._Pair, me: int) -> None:
         turns.append(me)
         take_turn(pair, me)
 
-    def wrong(forward: Callable, backward: Callable) -> tuple:
-        return both(forward, backward)[::-1]
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(pairs._Pair, "take_turn", counted))
-        if crossed:
-            stack.enter_context(mock.patch.object(runtime, "side_by_side", wrong))
-        return train(plan, task), len(turns)
+    with mock.patch.object(pairs._Pair, "take_turn", counted):
+        train(plan, task)
+    return len(turns)
 
 
 @pytest.mark.slow
-def test_results_of_a_pair_are_not_mixed_up(ranks):
-    """The mutant: they are. And turns change as often as there are journeys, in no other plan."""
-    plan = Plan.parse(f"{PAIRED},microbatches=4")
+def test_turns_change_as_often_as_rows_travel(ranks):
+    """A forward and a backward of a layer have four journeys; in no other plan there are turns."""
+    plan = Plan.parse("pp=2,ep=2,schedule=dualpipe_v,dispatch=paired,microbatches=4")
     task = task_of(FOUR, plan.microbatches, num_layers=4)
-    truth = expected(FOUR, uneven, (("num_layers", 4),))
     rows = plan.make_schedule().actions
     num_pairs = sum(len(slot) == 2 for slot in slots(rows[0], paired=True))
-    for crossed in (False, True):
-        for outcome, num_turns in ranks(4).run(_paired, plan, task, crossed):
-            # A forward and a backward of a layer have four journeys.
-            assert num_turns >= 4 * num_pairs * task.steps > 0
-            with pytest.raises(AssertionError) if crossed else nullcontext():
-                assert_parity(outcome, truth)
-    for _, num_turns in ranks(4).run(_paired, replace(plan, dispatch="overlapped"), task, False):
-        assert num_turns == 0
+    assert min(ranks(4).run(_turns, plan, task)) >= 4 * num_pairs * task.steps > 0
+    assert ranks(4).run(_turns, replace(plan, dispatch="overlapped"), task) == [0] * 4
 
 
 # ---------------------------------------------------------------------- traps
-def _spoilt(plan: Plan, task: Task, spoil: str) -> Outcome:
-    with ExitStack() as stack:
-        if spoil == "dense group":
-            wrong = mock.patch.object(ddp, "copies_axis", lambda p, axis: axis)
-        else:
-            wrong = mock.patch.object(Router, "_attach_loss", lambda self, w, *_: w.detach())
-        stack.enter_context(wrong)
-        return train(plan, task)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["dp=2,ep=2", "ep=4"])
 def test_trap_24_the_data_group_of_experts_is_not_the_dense_one(ranks, text):
     """Summed over the ranks with the same experts; over all data ranks, experts would be mixed."""
     run(ranks, text)
-    plan = Plan.parse(text)
-    for outcome in ranks(4).run(_spoilt, plan, task_of(FOUR), "dense group"):
-        with pytest.raises(AssertionError, match=r"gradient.*step 0"):
-            assert_parity(outcome, expected(FOUR, uneven, ()))
 
 
 def _averaged(how: str) -> dict[str, Tensor]:
@@ -244,10 +214,6 @@ def test_trap_28_the_gradient_of_a_router_is_whole(ranks):
     truth = expected(SIX, uneven, ())
     gates = [name for name in truth.before if name.endswith("gate.weight")]
     assert all(truth.gradients[0][name].abs().max() > 1e-4 for name in gates)
-    plan = Plan.parse("ep=2")
-    for outcome in ranks(2).run(_spoilt, plan, task_of(SIX), "detached"):
-        with pytest.raises(AssertionError, match="gradient"):
-            assert_parity(outcome, truth)
     for outcome in run(ranks, "ep=2,dispatch=gather", SIX):
         assert all(outcome.gradients[0][name] is not None for name in gates)
 
@@ -275,38 +241,3 @@ def test_trap_30_the_balancing_loss_is_the_same_however_the_batch_is_cut(ranks, 
     found = run(ranks, text, heavy, num_layers=4)[0]
     ours, theirs = (o.gradients[0]["model.layers.3.mlp.gate.weight"] for o in (found, light))
     assert (ours - theirs).abs().max() > 0.2 * theirs.abs().max()
-
-
-def _whole(plan: Plan, state: dict | None):
-    """The state after a step, from `state` on if there is one."""
-    mesh, task, state = Mesh(**plan.mesh_sizes()), task_of(FOUR), deepcopy(state)
-    model = task.build(mesh.rank).double()
-    composed = apply(model, mesh, plan, make_optimizer)
-    if state is not None:
-        composed.load_full_state_dict(state["model"])
-        composed.load_full_optimizer_state(state["optimizer"])
-    whose = mesh.joint("dp", "ep")
-    batch = task.microbatches_of(int(state is not None), whose.rank, whose.size)
-    composed.optimizer.zero_grad()
-    forward_backward(model, [composed], batch, weigh=lambda loss: loss / 20, autocast=nullcontext)
-    composed.finish_backward()
-    composed.optimizer.step()
-    return dict(model=composed.full_state_dict(), optimizer=composed.full_optimizer_state())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("one", "other"), [("ep=2", "dp=2,zero=1"), ("ep=2,zero=3", "ep=2,zero=2")]
-)
-def test_trap_34_a_state_has_all_experts_and_any_plan_goes_on_from_it(ranks, one, other):
-    one, other = Plan.parse(one), Plan.parse(other)
-    first = ranks(2).run(_whole, one, None)[0]
-    ends = [ranks(2).run(_whole, plan, first)[0] for plan in (one, other)]
-    for name, value in ends[0]["model"].items():
-        torch.testing.assert_close(ends[1]["model"][name], value, rtol=1e-10, atol=1e-12)
-        if ".experts." in name:
-            assert len(value) == FOUR.num_experts
-    for number, entries in ends[0]["optimizer"]["state"].items():
-        for key, value in entries.items():
-            other_value = ends[1]["optimizer"]["state"][number][key]
-            torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-14)

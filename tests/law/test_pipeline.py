@@ -1,4 +1,4 @@
-"""Pipelines equal one device: every schedule, ranks, stages per rank, with and without ddp."""
+"""Pipelines beside those of plans: frozen weights, cuts, pairs, bytes, forward alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,20 +10,21 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object, wire_bytes
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import token_loss
-from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import ddp, fsdp, tensor, zero
-from minipar.parallel.pipeline import runtime, split_backward
+from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.plan import Plan
 from tests.law import models
 from tests.law.harness import (
     Outcome,
     Task,
     assert_parity,
+    attach_plan,
     gradients_of,
     parallel,
     reference,
 )
-from tests.law.plans import no_copies, own_alone
+from tests.law.plans import case
+from tests.law.plans import check as check_plans
 
 
 def deep(seed: int, num_layers: int = 4, **changes):
@@ -31,33 +32,24 @@ def deep(seed: int, num_layers: int = 4, **changes):
     return models.llama(seed, num_layers=num_layers, **changes)
 
 
-def recomputing(seed: int):
-    model = deep(seed)
-    checkpoint_activations(model, "full")
-    return model
-
-
 def frozen_layers(model) -> None:
     for layer in (0, 2, 3):
         model.model.layers[layer].requires_grad_(False)
 
 
+untied = partial(deep, tie_embeddings=False)
 TASKS = {
     "tied": Task(deep, steps=2),
-    "untied": Task(partial(deep, tie_embeddings=False), steps=2),
-    "recomputing": Task(recomputing, steps=2),
+    "untied": Task(untied, steps=2),
     "one step": Task(deep, steps=1),
-    "frozen": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=models.frozen_embedding),
-    "frozen layers": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=frozen_layers),
+    "frozen": Task(untied, steps=2, fine_tune=models.frozen_embedding),
+    "frozen layers": Task(untied, steps=2, fine_tune=frozen_layers),
 }
 
 
-def attach(model, mesh, schedule, data=None, **options):
+def attach(model, mesh, schedule, **options):
     model.pp = mesh.pp  # for `gradients`
-    pipeline = runtime.apply(model, mesh.pp, schedule, **options)
-    if data is None:
-        return [pipeline]
-    return [ddp.apply(model, mesh.dp, average=False, bucket_mb=0.004, version=data), pipeline]
+    return [runtime.apply(model, mesh.pp, schedule, **options)]
 
 
 def gradients(model) -> dict[str, Tensor | None]:
@@ -75,45 +67,27 @@ def gradients(model) -> dict[str, Tensor | None]:
     return merged
 
 
-def many(task: Task, schedules: list, dp: int, expected: Outcome, options: dict) -> list[str]:
-    """Train by each of them, and say what was wrong; called on each rank."""
-    wrong = []
-    for schedule in schedules:
-        outcome = one(task, schedule, dp, **options)
-        try:
-            assert_parity(outcome, expected)
-        except AssertionError as error:
-            wrong.append(f"{error}, by\n{schedule}")
-    return wrong
-
-
-def one(task: Task, schedule, dp: int = 1, mute: bool = False, **options) -> Outcome:
+def one(task: Task, schedule, **options) -> Outcome:
     return parallel(
         replace(task, microbatches=schedule.num_microbatches),
-        {"pp": schedule.num_ranks, "dp": dp},
+        {"pp": schedule.num_ranks},
         partial(attach, schedule=schedule, **options),
         gradients=gradients,
-        mute=mute,
     )
 
 
-def check(ranks, name: str, schedules: list, dp: int = 1, **options) -> None:
-    pool = ranks(schedules[0].num_ranks * dp)
-    for wrong in pool.run(many, TASKS[name], schedules, dp, reference(TASKS[name]), options):
-        assert not wrong, "\n".join(wrong)
+def check(ranks, name: str, schedules: list, **options) -> None:
+    for schedule in schedules:
+        for outcome in ranks(schedule.num_ranks).run(
+            partial(one, **options), TASKS[name], schedule
+        ):
+            assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
-def test_more_steps_equal_one_device(ranks):
-    """Tied embeddings on two ranks, on one rank, and in two copies stay what they are."""
-    check(ranks, "tied", [make("zb_h1", 2, 3), make("zb_v", 2, 2), make("dualpipe", 2, 3)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["untied", "recomputing", "frozen"])
-def test_other_models_equal_one_device(ranks, name):
+def test_frozen_weights_equal_one_device(ranks):
     names = ["1f1b", "interleaved_zb", "zb_v", "dualpipe_v"]
-    check(ranks, name, [make(schedule, 2, 4) for schedule in names])
+    check(ranks, "frozen", [make(schedule, 2, 4) for schedule in names])
 
 
 @pytest.mark.slow
@@ -123,124 +97,34 @@ def test_any_cut_equals_one_device(ranks):
     check(ranks, "frozen", [make("1f1b", 3, 4)], cut=(1, 3, 0))
 
 
-def sharding(model, mesh, schedule, how: str, paired: bool = False):
-    """Tensor parallelism before the split; or ZeRO 1 or 2, or fsdp, of what it leaves on a rank."""
-    inner = tensor.apply(model, mesh.tp) if how == "tensor" else None
-    pipeline = runtime.apply(model, mesh.pp, schedule, paired=paired)
-    if how == "fsdp":
-        inner = fsdp.apply(model, mesh.dp, average=False)
-    elif inner is None:
-        optimizer = zero.ShardedOptimizer(
-            model.parameters(), torch.optim.AdamW, mesh.dp, lr=0.02, weight_decay=0.1
-        )
-        stage = int(how[-1])
-        inner = zero.apply(model, mesh.dp, optimizer=optimizer, stage=stage, average=False)
-        inner.optimizer = optimizer
-    pipeline.full_state_dict = _both(pipeline, inner)
-    return [inner, pipeline]
-
-
-def _both(pipeline, inner):
-    return lambda: pipeline.join(inner.full_state_dict())
-
-
-def sharded(
-    task: Task, schedules: list, how: str, expected: Outcome, paired: bool = False
-) -> list[str]:
-    """Gradients are in pieces: the norm, the loss and the weights after two steps tell."""
-    wrong, axis = [], "tp" if how == "tensor" else "dp"
-    for schedule in schedules:
-        outcome = parallel(
-            replace(task, microbatches=schedule.num_microbatches),
-            {"pp": schedule.num_ranks, axis: 2},
-            partial(sharding, schedule=schedule, how=how, paired=paired),
-            gradients=lambda model: {},
-        )
-        outcome.gradients = expected.gradients
-        try:
-            assert_parity(outcome, expected)
-        except AssertionError as error:
-            wrong.append(f"{error}, by\n{schedule}")
-    return wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["zero 2", "fsdp"])
-def test_trap_15_with_other_strategies_equals_one_device(ranks, how):
-    """Tied embeddings are added before they are reduce-scattered. Mutant: the other way round."""
-    names = {"tied": ["1f1b", "interleaved_zb", "zb_v", "dualpipe"]}
-    if how == "fsdp":  # where no weight is on several ranks
-        names = {"untied": ["1f1b", "interleaved_1f1b"], "frozen": ["1f1b"]}
-        names |= {"frozen layers": ["interleaved_1f1b"]}
-    for name, own in names.items():
-        schedules = [make(schedule, 2, 3) for schedule in own]
-        for wrong in ranks(4).run(sharded, TASKS[name], schedules, how, reference(TASKS[name])):
-            assert not wrong, "\n".join(wrong)
-
-
 def test_pairs_side_by_side_equal_one_device(ranks):
     """Without experts there is nothing to hand over for, and messages have another order."""
     check(ranks, "one step", [make("dualpipe_v", 2, 5), make("dualpipe", 2, 5)], paired=True)
 
 
+# ---------------------------------------------------------------------- with other strategies
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["zero 2", "tensor"])
-def test_pairs_with_other_strategies_equal_one_device(ranks, how):
-    task, schedules = TASKS["tied"], [make("dualpipe_v", 2, 4), make("dualpipe", 2, 5)]
-    for wrong in ranks(4).run(sharded, task, schedules, how, reference(task), True):
-        assert not wrong, "\n".join(wrong)
+def test_trap_15_with_other_strategies_equals_one_device(ranks):
+    """Tied embeddings are added before they are reduce-scattered. Mutant: the other way round."""
+    names = ["1f1b", "interleaved_zb", "zb_v", "dualpipe"]
+    text = "dp=2,pp=2,zero=2,microbatches=3,schedule="
+    check_plans(ranks, [case(text + name) for name in names])
 
 
-# ---------------------------------------------------------------------- mutants
+def sharded(task: Task, plan: Plan) -> Outcome:
+    """Gradients are in pieces: the norm, the loss and the weights after two steps tell."""
+    plug = partial(attach_plan, plan=plan)
+    return parallel(task, plan.mesh_sizes(), plug, gradients=lambda model: {})
 
 
-def _mutant(task: Task, schedule, target, attribute: str, replacement) -> Outcome:
-    original = getattr(target, attribute)
-    setattr(target, attribute, replacement)
-    try:
-        return one(task, schedule)
-    finally:
-        setattr(target, attribute, original)
-
-
-_last_input: list[Tensor] = []
-
-
-def _other_input(x: Tensor, dy: Tensor, weight) -> Tensor:
-    """The gradient of a weight from the input of whichever microbatch came last."""
-    _last_input[:] = [x] if not _last_input or _last_input[0].shape != x.shape else _last_input
-    return dy.flatten(0, -2).mT @ _last_input[0].flatten(0, -2)
-
-
-MUTANTS = {
-    "test_trap_15": (
-        "1f1b",
-        runtime.Pipeline,
-        "_add_twins",
-        own_alone,
-        "gradient of step 0",
-    ),
-    "test_trap_09": (
-        "1f1b",
-        runtime.Pipeline,
-        "_mark_parameters",
-        no_copies,
-        "gradient of step 0",
-    ),
-    "copies": ("dualpipe", runtime.Pipeline, "_add_twins", own_alone, "gradient of step 0"),
-    "test_trap_25": ("zb_h1", split_backward, "split_linear", _other_input, "gradient of step 0"),
-}
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_parity_notices_what_is_left_out(ranks, mutant):
-    """T15: tied embeddings not summed. T9: a copy counted twice in the norm. T25: W of another
-    microbatch's input. And the two copies of the model not summed."""
-    name, *how, says = MUTANTS[mutant]
-    for outcome in ranks(2).run(_mutant, TASKS["tied"], make(name, 2, 3), *how):
-        with pytest.raises(AssertionError, match=says):
-            assert_parity(outcome, reference(TASKS["tied"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frozen", "frozen layers"])
+def test_frozen_weights_in_shards_equal_one_device(ranks, name):
+    """Mutant: a stage without a gradient that waits for the backward of fsdp."""
+    plan = Plan.parse("dp=2,pp=2,zero=3,microbatches=3,schedule=interleaved_1f1b")
+    for outcome in ranks(4).run(sharded, replace(TASKS[name], microbatches=3), plan):
+        outcome.gradients = reference(TASKS[name]).gradients
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 # ---------------------------------------------------------------------- bytes

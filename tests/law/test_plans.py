@@ -1,11 +1,10 @@
 """Plans equal one device: all strategies together, every schedule, experts, from plan to plan."""
 
-import copy
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import get_args
-from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +13,9 @@ from minipar.comm.mesh import Mesh
 from minipar.emulate import strict
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, expert, tensor
-from minipar.parallel.compose import Composed
-from minipar.parallel.pipeline import runtime
-from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES
+from minipar.parallel import compose, expert
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
-from minipar.train.optim import make_optimizer as train_optimizer
 from minipar.train.step import train_step
 from tests.law import models
 from tests.law.harness import Outcome, Task, assert_parity, make_optimizer
@@ -32,8 +28,6 @@ from tests.law.plans import (
     expected_of,
     legal_plans,
     mixture,
-    no_copies,
-    own_alone,
     sample,
     train,
 )
@@ -91,24 +85,13 @@ def test_all_legal_plans_equal_one_device(ranks, num_ranks, chunk):
         check(ranks, cases[start : start + 10])
 
 
-def by_every_schedule(pp: int, microbatches: int, **model) -> list[Case]:
-    """All schedules that `pp` ranks can run; looped ones with two stages per rank."""
+@pytest.mark.slow
+@pytest.mark.parametrize("pp, microbatches", [(2, 1), (2, 3), (3, 5), (4, 5)])
+def test_every_schedule_equals_one_device(ranks, pp, microbatches):
+    """More microbatches than sequences, too: some are padding only."""
     names = [name for name in SCHEDULES if name != "dualpipe" or pp % 2 == 0]
     plans = [Plan(pp=pp, schedule=name, microbatches=microbatches) for name in names]
-    plans = [replace(p, stages_per_rank=2 * (p.schedule in LOOPED)) for p in plans]
-    return [Case(plan, **model) for plan in plans]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pp, microbatches, num_layers", [(2, 1, 4), (2, 3, 4), (3, 5, 8)])
-def test_every_schedule_equals_one_device(ranks, pp, microbatches, num_layers):
-    """More microbatches than sequences, too: some are padding only."""
-    check(ranks, by_every_schedule(pp, microbatches, num_layers=num_layers))
-
-
-@pytest.mark.slow
-def test_four_stages_equal_one_device(ranks):
-    check(ranks, by_every_schedule(4, 5, num_layers=8))
+    check(ranks, [Case(plan, num_layers=8 if pp > 2 else 4) for plan in plans])
 
 
 def test_a_plan_without_communication_is_not_equal(ranks):
@@ -236,100 +219,7 @@ def test_trap_12_norms_are_summed_over_tp_wherever_their_gradients_lie(ranks):
     check(ranks, [case(f"dp=2,tp=2,sequence_parallel,zero={stage}") for stage in (1, 3)])
 
 
-# ---------------------------------------------------------------------- mutants
-def _no_sums(self) -> None:
-    """Instead of `TensorParallel.finish_backward`."""
-
-
-_cut = tensor.TensorParallel._cut
-
-
-def _all_count(self, name, pieces) -> None:
-    _cut(self, name, pieces)
-    self.model.get_parameter(name).is_copy = False
-
-
-_joint = Mesh.joint
-
-
-def _over_dp_alone(mesh, *names):
-    return mesh.dp if set(names) - {"ep"} == {"dp", "cp"} else _joint(mesh, *names)
-
-
-_init = Composed.__init__
-
-
-def _tensor_first(self, *args) -> None:
-    _init(self, *args)
-    self.strategies = self.strategies[::-1]
-
-
-_shard = Composed.shard
-
-
-def _without_positions(self, microbatch):
-    return _shard(self, microbatch)[:2]
-
-
-MUTANTS = {
-    "test_trap_09_copies_over_pp": (
-        "dp=2,pp=2,zero=1",
-        (runtime.Pipeline, "_mark_parameters", no_copies),
-        "gradient of step 0",
-    ),
-    "test_trap_09_copies_over_tp": (
-        "tp=4,zero=1",
-        (tensor.TensorParallel, "_cut", _all_count),
-        "gradient of step 0",
-    ),
-    "test_trap_10_tokens_over_dp_alone": (
-        "dp=2,cp=2,zero=1",
-        (Mesh, "joint", _over_dp_alone),
-        "15, 7|initial weights",  # which half of the ranks then has alone
-    ),
-    "test_trap_12_no_sum_over_tp": (
-        "dp=2,tp=2,sequence_parallel,zero=3",
-        (tensor.TensorParallel, "finish_backward", _no_sums),
-        "gradient of step 0",
-    ),
-    "test_trap_12_a_sum_too_early": (
-        "dp=2,tp=2,sequence_parallel,zero=2",
-        (Composed, "__init__", _tensor_first),
-        "gradient of step 0",
-    ),
-    "test_trap_15_tied_embeddings_apart": (
-        "dp=2,pp=2,zero=2",
-        (runtime.Pipeline, "_add_twins", own_alone),
-        "gradient of step 0",
-    ),
-    "test_trap_19_positions_of_a_shard": (
-        "pp=2,cp=2,tp=2,sequence_parallel",
-        (Composed, "shard", _without_positions),
-        "loss of step 0",
-    ),
-}
-IN_A_HURRY = "test_trap_09_copies_over_tp", "test_trap_12_a_sum_too_early"
-
-
-def _mutant(case: Case, target, attribute: str, replacement) -> Outcome:
-    with mock.patch.object(target, attribute, replacement):
-        return train(case, copies=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n if n in IN_A_HURRY else pytest.param(n, marks=pytest.mark.slow) for n in MUTANTS]
-)
-def test_parity_notices_what_is_left_out(ranks, name):
-    text, how, says = MUTANTS[name]
-    chosen = case(text)
-    for found in ranks(chosen.plan.num_ranks).run(_mutant, chosen, *how):
-        with pytest.raises(AssertionError, match=says):
-            assert_parity(found, expected_of(chosen))
-
-
 # ---------------------------------------------------------------------- from plan to plan
-CONFIG = LlamaConfig(64, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2)
 JOURNEY = [
     "dp=4",
     "tp=2,pp=2,schedule=zb_v,microbatches=2",
@@ -365,55 +255,56 @@ def leg(plan: Plan, task: Task, step: int, state: dict | None) -> dict:
         composed.load_full_state_dict(state["weights"])
         composed.load_full_optimizer_state(state["optimizer"])
     readers = mesh.joint("dp", "ep")
-    whole = task.microbatches_of(step, readers.rank, readers.size)
+    whole = replace(task, microbatches=plan.microbatches)
+    batch = [composed.shard(m) for m in whole.microbatches_of(step, readers.rank, readers.size)]
     result = train_step(
-        model,
-        [composed],
-        composed.optimizer,
-        [composed.shard(microbatch) for microbatch in whole],
-        composed.axis,
-        max_norm=task.max_norm,
+        model, [composed], composed.optimizer, batch, composed.axis, max_norm=task.max_norm
     )
-    return {
-        "weights": composed.full_state_dict(),
-        "optimizer": composed.full_optimizer_state(),
-        "loss": result.loss.item(),
-        "norm": result.grad_norm.item(),
-    }
+    left = dict(weights=composed.full_state_dict(), optimizer=composed.full_optimizer_state())
+    return left | dict(loss=result.loss.item(), norm=result.grad_norm.item())
 
 
-def serial_states(task: Task, steps: int) -> list[dict]:
+def serial_states(task: Task, steps: int) -> Iterator[dict]:
     """The state of torch's own optimizer on one device, after each step."""
     model = task.build(0).double()
-    optimizer, states = make_optimizer(model), []
+    optimizer = make_optimizer(model)
     for step in range(steps):
         batch = task.microbatches_of(step, 0, 1)
         result = train_step(model, [], optimizer, batch, Mesh().dp, max_norm=task.max_norm)
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        state = {"weights": weights, "optimizer": copy.deepcopy(optimizer.state_dict())}
-        states.append(state | {"loss": result.loss.item(), "norm": result.grad_norm.item()})
-    return states
+        left = dict(weights=model.state_dict(), optimizer=optimizer.state_dict())
+        yield left | dict(loss=result.loss.item(), norm=result.grad_norm.item())
 
 
 def assert_same_state(found: dict, expected: dict) -> None:
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-10)
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-10)
-    assert list(found["weights"]) == list(expected["weights"])
-    for name, theirs in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], theirs, rtol=1e-9, atol=1e-11)
+    for what in ("loss", "norm", "weights"):
+        torch.testing.assert_close(found[what], expected[what], rtol=1e-9, atol=1e-11)
     ours, theirs = found["optimizer"], expected["optimizer"]
     groups = [dict(group) for group in ours["param_groups"]]
     named = [name for group in groups for name in group.pop("param_names")]
     assert groups == theirs["param_groups"] and set(named) <= expected["weights"].keys()
-    assert ours["state"].keys() == theirs["state"].keys()
-    for i, entries in theirs["state"].items():
-        assert ours["state"][i].keys() == entries.keys()
-        for key, value in entries.items():
-            torch.testing.assert_close(ours["state"][i][key], value, rtol=1e-8, atol=1e-13)
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-8, atol=1e-13)
+
+
+def travel(ranks, task: Task, journey: list[str]) -> None:
+    """A step by each plan, from what the one before has left; as on one device."""
+    state = None
+    for step, expected in enumerate(serial_states(task, len(journey))):
+        plan = Plan.parse(journey[step])
+        if plan.num_ranks == 1:
+            states = [leg(plan, task, step, state)]
+        else:
+            states = ranks(plan.num_ranks).run(leg, plan, task, step, state)
+        for state in states:
+            assert_same_state(state, expected)
+
+
+also_untied = pytest.mark.parametrize(
+    "tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@also_untied
 def test_a_run_goes_on_under_any_other_plan(ranks, tied):
     """A step by each of many plans is as many steps on one device; after each, weights and state of
     the optimizer are what torch's own would have.
@@ -421,55 +312,29 @@ def test_a_run_goes_on_under_any_other_plan(ranks, tied):
     Mutants: moments of one stage only; a piece that another rank cut; moments of tied embeddings
     under two names; a count of steps that starts anew, which Adam's bias correction shows.
     """
-    cases = [case(text, tied=tied) for text in JOURNEY]
-    travel(ranks, Case(Plan(), tied=tied).task, [(case.plan, case.task) for case in cases])
+    travel(ranks, Case(Plan(), tied=tied).task, JOURNEY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_a_run_of_a_mixture_goes_on_under_any_other_plan(ranks, tied):
+@also_untied
+def test_trap_34_a_run_of_a_mixture_goes_on_under_any_other_plan(ranks, tied):
     """Mutant: moments are asked for among those that have the same experts, one rank perhaps."""
     experts = MoEConfig(4, 2, 12, balance="batch", balance_weight=0.1)
     build = partial(models.llama, moe=experts, tie_embeddings=tied, vocab_size=64)
-    task = Task(build, num_sequences=8, seq_len=8)
-    travel(ranks, task, [(Plan.parse(text), task) for text in MIXED_JOURNEY])
-
-
-def travel(ranks, task: Task, legs: list[tuple[Plan, Task]]) -> None:
-    """A step by each plan, from what the one before has left; as on one device."""
-    state = None
-    for step, expected in enumerate(serial_states(task, len(legs))):
-        plan, own = legs[step]
-        if plan.num_ranks == 1:
-            states = [leg(plan, own, step, state)]
-        else:
-            states = ranks(plan.num_ranks).run(leg, plan, own, step, state)
-        for state in states:
-            assert_same_state(state, expected)
+    travel(ranks, Task(build, num_sequences=8, seq_len=8), MIXED_JOURNEY)
 
 
 # ---------------------------------------------------------------------- what cannot be
-def refusal_of(text: str, config: LlamaConfig, *keep: str, chunk: int = 0) -> str:
-    """What is said where only parameters with one of `keep` in their name are trained."""
-    plan = Plan.parse(text)
-    plan.check(config)
-    model = Llama(config, seed=0)
-    model.loss_chunk = chunk
-    for name, p in model.named_parameters():
-        p.requires_grad_(not keep or any(word in name for word in keep))
-    try:
-        make = partial(train_optimizer, lr=0.01, weight_decay=0.1)
-        composed = compose.apply(model, Mesh(**plan.mesh_sizes()), plan, make)
-        inputs = torch.zeros(4, 8, dtype=torch.int64)
-        batch = [composed.shard((inputs, inputs))] * plan.microbatches
-        train_step(model, [composed], composed.optimizer, batch, composed.axis)
-    except ValueError as error:
-        return str(error)
-    return ""
+def step_of(plan: Plan, config: LlamaConfig) -> None:
+    composed = compose.apply(Llama(config), Mesh(**plan.mesh_sizes()), plan, make_optimizer)
+    inputs = torch.zeros(4, 8, dtype=torch.int64)
+    batch = [composed.shard((inputs, inputs))]
+    train_step(composed.model, [composed], composed.optimizer, batch, composed.axis)
 
 
 def test_a_mixture_without_a_layer_of_experts_is_dense(ranks):
     """Mutant: a plan that is legal, and then "no experts to spread"."""
-    config = replace(CONFIG, moe=MoEConfig(4, 2, 24, first_dense=4))
-    assert ranks(2).run(refusal_of, "dp=2", config) == ["", ""]
+    shape = dict(num_layers=4, num_heads=4, num_kv_heads=2)
+    config = LlamaConfig(64, 16, 24, **shape, moe=MoEConfig(4, 2, 24, first_dense=4))
+    ranks(2).run(step_of, Plan(dp=2), config)
     assert "this Llama has none in any layer" in Plan(ep=2).problem(config)

@@ -86,10 +86,10 @@ def wait_left_out(beside: bool = False) -> mock._patch:
     usual, seen = calls.Pending.wait, itertools.count(1)
 
     def wait(pending):
-        counts = pending._work is not None and isinstance(pending._work, Background) == beside
+        counts = pending.work is not None and isinstance(pending.work, Background) == beside
         counts = counts and timeline.active() is not None  # in a step; `apply` has waits, too
         if counts and called_by_a_strategy() and next(seen) == 3:
-            pending._work = None
+            pending.work = None
         return usual(pending)
 
     return mock.patch.object(calls.Pending, "wait", wait)

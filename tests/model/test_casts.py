@@ -15,6 +15,8 @@ def test_on_meta_products_are_cast_inside_of_the_body_alone():
             assert linear(x).dtype == casts.product_dtype("meta") == torch.float16
         assert linear(x).dtype == casts.product_dtype("meta") == torch.bfloat16
         assert (x + x).dtype == torch.float32
+        with casts.off("meta"):
+            assert linear(x).dtype == torch.float32
         cast = outer.weights[linear.weight]
         linear(x)
         assert outer.weights[linear.weight] is cast

@@ -85,19 +85,3 @@ NUM_LAYERS, FORWARD, BACKWARD = 6, 0.01, 0.04  # seconds per layer
 
 
 SLACK = 0.1  # seconds that a busy machine may add to a step
-
-
-VOCABULARY = 32
-
-
-def text(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Sequences in which nine of ten tokens follow from the one before."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    after = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(7))
-    tokens = [torch.randint(VOCABULARY, (8,), generator=generator)]
-    for _ in range(16):
-        other = torch.randint(VOCABULARY, (8,), generator=generator)
-        follows = torch.rand(8, generator=generator) < 0.9
-        tokens.append(torch.where(follows, after[tokens[-1]], other))
-    tokens = torch.stack(tokens, dim=1)
-    return tokens[:, :-1], tokens[:, 1:].contiguous()

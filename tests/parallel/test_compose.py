@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import IGNORE_INDEX, PRESETS, Llama, LlamaConfig
+from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
 from minipar.parallel import compose
@@ -24,6 +24,8 @@ from tests.on_ranks import on_ranks
 TIED = LlamaConfig(64, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=True)
 UNTIED = replace(TIED, tie_embeddings=False)
 ODD = replace(TIED, vocab_size=61)
+MIXED = replace(TIED, moe=MoEConfig(6, 2, 9))
+SEATED = replace(TIED, moe=MoEConfig(6, 2, 9, capacity_factor=1.0))
 
 
 # ---------------------------------------------------------------------- text
@@ -74,6 +76,20 @@ REFUSED = [
     ("dp=2,tp=2,zero=1,sequence_parallel", ODD, "pad the vocabulary to 62 words"),
     ("dp=2,pp=2,zero=3", TIED, "tie_embeddings=False (this is True)"),
     ("dp=2,pp=2,zero=3,schedule=zb_h1", UNTIED, "a schedule of F and B"),
+    ("pp=2,ep=2,dispatch=paired", MIXED, "schedule=1f1b is not made of pairs; use dualpipe"),
+    ("pp=2,schedule=dualpipe_v,dispatch=paired", MIXED, "with ep=1 none do"),
+    ("ep=4", MIXED, "ep=4 does not divide num_experts=6; use one of 1, 2, 3, 6"),
+    ("ep=2", TIED, "spreads experts, and this Llama has none"),
+    ("ep=2,tp=2,sequence_parallel,experts_over_tp", MIXED, "ep+tp=4 does not divide num_"),
+    ("ep=2,tp=2,experts_over_tp", MIXED, "ranks of tp=2 do with sequence_parallel"),
+    ("dp=2,dispatch=halves", MIXED, "with ep=1 none do"),
+    ("pp=2,schedule=dualpipe,microbatches=4", MIXED, "two copies of every router"),
+    ("tp=2,expert_tensor_parallel", TIED, "tp=2 cuts experts, and this Llama has "),
+    ("ep=3,tp=2,expert_tensor_parallel", MIXED, "tp=2 does not divide expert_size=9; use one of"),
+    ("ep=3,expert_nodes=3", MIXED, "no other dispatch uses them"),
+    ("ep=2,dispatch=padded", MIXED, "fills up to a capacity; capacity_factor=None has none"),
+    ("cp=2,ep=2", SEATED, "and 2 ranks hold pieces of one; use cp=1 without sequence_parallel"),
+    ("ep=3,dispatch=hierarchical,expert_nodes=2", MIXED, "nodes=2 does not divide ep=3"),
     ("dp=2,compression=gzip", TIED, "compression=gzip is not one of none, "),
     ("dp=2,zero=1,compression=int8", TIED, "(zero=0, dp=2)"),
     ("dp=2,tp=2,compression=top-k", TIED, "is for ddp along dp alone (zero=0, dp=4)"),
@@ -102,30 +118,14 @@ def test_what_can_be_is_not_refused(text, config):
     Plan.parse(text).check(config)
 
 
-def test_large_plans_are_checked_in_no_time():
-    config = PRESETS["llama-3-8b"]
-    plan = Plan.parse("dp=64,tp=8,pp=8,schedule=interleaved_1f1b,microbatches=32,zero=3")
-    plan.check(config)
-    with pytest.raises(ValueError, match="tie_embeddings=False"):
-        plan.check(replace(config, tie_embeddings=True))
-
-
-def _refusal(text: str, sizes: dict) -> str:
-    with timeline.record() as recorded, pytest.raises(ValueError) as caught:
-        compose.apply(Llama(TIED), Mesh(**sizes), Plan.parse(text), make_optimizer)
+def _refusal(text: str) -> None:
+    with timeline.record() as recorded, pytest.raises(ValueError, match="for the mesh {'tp': 2}"):
+        compose.apply(Llama(TIED), Mesh(dp=2), Plan.parse(text), make_optimizer)
     assert not recorded.spans
-    return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text, sizes, says",
-    [
-        ("tp=2", {"dp": 2}, "is for the mesh {'tp': 2}, not {'dp': 2}"),
-        ("tp=2,tp_overlap", {"tp": 2}, "set both"),
-    ],
-)
-def test_refusals_come_on_every_rank_before_the_first_collective(ranks, text, sizes, says):
-    assert all(says in message for message in ranks(2).run(_refusal, text, sizes))
+def test_another_mesh_is_refused_before_the_first_collective(ranks):
+    ranks(2).run(_refusal, "tp=2")
 
 
 def _composed(plan: Plan) -> compose.Composed:
@@ -140,8 +140,7 @@ def _composed(plan: Plan) -> compose.Composed:
         "tp=2,sequence_parallel,tp_overlap",
         "cp=2,checkpointing=full",
         "ep=2",
-        "pp=2,microbatches=2,schedule=zb_h1",
-        "pp=2,microbatches=4,schedule=dualpipe",
+        "pp=2,microbatches=4,schedule=zb_h1",
     ],
 )
 @on_ranks(2)
@@ -186,7 +185,7 @@ def _too_long(text: str) -> None:
         composed.shard((torch.zeros(1, 12, dtype=torch.int64),) * 2)
 
 
-@pytest.mark.parametrize("text", ["pp=2", "cp=2", "tp=2,sequence_parallel"])
+@pytest.mark.parametrize("text", ["pp=2", "cp=2"])
 def test_sequences_longer_than_the_model_allows_are_refused_on_every_rank(ranks, text):
     """Where tokens are cut, positions are given, and no model looks at their number."""
     ranks(2).run(_too_long, text)

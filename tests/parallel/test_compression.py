@@ -3,25 +3,20 @@
 That sums are right when nothing is left out is proved by tests/law/test_law.py.
 """
 
-import copy
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline
 from minipar.parallel import ddp
-from minipar.parallel.compression.codecs import Fp8, Int8, PowerSGD, Sign, TopK
+from minipar.parallel.compression.codecs import Fp8, Int8, Sign, TopK
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
-from tests.on_ranks import on_ranks
-from tests.parallel.layers import Layers, loss_of, random
+from tests.parallel.layers import random
 
 pytestmark = pytest.mark.trains
 
@@ -211,68 +206,3 @@ def _overflow(names, size):
 def test_an_overflow_shows_on_all_ranks_and_spoils_one_step(ranks, size):
     """Mutants: a residue or a warm start that keeps the nan; a cast that hides it."""
     ranks(size).run(_overflow, list(ALL), size)
-
-
-# ---------------------------------------------------------------------- plugged into ddp
-@on_ranks(2)
-def test_residues_are_kept_by_parameter():
-    """Mutant: residues that are lost."""
-    mesh = Mesh(dp=2)
-    model, reduce = Layers(seed=0), Compressed(TopK(0.2))
-    strategy = ddp.apply(model, mesh.dp, bucket_mb=7e-4, average=False, reduce=reduce)
-    parameters = list(model.parameters())
-    before = _residues(reduce, parameters)
-    for step in range(3):
-        model.zero_grad()
-        twin = copy.deepcopy(model)
-        sum(loss_of(twin, rank, step) for rank in range(2)).backward()
-        truth = torch.cat([p.grad.flatten() for p in twin.parameters()])
-        loss_of(model, mesh.rank, step).backward()
-        strategy.finish_backward()
-        got = torch.cat([p.grad.flatten() for p in parameters])
-        after = sum(all_gather_object(_residues(reduce, parameters), mesh.dp))
-        assert torch.allclose(got + after, truth + before, rtol=1e-10, atol=1e-12), step
-        assert after.any()
-        before = after
-    assert len(strategy.buckets) > 2
-
-
-# ---------------------------------------------------------------------- beside PyTorch's own
-def _network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 48))
-
-
-def _beside_torch(steps: int, seed_shift: int = 0) -> float:
-    """Return how far our weights are from PyTorch's, as a part of the way from the start."""
-    mesh = Mesh(dp=2)
-    start, mine, theirs = (_network() for _ in range(3))
-    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    wrapped = DistributedDataParallel(theirs)
-    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    compressor, seed = PowerSGD(rank=2), int(np.random.RandomState(0).randint(1_000_000_000))
-    # Both then begin with the same random directions.
-    compressor.generator = torch.Generator().manual_seed(seed + seed_shift)
-    reduce = Compressed(compressor)
-    strategy = ddp.apply(mine, mesh.dp, reduce=reduce)
-    finish = {mine: strategy.finish_backward, wrapped: lambda: None}
-    optimizers = {m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in finish}
-    for step in range(steps):
-        for bucket in strategy.buckets:  # PyTorch's begins in the third step
-            bucket.reduce = ddp.all_reduce_bucket if step < 2 else reduce
-        x = random(16, 40, seed=100 * step + mesh.rank, dtype=torch.float32)
-        for model, optimizer in optimizers.items():
-            optimizer.zero_grad()
-            (model(x) - x.cumsum(1)[:, :1]).square().mean().backward()
-            finish[model]()  # before the next one talks
-            optimizer.step()
-    begin, a, b = (nn.utils.parameters_to_vector(m.parameters()) for m in (start, mine, theirs))
-    return ((a - b).norm() / (a - begin).norm()).item()
-
-
-def test_powersgd_equals_torch(ranks):
-    """Mutants: no warm start; residues of another definition; Q not averaged; other warm-up."""
-    assert max(ranks(2).run(_beside_torch, 8)) < 1e-4
-    # Other directions, and the test notices.
-    assert min(ranks(2).run(_beside_torch, 8, seed_shift=1)) > 1e-3

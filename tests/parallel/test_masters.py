@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import ddp, fsdp, local_sgd, zero
 from minipar.parallel.base import masters
-from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
 from minipar.sim.memory import FP32_ADAM, MASTER_ADAM, model_state
@@ -54,72 +53,33 @@ def test_small_updates_are_kept():
     assert torch.equal(alone, torch.ones_like(alone))
 
 
-def written(model: nn.Module) -> None:
-    """One number in eight, by hand; the others keep what they had."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.view(-1)[::8] = 0.75
-
-
-def test_what_is_written_into_the_model_is_not_lost():
-    """Mutants: the next step brings old masters back; a write rounds all other masters."""
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    masters.keep(model, optimizer, torch.bfloat16)
-    before = {p: p.master.clone() for p in model.parameters()}
-    written(model)
-    for p, wide in before.items():
-        p.grad = torch.zeros_like(wide)
-        wide.view(-1)[::8] = 0.75
-    saved = Strategy(model, Mesh().dp).full_state_dict()
-    assert all(torch.equal(saved[name], before[p]) for name, p in model.named_parameters())
-    for _ in range(2):
-        optimizer.step()
-        for p, wide in before.items():
-            assert torch.equal(p.master, wide) and torch.equal(p, wide.bfloat16())
-
-
+@pytest.mark.parametrize("is_sliced", [False, True])
 @on_ranks(2)
-def test_nor_what_is_written_under_zero():
-    """As above; each rank has a slice of the masters."""
-    dp = Mesh(dp=2).dp
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, dp, lr=1.0)
-    strategy = zero.apply(model, dp, optimizer=optimizer, working_dtype=torch.bfloat16)
+def test_what_is_written_into_the_model_is_not_lost(is_sliced):
+    """One number in eight, by hand; the others keep what they had. Under zero each rank has a slice
+    of the masters. Mutants: the next step brings old masters back; a write rounds all others."""
+    dp, half = Mesh(dp=2).dp, torch.bfloat16
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    if is_sliced:
+        optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, dp, lr=1.0)
+        strategy = zero.apply(model, dp, optimizer=optimizer, working_dtype=half)
+    else:
+        strategy, optimizer = ddp.apply(model, dp), torch.optim.SGD(model.parameters(), lr=1.0)
+        masters.keep(model, optimizer, half)
     expected = strategy.full_state_dict()
-    written(model)
-    for wide in expected.values():
-        wide.view(-1)[::8] = 0.75
+    with torch.no_grad():
+        for p in (*model.parameters(), *expected.values()):
+            p.view(-1)[::8] = 0.75
+    assert is_sliced or strategy.full_state_dict()["weight"].equal(expected["weight"])
     for _ in range(2):
         optimizer.zero_grad()
-        (0.0 * model(torch.ones(1, 8, dtype=torch.bfloat16))).sum().backward()
+        (0.0 * model(torch.ones(1, 8, dtype=half))).sum().backward()
         strategy.finish_backward()
         optimizer.step()
         for name, wide in strategy.full_state_dict().items():
             assert torch.equal(wide, expected[name]), name
-    optimizer.synchronize()
-    for name, p in model.named_parameters():
-        assert torch.equal(p, expected[name].bfloat16()), name
-
-
-def test_gradients_of_microbatches_add_up_in_float32():
-    """Each is rounded to bf16 once, by its backward. Mutant: sums that are rounded, too."""
-    model = Llama(SHAPE, seed=0)
-    masters.keep(model, make_optimizer(model, lr=0.1, weight_decay=0.0), torch.bfloat16)
-    weight, single = model.model.layers[0].mlp.down_proj.weight, []
-    for step in range(8):
-        token_loss(model(batch(step)[0]), batch(step)[1]).backward()
-        single.append(weight.grad)
-        weight.grad = None
-    assert all(torch.equal(g, g.bfloat16().float()) for g in single)
-    for step in range(8):
-        token_loss(model(batch(step)[0]), batch(step)[1]).backward()
-    wide, narrow = torch.zeros_like(single[0]), torch.zeros_like(single[0]).bfloat16()
-    for g in single:
-        wide, narrow = wide + g, narrow + g.bfloat16()
-    assert torch.equal(weight.grad, wide) and not torch.equal(narrow.float(), wide)
+            assert torch.equal(model.get_parameter(name), wide.to(half)), name
 
 
 def test_the_state_of_the_optimizer_is_as_wide_as_the_masters():
@@ -181,22 +141,6 @@ def test_masters_that_nobody_would_step_are_refused():
         masters.keep(model, torch.optim.SGD([model.weight], lr=0.1), torch.bfloat16)
 
 
-@pytest.mark.parametrize("method", ["delayed gradients", "post-local sgd"])
-def test_gradients_that_travel_as_one_vector_are_as_wide_as_masters(method):
-    """Mutants: in the 16 bits of the weights, which torch refuses; of weights in channels_last."""
-    model = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    strategy = local_sgd.apply(model, Mesh().dp, optimizer, method=method)
-    masters.keep(model, optimizer, torch.bfloat16)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(1, 3, 2, 2, dtype=torch.bfloat16)).sum().backward()
-        strategy.finish_backward()
-        optimizer.step()
-    assert model.weight.grad.dtype == model.weight.master.dtype == torch.float32
-    assert model.weight.grad.stride() == model.weight.stride()
-
-
 def test_a_model_that_is_all_frozen_takes_steps():
     """As a stage of a pipeline may be. Mutant: a copy of nothing, which torch refuses."""
     model = nn.Linear(4, 4).requires_grad_(False)
@@ -225,3 +169,19 @@ def test_bytes_per_parameter_are_those_of_the_closed_form(zero, precision, recip
     if zero != 1:  # which has whole ones in backward only
         assert held["gradients"] == pytest.approx(formula["gradients"], rel=0.02)
     assert explained["gradients"] == pytest.approx(formula["gradients"], rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["delayed gradients", "post-local sgd"])
+def test_gradients_that_travel_as_one_vector_are_as_wide_as_masters(method):
+    """Mutants: in the 16 bits of the weights, which torch refuses; of weights in channels_last."""
+    model = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    strategy = local_sgd.apply(model, Mesh().dp, optimizer, method=method)
+    masters.keep(model, optimizer, torch.bfloat16)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3, 2, 2, dtype=torch.bfloat16)).sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+    assert model.weight.grad.dtype == model.weight.master.dtype == torch.float32
+    assert model.weight.grad.stride() == model.weight.stride()

@@ -27,7 +27,6 @@ from minipar.parallel.pipeline.simulate import lower
 from tests.comm.same import launched_over
 from tests.law import models
 from tests.law.harness import Task
-from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
 
 TASK = Task(partial(models.llama, num_layers=4))
@@ -63,17 +62,13 @@ def test_no_other_cut_has_a_cheaper_dearest_part(num_parts):
         assert parts_of(stages.balance([embedding, *layers, head], num_parts)) == best
 
 
-def test_a_large_vocabulary_leaves_the_last_stage_fewer_layers():
+def test_the_head_of_a_large_vocabulary_counts():
+    """Estimates are a third of the FLOPs of training."""
     config = PRESETS["llama-3.2-1b"]  # 16 layers; the head costs as much as four of them
+    costs = stages.estimate_costs(config, 64)
+    assert 3 * sum(costs) == pytest.approx(config.flops_per_token(64, causal=True), rel=0.01)
     assert stages.balance([0.0, *[1.0] * 16, 0.0], 4) == (4, 4, 4, 4)
-    assert stages.balance(stages.estimate_costs(config), 4)[-1] < 4
-
-
-def test_estimated_costs_are_a_third_of_the_flops_of_training():
-    config = PRESETS["tiny"]
-    assert 3 * sum(stages.estimate_costs(config, 64)) == pytest.approx(
-        config.flops_per_token(64, causal=True), rel=0.01
-    )
+    assert stages.balance(costs, 4)[-1] < 4
 
 
 # ---------------------------------------------------------------------- backward in two halves
@@ -157,7 +152,13 @@ def _apply(schedule, size: int = 2, model=None, **how):
     return runtime.apply(model or models.llama(0), on_paper("pp", size), schedule, **how)
 
 
-ONE = make("1f1b", 2, 3)
+def _run(schedule, strategies: list, m: int):
+    model, axis = models.llama(0), on_paper("pp", schedule.num_ranks)
+    cut = stages.balance([0, 1, 1, 1, 0], schedule.num_stages)
+    runtime.Pipeline(model, axis, lower(schedule), cut).run(model, strategies, microbatches(m))
+
+
+ONE, FSDP = make("1f1b", 2, 3), [SimpleNamespace(units={})]
 ERRORS = [
     (lambda: _apply(drop(make("zb_h1", 2, 3), "1W2")), "1W2 is missing"),  # T25
     (lambda: _apply(drop(ONE, "0F1")), "0F1 is missing"),
@@ -166,26 +167,10 @@ ERRORS = [
     (lambda: _apply(make("zb_v", 2, 4)), "4 stages do not fit 3 layers.*at most 3"),
     (lambda: _apply(ONE, cut=(2, 2)), "does not cut 3 layers into 2 stages"),
     (lambda: _apply(make("1f1b", 3, 3), 3, cut=(3, 0, 0)), "all above 0 between the first"),
-    (
-        lambda: _apply(make("1f1b", 1, 4), 1).run(models.llama(0), [], microbatches(3)),
-        "3 microbatches, but the schedule 1f1b is for 4",
-    ),
-    (
-        lambda: _apply(make("zb_h1", 1, 4), 1).run(
-            models.llama(0), [SimpleNamespace(units={})], microbatches(4)
-        ),
-        "schedule of F and B, not zb_h1",
-    ),
+    (lambda: _run(ONE, [], 4), "4 microbatches, but the schedule 1f1b is for 3"),
+    (lambda: _run(ONE, FSDP, 3), "untie embeddings that two ranks have"),
+    (lambda: _run(make("zb_h1", 1, 4), FSDP, 4), "schedule of F and B, not zb_h1"),
 ]
-
-
-@on_ranks(2)
-def test_fsdp_is_refused_where_two_stages_have_the_embedding():
-    """Each rank would have the gradient of one use, and reduce it alone."""
-    model = models.llama(0)
-    pipeline = runtime.apply(model, Mesh(pp=2).pp, ONE)
-    with pytest.raises(ValueError, match="untie embeddings that two ranks have"):
-        pipeline.run(model, [SimpleNamespace(units={})], microbatches(3))
 
 
 @pytest.mark.parametrize("call, said", ERRORS)

@@ -1,7 +1,5 @@
 """Schedules on paper: valid for every p, m and v; formulas of the papers; corruption is refused."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +11,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live, validate
-from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make, play
-from minipar.parallel.pipeline.simulate import Costs, bubble, bubble_between, idle, lower, simulate
+from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make
+from minipar.parallel.pipeline.simulate import Costs, bubble, bubble_between, lower, simulate
 
 approx = partial(pytest.approx, rel=1e-9, abs=1e-9)
 quick = settings(max_examples=40, deadline=None)
@@ -51,30 +49,6 @@ def test_one_f_one_b_by_hand():
         "rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n"
         "rank 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
     )
-
-
-def test_dualpipe_is_two_pipelines_on_two_copies():
-    schedule = make("dualpipe", 4, 8)
-    assert (schedule.num_stages, schedule.copies, schedule.rank_of[4:]) == (4, 2, (3, 2, 1, 0))
-    assert list(schedule.path(0)) == [0, 1, 2, 3] and list(schedule.path(1)) == [4, 5, 6, 7]
-    assert [schedule.part(stage) for stage in schedule.stages_on(1)] == [1, 2]
-    first = [schedule.actions[rank][0] for rank in (0, 3)]
-    assert list(map(str, first)) == ["0F0", "4F1"]  # both ends start at once
-
-
-def test_a_letter_without_microbatches_is_silent():
-    queue = [(0, 0), (0, 1)]
-    row = play([(1, "F"), (5, "F I W")], {"F": queue, "B": queue})
-    assert " ".join(map(str, row)) == "0F0 0F1 0I0 0W0 0I1 0W1"
-    assert [str(a) for a in play([(2, "F I")], {"F": queue, "B": queue})][-2:] == ["0W0", "0W1"]
-
-
-def test_no_torch_is_needed_to_make_and_check_schedules():
-    code = (
-        "import sys; from minipar.parallel.pipeline import checks, schedules;"
-        "checks.validate(schedules.make('zb_v', 4, 8)); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---------------------------------------------------------------------- every schedule is valid
@@ -164,10 +138,9 @@ def test_bubbles_by_the_formula(name, p, more, v, forward, inputs, share):
     weights = share * min(forward, inputs)
     schedule = make(name, p, m, v if name in LOOPED else None)
     costs = Costs(forward, inputs, weights).per_rank(schedule)
-    t = simulate(schedule, costs)
     expected = FORMULAS[name](p, m, v, forward, inputs, weights)
-    assert all(seconds == approx(expected) for seconds in idle(t).values())
-    assert bubble(t) == approx(expected / (m * (forward + inputs + weights)))
+    found = bubble(simulate(schedule, costs))
+    assert found == approx(expected / (m * (forward + inputs + weights)))
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
@@ -185,6 +158,8 @@ def test_bubbles_of_the_zero_bubble_schedules(p):
     assert bubble(t["zb_h2"]) == approx((p - 1) / (3 * m))  # of F, at the start
     assert bubble(t["zb_v"]) == approx((p - 1) / (6 * m))
     assert bubble_between(t["1f1b"]) == approx(bubble(t["1f1b"]))  # rank 0 starts and ends it all
+    assert bubble(t["dualpipe_v"]) == approx((p - 1) / (6 * m))
+    assert p % 2 or bubble(t["dualpipe"]) == approx((p / 2 - 1) / (3 * m))
     late = Costs(1.0, 1.3, 0.8)
     got = bubble_between(simulate(make("zb_h2", p, m), late)) * m * 3.1
     assert got == approx((p - 1) * (1.0 + 1.3 - 2 * 0.8))  # 2401.10241, table 2
@@ -232,8 +207,6 @@ def test_trap_06_an_oracle_is_checked_before_it_is_believed(p, m):
 
 
 # ---------------------------------------------------------------------- corruption is refused
-
-
 HEAD = "mine: microbatches 2; stages on ranks 0 1\n"
 FLAT = {
     "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1": "1B1 is missing on rank 1",
@@ -289,7 +262,7 @@ ERRORS = [
         lambda: validate(replace(make("gpipe", 2, 4), max_live=(2, 1))),
         "0F2 on rank 0 makes 3 live .* most 2",
     ),
-    (lambda: validate(replace(make("gpipe", 2, 4), rank_of=(0, 2))), "there are lists for 2 ranks"),
+    (lambda: validate(replace(make("gpipe", 2, 4), rank_of=(0, 2))), "its stage is on rank 2"),
     (lambda: validate(with_action(Action(0, "F", -1))), "0F-1 on rank 0: there are 2 microbatches"),
 ]
 
@@ -298,12 +271,3 @@ ERRORS = [
 def test_what_a_user_may_write_is_refused_with_what_can_be(call, said):
     with pytest.raises(ValueError, match=said):
         call()
-
-
-def test_a_schedule_of_ones_own():
-    """What a reader writes by hand can be checked, timed and given its messages."""
-    text = HEAD + "rank 0: 0F0 0F1 0I0 0I1 0W0 0W1\nrank 1: 1F0 1I0 1F1 1I1 1W1 1W0"
-    mine = Schedule.parse(text)
-    validate(replace(mine, max_live=(2, 2)))
-    validate(lower(mine))
-    assert bubble(simulate(mine)) < bubble(simulate(make("1f1b", 2, 2)))

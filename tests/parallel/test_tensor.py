@@ -6,6 +6,7 @@ That training equals one device is proved by tests/law/test_law.py.
 import copy
 import math
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
-from minipar.emulate import link
 from minipar.lab.memory import LiveBytes
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
@@ -26,6 +26,7 @@ from minipar.parallel.pipeline import split_backward
 from minipar.train.optim import make_optimizer
 from tests.law import models
 from tests.parallel.layers import on_paper
+from tests.parallel.timed import fastest
 
 pytestmark = pytest.mark.trains
 
@@ -346,10 +347,7 @@ STEP = 0.05  # seconds: of the link for one piece, of the rank for one product
 
 def _timed_ring(size: int):
     """Seconds of a gather and of a scatter with products in between, the fastest of three."""
-    axis = Mesh(tp=size).tp
-    x = torch.ones(2, 500)
-    link.check_calls(False)
-    link.use(link.Link("test", 0.0, x.nbytes / STEP))
+    axis, x = Mesh(tp=size).tp, torch.ones(2, 500)
 
     def product(target: int) -> Tensor:
         time.sleep(STEP)
@@ -359,20 +357,8 @@ def _timed_ring(size: int):
         for source, _ in overlap.ring_gather(x, axis):
             product(source)
 
-    try:
-        found = []
-        for work in (gather, lambda: overlap.ring_reduce_scatter(product, axis)):
-            seconds = []
-            for _ in range(3):
-                barrier(axis)
-                start = time.monotonic()
-                work()
-                seconds.append(time.monotonic() - start)
-            found.append(min(seconds))
-        return found
-    finally:
-        link.use("none")
-        link.check_calls(True)
+    scatter = partial(overlap.ring_reduce_scatter, product, axis)
+    return [fastest(work, axis, x.nbytes / STEP)[0] for work in (gather, scatter)]
 
 
 @pytest.mark.timed

@@ -316,41 +316,6 @@ def test_fewer_numbers_than_ranks(stage):
     _assert_same_state(optimizer.state_dict(), plain.state_dict())
 
 
-def fail(_: Tensor) -> None:
-    raise KeyError("on purpose")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 2])
-@STAGES
-@on_ranks(2)
-def test_goes_on_after_an_interrupted_step(stage, at):
-    """Mutants: buckets that stay sent; gradients of the failed step in the next one."""
-    mesh = Mesh(dp=2)
-    model, twin = Layers(seed=mesh.rank), Layers(seed=0)
-    strategy, optimizer = attach(model, mesh.dp, stage)
-    plain = AdamW(twin.parameters(), lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        if step == at:
-            hook = model.layers[2 + mesh.rank].weight.register_hook(fail)
-            for context in (strategy.no_sync(), nullcontext()):
-                with pytest.raises(KeyError, match="on purpose"), context:
-                    loss_of(model, mesh.rank, step).backward()
-            hook.remove()
-            strategy.finish_backward()
-            optimizer.zero_grad()
-            continue
-        loss_of(model, mesh.rank, step).backward()
-        sum(loss_of(twin, rank, step) for rank in range(2)).backward()
-        strategy.finish_backward()
-        optimizer.step()
-        plain.step()
-    optimizer.synchronize()
-    assert_same(model, twin)
-
-
 @on_ranks(2)
 def test_a_backward_outside_of_no_sync_need_not_be_the_last():
     """As in a pipeline that has two stages on a rank; a rank without samples takes part."""

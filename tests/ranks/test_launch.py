@@ -232,14 +232,6 @@ def test_a_rank_that_never_stops_talking_hides_no_failure(pool):
 
 
 # ---------------------------------------------------------------------- failures
-class Unpicklable(Exception):
-    def __init__(self, number: int) -> None:
-        self.lock, self.number = threading.Lock(), number
-
-    def __str__(self) -> str:
-        return f"number {self.number}"
-
-
 def raises_before_all_reduce() -> None:
     Mesh(dp=2, tp=2)
     if rank() == 1:
@@ -376,38 +368,14 @@ def test_all_ranks_raise_alike(pool):
     assert_works(pool)
 
 
-@pytest.mark.parametrize(
-    ("exception", "kind", "message"),
-    [
-        (Unpicklable(7), "Unpicklable", "number 7"),
-        (SystemExit(3), "SystemExit", "3"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_any_exception_comes_home(pool, exception, kind, message):
-    name, args = type(exception), getattr(exception, "args", ())
-
-    def fail() -> None:
-        if rank() == 1:
-            raise name(*args)
-        total()
-
-    with within(RECOVERY), pytest.raises(RankError) as error:
-        pool.run(fail)
-    (failure,) = error.value.failures.values()
-    assert (failure.kind, failure.message, failure.exitcode) == (kind, message, None)
-    assert "in fail" in failure.report
+def test_sys_exit_is_a_failure(pool):
+    with within(RECOVERY), pytest.raises(RankError, match="SystemExit: 3"):
+        pool.run(lambda: sys.exit(3) if rank() == 1 else total())
     assert_works(pool)
 
 
-def test_results_that_cannot_travel(pool):
-    with pytest.raises(RankError, match="cannot pickle .*lock") as error:
-        pool.run(lambda: threading.Lock() if rank() == 2 else 1)
-    assert list(error.value.failures) == [2]
-    assert_works(pool)
-
-
-def test_what_cannot_be_sent_is_named(pool):
+def test_what_cannot_travel_is_named(pool):
+    """There and back."""
     lock = threading.Lock()
     for call in (
         lambda: pool.run(lambda x: None, lock),
@@ -416,6 +384,9 @@ def test_what_cannot_be_sent_is_named(pool):
     ):
         with pytest.raises(TypeError, match="cannot be sent to the ranks: cannot pickle"):
             call()
+    with pytest.raises(RankError, match="cannot pickle .*lock") as error:
+        pool.run(lambda: threading.Lock() if rank() == 2 else 1)
+    assert list(error.value.failures) == [2]
     assert_works(pool)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from minipar.ranks.worker import Stream, pack, unpack
 
@@ -66,16 +65,6 @@ def test_a_tensor_arrives_as_it_was(name):
         assert look(arrived) == look(sent)
         if not sent.is_meta:
             assert torch.equal(sent.detach().to_dense(), arrived.detach().to_dense())
-
-
-def test_a_module_arrives_as_it_was():
-    model = nn.BatchNorm1d(3)
-    model.weight.note = "of a user"
-    arrived = unpack(pack(model))
-    assert type(arrived.weight) is nn.Parameter and arrived.weight.requires_grad
-    assert arrived.weight.note == "of a user"
-    theirs = dict(model.state_dict())
-    assert all(torch.equal(value, theirs[name]) for name, value in arrived.state_dict().items())
 
 
 def test_of_a_large_tensor_travels_what_is_sent():

@@ -74,7 +74,7 @@ def test_each_axis_pays_for_itself_alone():
     for plan in PLANS:
         one, parts = job(plan), cost.seconds(job(plan))
         for axis in cost.AXES:
-            size = one.ep if axis == "ep" else getattr(one.plan, axis)
+            size = getattr(one.plan, axis)
             assert (parts[axis] > 0) == (size > 1 or (axis == "dp" and one.plan.cp > 1)), axis
         assert (parts["bubble"] > 0) == (one.plan.pp > 1)
         assert all(part >= 0 for part in parts.values())
@@ -133,7 +133,8 @@ def test_the_head_is_where_the_last_stage_is():
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_head_of_its_own_is_gathered_reduced_and_takes_steps(zero):
     """Behind a slow network, where nothing hides it. Mutants: an embedding alone; layers alone."""
-    slow, free = replace(H100, between=H100.between.with_ports(1e8)), replace(ANY, copies=0.0)
+    slow = replace(H100, between=replace(H100.between, bandwidth=1e8))
+    free = replace(ANY, copies=0.0)
     own, tied = configs = [replace(PRESETS["llama-3-8b"], tie_embeddings=t) for t in (False, True)]
     options = dict(machine=slow, software=free, seq=1024)
     parts = [cost.seconds(job(f"dp=16,zero={zero}", config=c, **options)) for c in configs]
@@ -206,7 +207,8 @@ SPARSE = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
 def test_experts_of_ranks_of_tp_too_travel_among_neighbours():
     """A rank in each of 8 nodes, or all ranks of them. Mutant: as far apart as ranks of dp."""
     apart, near = (
-        replace(job("dp=8,tp=8,sequence_parallel", config=SPARSE), ep=ep) for ep in (8, 64)
+        job(f"ep=8,tp=8,sequence_parallel{words}", config=SPARSE)
+        for words in ("", ",experts_over_tp")
     )
     assert (near.experts_apart, near.experts_copies) == (1, 1)
     assert (apart.experts_apart, apart.experts_copies) == (8, 1)
@@ -215,9 +217,7 @@ def test_experts_of_ranks_of_tp_too_travel_among_neighbours():
 
 def test_rows_in_8_bits_travel_there_and_in_16_back():
     """DeepSeek-V3, section 3.3.3. Mutants: in 16 bits, or in 8, both ways."""
-    wide, narrow = (
-        replace(job("dp=64", config=SPARSE, dtype=dtype), ep=64) for dtype in ("bf16", "fp8")
-    )
+    wide, narrow = (job("ep=64", config=SPARSE, dtype=dtype) for dtype in ("bf16", "fp8"))
     ep = [cost.layer(one, False)["ep"] for one in (wide, narrow)]
     assert 0.75 < ep[1] / ep[0] < 0.8  # more than the bytes': latency
 
@@ -262,7 +262,7 @@ def test_a_forward_beside_a_backward_hides_what_travels():
 
 def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port():
     """Mutant: charged for what all ranks deal out, each waiting for ep times too long."""
-    one = replace(job("dp=64", config=SPARSE, seq=65_536), ep=64)
+    one = job("ep=64", config=SPARSE, seq=65_536)
     rows = 8 * 4096 * one.tokens  # numbers, out and back
     far = 4 * rows * 56 / 64 / (H100.between.bandwidth * H100.between.share)
     assert far < cost.layer(one, False)["ep"] < 1.6 * far  # more: latency

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from minipar.comm import clock
 from minipar.comm.collectives import all_reduce, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device as devices
@@ -97,7 +98,7 @@ def _step(config: LlamaConfig, plan: Plan, sequences: int, seq_len: int) -> tupl
         ends = []
         for _ in range(2):
             actor.step()
-            ends.append(devices.now())
+            ends.append(clock.now() / devices.current().slowdown)
         late = devices._clock.latest
         with devices.paused():
             actor.step()  # what the second has left in flight arrives, and is recorded

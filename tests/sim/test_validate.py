@@ -59,7 +59,7 @@ def test_a_constant_is_the_best_one(runs):
     error = validate.errors(best, measured).mean()
     for factor in (0.8, 0.95, 1.05, 1.25):
         assert validate.errors(factor * best, measured).mean() >= error
-    assert len({*np.round(best / [run.ideal for run in some], 9)}) == 1
+    assert len({*np.round(best / [run.job.ideal(causal=True) for run in some], 9)}) == 1
 
 
 def test_memory_is_within_8_percent_in_the_median(runs):

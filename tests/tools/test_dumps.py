@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 
@@ -25,66 +24,64 @@ from tests.tools.test_hang import call, dump, many, run, told, waits, write
 )
 def test_the_rank_in_a_name(tmp_path, name, rank):
     (tmp_path / name).write_bytes(pickle.dumps(dump(call("all_reduce", 1)), 2))
-    assert list(dumps.read([tmp_path])[0]) == [rank]
+    assert list(dumps.read([tmp_path])) == [rank]
 
 
-@pytest.mark.parametrize(
-    "content", [b'{"step": 1}\n{"step": 2}\n', b"\x80\x02", b'{"entries": [0]}']
-)
-def test_what_cannot_be_read_is_skipped_beside_a_dump(tmp_path, content):
-    """Mutants: one unreadable file hides all dumps of a folder; or none of them is named."""
-    folder = write(tmp_path / "run", {0: dump(call("all_reduce", 1))})
-    other = folder / "metrics_1.jsonl"
-    other.write_bytes(content)
-    recordings, (note,) = dumps.read([folder])
-    assert list(recordings) == [0] and note.startswith(f"skipped: {other} is not")
-    for named in (other, f"{folder}//{other.name}"):
-        with pytest.raises(ValueError, match=r"metrics_1\.jsonl is not"):
-            dumps.read([folder / "trace_0", named])
-    (folder / "trace_0").unlink()
-    with pytest.raises(ValueError, match=r"metrics_1\.jsonl is not"):
-        dumps.read([folder])
+MADE = "made_by_a_pickle"
 
 
 class Evil:
     def __reduce__(self):
-        return os.mkdir, (str(Path(os.environ["EVIL"])),)
+        return os.mkdir, (MADE,)
 
 
-def test_a_pickle_calls_nothing_and_what_is_no_dump_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("EVIL", str(tmp_path / "made"))
-    for content, why in [
-        (pickle.dumps({"entries": [Evil()]}, 2), "only plain data is read"),
-        (b"\x80\x02\x82\x01.", "unregistered extension code"),
-        (pickle.dumps({"entries": 5}), "TypeError"),
-        (b"{" * 100_000, "Error"),
-        (b"", "EOFError"),
-        (b"{}", "'entries'"),
-        (b'{"entries": [null]}', "TypeError"),
-        (b'{"minipar_stall": [{}]}', "Error"),
-    ]:
-        (tmp_path / "rank_0").write_bytes(content)
-        with pytest.raises(ValueError, match="rank_0 is not a dump of a flight recorder") as error:
-            dumps.read([tmp_path / "rank_0"])
-        assert why in str(error.value) and "\n" not in str(error.value)
-    assert not (tmp_path / "made").exists()
+REFUSED = [  # the content of a file, and what is said of it
+    (pickle.dumps({"entries": [Evil()]}, 2), "only plain data is read"),
+    (b"\x80\x02\x82\x01.", "unregistered extension code"),
+    (pickle.dumps({"entries": 5}), "TypeError"),
+    (b"{" * 100_000, "Error"),
+    (b"", "EOFError"),
+    (b"{}", "'entries'"),
+    (b'{"step": 1}\n{"step": 2}\n', "Error"),
+    (b'{"entries": [null]}', "TypeError"),
+    (b'{"minipar_stall": [{}]}', "Error"),
+]
+
+
+def test_what_is_no_dump_is_skipped_beside_one(tmp_path, capsys):
+    """Mutant: one log file hides all dumps of a folder."""
+    folder = write(tmp_path / "run", {0: dump(call("all_reduce", 1))})
+    (folder / "log_1.txt").write_text("step 1\n", encoding="utf-8")
+    assert list(dumps.read([folder])) == [0]
+    assert f"skipped: {folder / 'log_1.txt'} is not a dump" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content, why", REFUSED)
+def test_what_is_no_dump_is_named_and_calls_nothing(tmp_path, monkeypatch, content, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rank_0").write_bytes(content)
+    with pytest.raises(ValueError, match="rank_0 is not a dump of a flight recorder") as error:
+        dumps.read([tmp_path / "rank_0"])
+    assert why in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / MADE).exists()
 
 
 def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):
     """Mutant: no call recorded is told as no hang, with exit code 0."""
     one = pickle.dumps(dump(call("all_reduce", 1)), 2)
-    (tmp_path / "twice").mkdir()
-    for name in ("rank_0", "rank_0.pkl"):
-        (tmp_path / "twice" / name).write_bytes(one)
-    with pytest.raises(ValueError, match=r"rank_0 and .*rank_0\.pkl are both of rank 0"):
-        dumps.read([tmp_path / "twice"])
-    for name in ("nameless", "rank_99999999999"):
+    for name in ("twice", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("twice/rank_0", "twice/rank_0.pkl", "nameless", "rank_99999999999"):
         (tmp_path / name).write_bytes(one)
-        with pytest.raises(ValueError, match=f"{name}.*which rank wrote"):
+    for name, said in {
+        "twice": r"rank_0 and .*rank_0\.pkl are both of rank 0",
+        "nameless": "nameless.*which rank wrote",
+        "rank_99999999999": "rank_99999999999.*which rank wrote",
+        "empty": "no dump of a flight recorder",
+        "nowhere": "no such dump: .*nowhere",
+    }.items():
+        with pytest.raises(ValueError, match=said):
             dumps.read([tmp_path / name])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no dump of a flight recorder"):
-        dumps.read([tmp_path / "empty"])
     assert run(write(tmp_path / "none", many((0, 1)))) == 2
     said = capfd.readouterr().err
     assert "no call of ranks 0, 1 was recorded" in said and "TORCH_FR_BUFFER_SIZE must be" in said

@@ -58,13 +58,16 @@ TELLS = {  # way to hang -> findings, the ranks whose stacks are wanted, and a l
 }
 
 
+TELLS["absent_json"] = (*TELLS["absent"][:2], "rank 2: its last was all_reduce #1 on tp")
+
+
 @pytest.mark.parametrize("way", TELLS)
 def test_six_ways_to_hang_are_told_apart(way):
-    report = hang.explain(*dumps.read([DUMPS / way]))
+    report = hang.explain(dumps.read([DUMPS / way]))
     findings, culprits, line = TELLS[way]
     assert report.findings == findings and report.culprits == culprits
     assert line in str(report)
-    waiting = {rank for wait in report.waits for rank in wait.ranks}
+    waiting = {wait.rank for wait in report.waits}
     assert waiting and not (way == "absent" and waiting & {*report.culprits})
     figure = picture(report)
     words = {text.get_text() for ax in figure.axes for text in ax.texts}
@@ -72,28 +75,19 @@ def test_six_ways_to_hang_are_told_apart(way):
     assert ("rank 1 · no dump" in words) == ("?" in words) == (way == "frozen")
 
 
-def test_json_tells_the_same_as_pickles():
-    both = [hang.explain(*dumps.read([DUMPS / way])) for way in ("absent", "absent_json")]
-    assert both[0].findings == both[1].findings and both[0].culprits == both[1].culprits
-
-
-def test_a_folder_of_hosts_names_them_and_exit_codes_tell(tmp_path, capfd):
-    """1 where a hang is found, 0 where none is, 2 for bad input."""
+def test_exit_codes_tell(tmp_path, capfd):
+    """1 where a hang is found, 0 where none is. Folders are read with the folders in them."""
     for rank in (0, 1, 3):
         (tmp_path / f"node{rank // 2}").mkdir(exist_ok=True)
         file = tmp_path / f"node{rank // 2}" / f"nccl_trace_rank_{rank}"
         file.write_bytes((DUMPS / "absent" / file.name).read_bytes())
-    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     assert run(tmp_path, "--out", tmp_path / "a.png") == 1
     said = capfd.readouterr().out
-    assert "Whether rank 2 came to all_reduce #4" in said and "notes.txt" in said
+    assert "Whether rank 2 came to all_reduce #4" in said
     assert "-> perhaps rank 2\n" in said and "rank 2: no dump" in said
     assert (tmp_path / "a.png").stat().st_size > 5000
-    done = {rank: dump(call("all_reduce", 1)) for rank in (0, 1)}
-    assert run(write(tmp_path / "done", done)) == 0
+    assert run(write(tmp_path / "done", many((0, 1), call("all_reduce", 1)))) == 0
     assert "no hang: every recorded call has ended" in capfd.readouterr().out
-    assert run(tmp_path / "nowhere") == 2
-    assert "minipar: error: no such dump: " in capfd.readouterr().err
 
 
 def run(*words):
@@ -148,7 +142,7 @@ def write(folder, of_ranks):
 
 
 def told(tmp_path, of_ranks):
-    return hang.explain(*dumps.read([write(tmp_path / "dumps", of_ranks)]))
+    return hang.explain(dumps.read([write(tmp_path / "dumps", of_ranks)]))
 
 
 def status(enqueued, completed, pg_id="0"):
@@ -353,7 +347,7 @@ def test_calls_of_one_group_end_with_its_last_entry(tmp_path, done, end):
 def stalled(tmp_path, *states):
     content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
     (tmp_path / "stalled.json").write_text(content, encoding="utf-8")
-    return hang.explain(*dumps.read([tmp_path / "stalled.json"]))
+    return hang.explain(dumps.read([tmp_path / "stalled.json"]))
 
 
 def test_our_own_watchdog_is_read(tmp_path):

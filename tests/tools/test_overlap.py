@@ -1,7 +1,6 @@
 """`minipar overlap`: a timeline taken apart by hand; and files that strangers hand over."""
 
 import gzip
-import json
 import math
 
 import pytest
@@ -11,7 +10,7 @@ from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
 from minipar.tools.overlap import breakdown
 from minipar.tools.traces import from_profiler
-from tests.tools.test_kineto import NCCL, _host, _kernel, gpu_trace, write
+from tests.tools.test_kineto import NCCL, _host, _kernel, gpu_trace, read, write
 
 
 def launched(name, at, ts, dur, correlation, cat="kernel", **args):
@@ -84,7 +83,7 @@ def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
     events = [_host(f"ProfilerStep#{i}", 100 * (i - 3), 90, 1, "user_annotation") for i in (3, 4)]
     events += launched("gemm", 10, 100, 100, 1) + launched("gemm", 110, 300, 100, 2)
     events += launched(NCCL, 20, 200, 50, 3) + launched(NCCL, 30, 320, 60, 4)
-    parts = breakdown(from_profiler(write(tmp_path / "a.json", {"traceEvents": events})))
+    parts = breakdown(read(tmp_path, *events))
     _, third, fourth = parts.parts["step"]
     assert (third.calls, fourth.calls) == (2, 0)
     assert third.total == pytest.approx(110e-6) and third.exposed == pytest.approx(50e-6)
@@ -138,9 +137,6 @@ def test_names_of_strangers_are_letters_and_no_formulas(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "\x1b" not in said and "?[2J?$" in said
     assert said.endswith("a.png: ProfilerStep#4\n")  # of two, the one after a warm-up
-    looking.overlap(looking.Overlap([str(path)], json=True))
-    numbers = json.loads(capsys.readouterr().out)
-    assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0
 
 
 def refusal(path) -> str:
@@ -154,28 +150,28 @@ def refusal(path) -> str:
     return ""
 
 
+NO_TRACES = [  # the content of a file, and what is said of it
+    (b"", "not a readable trace"),
+    (b"\xff\xfe\x00", "not a readable trace"),
+    (b'{"traceEvents": [1', "not a readable trace"),
+    (b"[" * 200_000, "not a readable trace"),
+    (b"null", "no list `traceEvents`"),
+    (b'{"traceEvents": {}}', "no list `traceEvents`"),
+    (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
+    (b'{"traceEvents": [1]}', "is not what torch.profiler writes"),
+    (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "was not written by Timeline.save"),
+    (b'{"minipar": 2, "spans": [], "traceEvents": [], "label": ""}', "a timeline without spans"),
+    (gzip.compress(b"{}")[:-6], "not a readable trace"),
+]
+
+
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
-    deep = b"[" * 200_000
-    for content, why in [
-        (b"", "not a readable trace"),
-        (b"\xff\xfe\x00", "not a readable trace"),
-        (b'{"traceEvents": [1', "not a readable trace"),
-        (deep, "not a readable trace"),
-        (b"null", "no list `traceEvents`"),
-        (b'{"traceEvents": {}}', "no list `traceEvents`"),
-        (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
-        (b'{"traceEvents": [1]}', "is not what torch.profiler writes"),
-        (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "was not written by Timeline.save"),
-        (
-            b'{"minipar": 2, "spans": [], "traceEvents": [], "label": ""}',
-            "a timeline without spans",
-        ),
-        (gzip.compress(b"{}")[:-6], "not a readable trace"),
-    ]:
+    for content, why in NO_TRACES:
         (tmp_path / "x.json").write_bytes(content)
         assert why in refusal(tmp_path / "x.json"), content[:50]
     (tmp_path / "empty").mkdir()
     assert "no .json or .json.gz in the folder" in refusal(tmp_path / "empty")
+    assert "no such trace" in refusal(tmp_path / "gone.json")
 
 
 def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):

@@ -15,26 +15,6 @@ from minipar.train.data import IGNORE
 # ---------------------------------------------------------------------- microbatches by speed
 
 
-def finish(counts, speeds) -> float:
-    """When the last rank is done."""
-    return max(count / speed for count, speed in zip(counts, speeds, strict=True))
-
-
-speeds_of = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
-
-
-@given(speeds=speeds_of, extra=st.integers(0, 6))
-@settings(deadline=None, max_examples=80)
-def test_no_other_shares_finish_earlier(speeds, extra):
-    """Against all ways to share. Caught: rounding proportional shares, which is not the best."""
-    total = len(speeds) + extra
-    found = shares(speeds, total)
-    assert sum(found) == total and min(found) >= 1 and all(type(n) is int for n in found)
-    ways = itertools.product(range(1, extra + 2), repeat=len(speeds))
-    best = min(finish(way, speeds) for way in ways if sum(way) == total)
-    assert finish(found, speeds) <= best * (1 + 1e-12)
-
-
 def test_shares_follow_speed():
     assert shares([3, 1], 8) == [6, 2]
     assert shares([4, 1], 8) == [7, 1]  # 1.75 s; the proportional 6.4 and 1.6 round to 2 s

@@ -62,21 +62,6 @@ def test_a_compiled_model_trains_as_before(text, backend):
         assert none == 0 < graphs
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        (dict(plan="pp=2,microbatches=4,schedule=zb_h1"), "zb_h1 computes gradients of weights"),
-        (dict(plan="dp=4", recompute="selective"), "looks at single operations; use none or full"),
-    ],
-)
-def test_what_takes_blocks_apart_is_refused(changes, says):
-    """Before any process starts. Mutant: gradients of weights that are never computed."""
-    with pytest.raises(ValueError, match=says):
-        TrainConfig(compile="aot_eager", **changes).check()
-    plan = "pp=2,microbatches=4,schedule=interleaved_1f1b"
-    TrainConfig(plan=plan, compile="aot_eager").check()
-
-
 @pytest.mark.slow
 def test_one_that_is_compiled_runs_as_minipar_train(text, tmp_path):
     """Mutant: a flag that does nothing."""

@@ -23,11 +23,6 @@ def text_of(tokens: torch.Tensor) -> str:
 # ------------------------------------------------------------------------------------ tokenizers
 
 
-def test_bytes_that_are_no_text_and_larger_ids_are_decoded():
-    assert BYTES.decode(torch.tensor([65])) == "A"  # not bytes(65), 65 zeros
-    assert BYTES.decode([104, 0xC3, 256, 32_000, 105]) == "h\ufffd\ufffd\ufffdi"
-
-
 def word_tokenizer(folder, *specials):
     """Write a tokenizer.json of a few words; return its path."""
     words = {word: i for i, word in enumerate(["[UNK]", *specials, "one", "two", "three"])}
@@ -79,15 +74,6 @@ def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode("ab" * 30) == [2] * 30
-
-
-def test_bytes_as_a_file_are_the_same_bytes(tmp_path):
-    text, path = "".join(map(chr, range(0x800))) + "漢🙂\0\r\n", tmp_path / "bytes.json"
-    BYTES.save(path)
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.encode(text) == list(BYTES.encode(text)) and tokenizer.vocab_size == 256
-    assert tokenizer.decode(tokenizer.encode(text)) == text == BYTES.decode(BYTES.encode(text))
-    assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(tmp_path))
 
 
 def test_bad_tokenizers(tmp_path):
@@ -218,12 +204,6 @@ def test_streamed_dataset(monkeypatch):
     says = "0.006 MB of hf:some/name:validation, 1,000 documents, cut at the limit"
     assert corpus.description == says
     assert next(endless) == {"text": "<1000>"}  # nothing past the limit was fetched
-
-
-def test_a_streamed_dataset_needs_its_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r'pip install "minipar\[datasets\]"'):
-        load_corpus("hf:name", BYTES)
 
 
 def test_json_of_documents_is_read_as_documents(tmp_path):

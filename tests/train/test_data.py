@@ -45,16 +45,6 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_split():
     assert len(mutant) == 12  # one target per piece is gone
 
 
-def test_sequences_refuse_a_length_that_does_not_fit():
-    tokens = torch.zeros(100, dtype=torch.uint8)
-    assert len(Sequences(tokens, 99)) == 1
-    for seq_len in (0, -1, 100, 256):
-        with pytest.raises(ValueError, match=f"seq_len={seq_len} .* 100 tokens; use 1 to 99"):
-            Sequences(tokens, seq_len)
-    with pytest.raises(IndexError):
-        Sequences(tokens, 99)[1]
-
-
 # --------------------------------------------------------------------------------------- batches
 
 

@@ -12,7 +12,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +32,12 @@ from minipar.train.metrics import read
 from minipar.train.step import StepResult
 from minipar.train.trainer import Trainer
 from tests.patience import busy
+from tests.train.runs import SAME, lines_of
 
 SAVE_EVERY = 2  # steps
 TIMEOUT = 6.0  # seconds until a collective fails; more than a step takes on a busy machine
 STALL = 1.0  # seconds in a collective until the watchdog speaks
 BOUND = 40.0  # seconds in which an attempt must have ended, the longest being a timeout and a kill
-PATIENCE = 100.0  # seconds that a process of its own may take to get going on a busy machine
 CONFIG = TrainConfig(
     mesh="dp=2",
     batch_size=4,
@@ -170,7 +169,6 @@ KINDS: dict[str, Callable | None] = {
     "no number": says_which_step,
     "stopped for a while": None,
     "stopped": says_who_waits_for_whom,
-    "launcher killed": None,
 }
 
 
@@ -185,16 +183,14 @@ def draw(kinds: Sequence[str], seed: int) -> list[Fault]:
 class Run:
     """A run that is hit, taken up again, and hit again."""
 
-    def __init__(self, pool: Ranks | None, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, pool: Ranks, config: TrainConfig, folder: Path) -> None:
         self.pool, self.config, self.folder = pool, config, folder
         self.heard: list[str] = []
-        if pool is not None:
-            pool.sink = lambda rank, stream, text: self.heard.append(text)
+        pool.sink = lambda rank, stream, text: self.heard.append(text)
 
     @property
     def newest(self) -> Path | None:
-        saved = checkpoint.available(self.folder / "checkpoints")
-        return saved[-1] if saved else None
+        return checkpoint.newest(self.folder)
 
     @property
     def steps_done(self) -> int:
@@ -231,43 +227,14 @@ class Run:
         if newest is not None:
             assert checkpoint.load(newest)[1]["step"] == saved
 
-    def kill_launcher(self, fault: Fault, temporary: Path) -> None:
-        """Go on with `minipar train --resume`, and kill that process."""
-        if self.newest is None:  # there is nothing to resume yet
-            self.attempt([replace(fault, kind="killed", after=2 * SAVE_EVERY)])
-        first = checkpoint.step_of(self.newest)
-        temporary.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "minipar", "train", "--resume", str(self.folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-        said = temporary / "said"
-        with said.open("w", encoding="utf-8") as out:
-            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        deadline = time.monotonic() + PATIENCE * busy()
-        # Lines of up to SAVE_EVERY steps may be there that will be done again.
-        while self.steps_done <= first + SAVE_EVERY + fault.after:
-            assert process.poll() is None, said.read_text(encoding="utf-8")
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) >= 3  # two ranks, and whoever started them
-        time.sleep(0.05 * fault.moment)
-        process.kill()
-        process.wait()
-        assert not psutil.wait_procs(children, timeout=10)[1]
-        self.check_what_is_left()
-
     def curve(self) -> list[tuple]:
-        keys = "step", "loss", "lr", "grad_norm", "tokens"
-        return [tuple(line[key] for key in keys) for line in read(self.folder / "metrics.jsonl")]
+        return lines_of(self.folder, *SAME)
 
 
 def attempts(faults: Sequence[Fault]) -> Iterator[list[Fault]]:
     """What happens in the same attempt: faults that end nothing, and then one that ends it."""
     together: list[Fault] = []
     for fault in faults:
-        if fault.kind == "launcher killed":
-            yield [fault]
-            continue
         steps_before = together[-1].after + 1 if together else 0
         together.append(replace(fault, after=steps_before + fault.after))
         if KINDS[fault.kind] is not None:
@@ -279,9 +246,7 @@ def attempts(faults: Sequence[Fault]) -> Iterator[list[Fault]]:
 def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run:
     """Let `faults` happen to a run; check that its steps are those of an undisturbed one."""
     # More than are done before the last fault.
-    steps = 8 + sum(
-        fault.after + (20 if fault.kind == "launcher killed" else 2) for fault in faults
-    )
+    steps = 8 + sum(fault.after + 2 for fault in faults)
     config = replace(CONFIG, data=str(text), steps=steps, **changes)
     processes.warm_up()  # the fork server outlives the pool
     mine = set(psutil.Process().children(recursive=True))
@@ -290,13 +255,7 @@ def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run
         whole, broken = (Run(pool, config, folder / name) for name in ("whole", "broken"))
         whole.attempt([])
         for together in attempts(faults):
-            begin = time.monotonic()  # the table is shown where the test fails, or with -s
-            if together and together[0].kind == "launcher killed":
-                broken.kill_launcher(together[0], folder / "temporary")
-            else:
-                broken.attempt(together)
-            seconds = time.monotonic() - begin
-            print(f"step {broken.steps_done:4}, {seconds:4.1f} s:", *(f.kind for f in together))
+            broken.attempt(together)
     left = set(psutil.Process().children(recursive=True)) - mine
     assert not psutil.wait_procs(left, timeout=10)[1]
     assert broken.steps_done == steps
@@ -308,7 +267,7 @@ def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_random_faults(text, tmp_path):
+def test_nine_random_faults(text, tmp_path):
     """Mutants: a save in place; a place in the text or moments of Adam not resumed; a rank
     that a killed one leaves waiting; a pool that takes its own kills for failures of ranks.
     """

@@ -5,13 +5,8 @@ import torch
 
 from minipar.comm.mesh import Axis, Mesh
 from minipar.train import peak
-from minipar.train.peak import Peak
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def test_the_share_of_the_peak():
-    assert Peak(1e12, "").utilisation(6_000, 10_000_000, 0.5) == pytest.approx(0.12)
 
 
 def test_a_cpu_is_measured_and_says_so():

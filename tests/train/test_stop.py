@@ -3,15 +3,14 @@
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from minipar.train import checkpoint, stop, trainer
 from minipar.train.config import TrainConfig
-from minipar.train.metrics import read
 from minipar.train.stop import StopRequest
+from tests.train.runs import SAME, lines_of
 
 CONFIG = TrainConfig(
     steps=6,
@@ -83,11 +82,6 @@ def train(config: TrainConfig, folder: str, start: str | None, signalled: dict[i
         trainer.Trainer._train_step = train_step
 
 
-def curve(folder: Path) -> list[tuple]:
-    lines = read(folder / "metrics.jsonl")
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"async_save": True, "save_every": 2}])
 def test_all_stop_after_the_same_step_and_go_on_to_the_bit(ranks, text, tmp_path, changes):
@@ -101,8 +95,8 @@ def test_all_stop_after_the_same_step_and_go_on_to_the_bit(ranks, text, tmp_path
         reports = ranks(2).run(train, config, str(folder), start, signalled)
         assert [report is None for report in reports] == [bool(signalled)] * 2
         assert checkpoint.step_of(checkpoint.available(folder / "checkpoints")[-1]) == step
-        assert [line[0] for line in curve(folder)] == [*range(1, step + 1)]
-    assert curve(folder) == curve(tmp_path / "whole")
+        assert [line[0] for line in lines_of(folder, *SAME)] == [*range(1, step + 1)]
+    assert lines_of(folder, *SAME) == lines_of(tmp_path / "whole", *SAME)
     last = "checkpoints/step_000006"
     ours, theirs = checkpoint.load(folder / last)[0], checkpoint.load(tmp_path / "whole" / last)[0]
     assert all(ours[name].equal(theirs[name]) for name in theirs)

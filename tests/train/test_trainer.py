@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from minipar.comm.mesh import Mesh
 from minipar.model import hf
@@ -23,12 +22,10 @@ from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import RankError
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
-from minipar.train.corpus import load_corpus
-from minipar.train.data import IGNORE, Sequences
+from minipar.train.data import IGNORE
 from minipar.train.metrics import read
 from minipar.train.report import StepRecorder, figures
 from minipar.train.step import train_step
-from minipar.train.tokenizer import ByteTokenizer
 from tests.train.runs import assert_same_run, lines_of, saved
 
 PLAIN = TrainConfig(
@@ -74,27 +71,6 @@ def test_trap_07_any_number_of_ranks_and_microbatches_is_the_same_run(run, one):
         assert report_of(other)["validation_loss"] == pytest.approx(validated, rel=1e-10)
         for name, weight in saved(other, 6)[0].items():
             torch.testing.assert_close(weight, final[name], rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_validation_counts_every_token_once_on_any_number_of_ranks(run, text, monkeypatch):
-    """Against a loop over the text; 5 does not divide into it, nor do 3 microbatches."""
-    monkeypatch.setattr(trainer, "EVAL_BATCHES", 10_000)
-    folder = run(1, "one", steps=2, microbatches=3)
-    corpus = load_corpus(str(text), ByteTokenizer())
-    model = Llama(PRESETS["tiny"]).double()
-    model.load_state_dict(saved(folder, 2)[0])
-    sequences, total, count = Sequences(corpus.validation, PLAIN.seq_len), 0.0, 0
-    assert len(sequences) % 5 and len(sequences) > 5
-    with torch.no_grad():
-        for inputs, targets in (sequences[i] for i in range(len(sequences))):
-            real = targets != IGNORE
-            logits = model(inputs[None])[0]
-            total += cross_entropy(logits[real], targets[real], reduction="sum").item()
-            count += int(real.sum())
-    assert count == len(corpus.validation) - 1
-    assert report_of(folder)["validation_loss"] == pytest.approx(total / count, rel=1e-12)
-    assert read(folder / "metrics.jsonl")[-1]["validation_loss"] == pytest.approx(total / count)
 
 
 # ---------------------------------------------------------------------- interrupted runs
@@ -237,19 +213,6 @@ def test_a_recorded_step_holds_what_crosses_into_the_next():
     assert sorted(names) == ["all_gather", "all_gather", "reduce_scatter"]
     assert figures([dict(loss=1, tokens=1, seconds=1)], step)["sent_bytes"] == 10 + 100
     assert not StepRecorder(model, 5, 0).typical(Mesh()).spans
-
-
-@pytest.mark.slow
-def test_a_profile_is_a_trace_of_torch(run):
-    """Beside the recorder, also with weights of ZeRO that are still under way."""
-    folder = run(2, "profiled", profile=True, zero=1, steps=8, record_steps=3)
-    for rank in range(2):
-        path = folder / f"profile/trace_rank{rank}.json"
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        names = [event["name"] for event in events if "name" in event]
-        assert sum(name.startswith("ProfilerStep#") for name in names) >= 3
-        assert "aten::mm" in names
-    assert Timeline.load(folder / "timeline.json").ranks == [0, 1]
 
 
 def test_figures_are_of_steps_that_were_not_recorded():

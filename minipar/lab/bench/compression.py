@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice, product
 from typing import Any, NamedTuple
 
@@ -30,16 +29,7 @@ from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.parallel import ddp, local_sgd
 from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.compression.codecs import (
-    Compressor,
-    Fp8,
-    Half,
-    Int8,
-    PowerSGD,
-    RandomK,
-    Sign,
-    TopK,
-)
+from minipar.parallel.compression import codecs
 from minipar.parallel.compression.feedback import Compressed
 from minipar.train.corpus import load_corpus
 from minipar.train.data import Batches, Sequences
@@ -72,7 +62,7 @@ def disturbed(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
     return exact(model, axis)
 
 
-def by(codec: Callable[[], Compressor], feedback: bool | None = None) -> Attach:
+def by(codec: Callable[[], codecs.Compressor], feedback: bool | None = None) -> Attach:
     """Compress gradients; feedback mends the bias of a codec, by default where there is one."""
 
     def attach(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
@@ -82,15 +72,15 @@ def by(codec: Callable[[], Compressor], feedback: bool | None = None) -> Attach:
     return attach
 
 
-def seldom(method: str, half_in_step: bool = False, **options: Any) -> Attach:
-    """Meet less often, or late; `half_in_step` meets in each of the first half of the steps."""
+def seldom(method: str, half_in_step: bool = False) -> Attach:
+    """Meet every `TURN` steps, or late; `half_in_step` meets in each of the first half of steps."""
 
     def attach(
         model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer, steps: int
     ) -> Strategy:
-        first = {"synchronous_steps": steps // 2} if half_in_step else {}
-        more = options | first
-        return local_sgd.apply(model, axis, optimizer, average=False, method=method, **more)
+        options = {} if method == "delayed gradients" else {"every": TURN}
+        options |= {"synchronous_steps": steps // 2} if half_in_step else {}
+        return local_sgd.apply(model, axis, optimizer, average=False, method=method, **options)
 
     return attach
 
@@ -100,31 +90,31 @@ ROUNDING, FEWER, LOW, LESS = "rounding", "fewer numbers", "low rank", "less ofte
 METHODS: dict[str, tuple[str, Attach]] = {
     REFERENCE: ("exact", exact),
     "fp32 disturbed": ("exact", disturbed),
-    "fp16": (ROUNDING, by(lambda: Half(torch.float16))),
-    "bf16": (ROUNDING, by(lambda: Half(torch.bfloat16))),
-    "int8": (ROUNDING, by(Int8)),
-    "int8, no feedback": (ROUNDING, by(Int8, False)),
-    "int8 stochastic": (ROUNDING, by(lambda: Int8(stochastic=True))),
-    "fp8 e4m3": (ROUNDING, by(lambda: Fp8(kind="e4m3"))),
-    "fp8 e5m2": (ROUNDING, by(lambda: Fp8(kind="e5m2"))),
-    "fp8 e5m2, no feedback": (ROUNDING, by(lambda: Fp8(kind="e5m2"), False)),
-    "sign": (ROUNDING, by(Sign)),
-    "sign, no feedback": (ROUNDING, by(Sign, False)),
-    "top-k 10 %": (FEWER, by(lambda: TopK(0.1))),
-    "top-k 1 %": (FEWER, by(lambda: TopK(0.01))),
-    "top-k 1 %, no feedback": (FEWER, by(lambda: TopK(0.01), False)),
-    "random-k 10 %": (FEWER, by(lambda: RandomK(0.1))),
-    "random-k 1 %": (FEWER, by(lambda: RandomK(0.01))),
-    "random-k 1 %, no feedback": (FEWER, by(lambda: RandomK(0.01), False)),
-    "PowerSGD rank 4": (LOW, by(lambda: PowerSGD(rank=4))),
-    "PowerSGD rank 4, no feedback": (LOW, by(lambda: PowerSGD(rank=4), False)),
-    "PowerSGD rank 1": (LOW, by(lambda: PowerSGD(rank=1))),
+    "fp16": (ROUNDING, by(lambda: codecs.Half(torch.float16))),
+    "bf16": (ROUNDING, by(lambda: codecs.Half(torch.bfloat16))),
+    "int8": (ROUNDING, by(codecs.Int8)),
+    "int8, no feedback": (ROUNDING, by(codecs.Int8, False)),
+    "int8 stochastic": (ROUNDING, by(lambda: codecs.Int8(stochastic=True))),
+    "fp8 e4m3": (ROUNDING, by(lambda: codecs.Fp8(kind="e4m3"))),
+    "fp8 e5m2": (ROUNDING, by(lambda: codecs.Fp8(kind="e5m2"))),
+    "fp8 e5m2, no feedback": (ROUNDING, by(lambda: codecs.Fp8(kind="e5m2"), False)),
+    "sign": (ROUNDING, by(codecs.Sign)),
+    "sign, no feedback": (ROUNDING, by(codecs.Sign, False)),
+    "top-k 10 %": (FEWER, by(lambda: codecs.TopK(0.1))),
+    "top-k 1 %": (FEWER, by(lambda: codecs.TopK(0.01))),
+    "top-k 1 %, no feedback": (FEWER, by(lambda: codecs.TopK(0.01), False)),
+    "random-k 10 %": (FEWER, by(lambda: codecs.RandomK(0.1))),
+    "random-k 1 %": (FEWER, by(lambda: codecs.RandomK(0.01))),
+    "random-k 1 %, no feedback": (FEWER, by(lambda: codecs.RandomK(0.01), False)),
+    "PowerSGD rank 4": (LOW, by(lambda: codecs.PowerSGD(rank=4))),
+    "PowerSGD rank 4, no feedback": (LOW, by(lambda: codecs.PowerSGD(rank=4), False)),
+    "PowerSGD rank 1": (LOW, by(lambda: codecs.PowerSGD(rank=1))),
     "delayed gradients": (LESS, seldom("delayed gradients")),
-    "local SGD": (LESS, seldom("local sgd", every=TURN)),
-    "post-local SGD": (LESS, seldom("local sgd", half_in_step=True, every=TURN)),
-    "DiLoCo": (LESS, seldom("diloco", every=TURN)),
-    "DiLoCo delayed": (LESS, seldom("diloco delayed", every=TURN)),
-    "DiLoCo streaming": (LESS, seldom("diloco streaming", every=TURN)),
+    "local SGD": (LESS, seldom("local sgd")),
+    "post-local SGD": (LESS, seldom("local sgd", half_in_step=True)),
+    "DiLoCo": (LESS, seldom("diloco")),
+    "DiLoCo delayed": (LESS, seldom("diloco delayed")),
+    "DiLoCo streaming": (LESS, seldom("diloco streaming")),
 }
 """Every method by its name in the table: its family, and how it is attached."""
 
@@ -147,14 +137,14 @@ class CompressionConfig:
 def run(config: CompressionConfig, names: Sequence[str] = tuple(METHODS)) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return a row per method; fp32 is the first."""
     link.parse(config.link)  # an error now, and not on the ranks
-    learned: dict[str, list[Learned]] = {}
+    learned: dict[str, list[Learned]] = {name: [] for name in names}
     with race.pool(RANKS, config.link) as ranks:
         for seed, name in product(range(config.seeds), names):  # in turns: all, then all again
-            one = ranks.run(learn, config, name, seed)[0]
-            learned.setdefault(name, []).append(one)
-            print(f"{name}: loss {one.validation:.3f} after {config.steps} steps", flush=True)
+            learned[name] += ranks.run(learn, config, name, seed)[:1]
+            loss = learned[name][-1].validation
+            print(f"{name}: loss {loss:.3f} after {config.steps} steps", flush=True)
     rows = [row(config, name, learned) for name in names]
-    print("\n" + table(rows))
+    print("\n" + race.table(rows, columns(config.steps)))
     race.save(rows, config.json)
     return rows
 
@@ -178,9 +168,7 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
     strategy = METHODS[name][1](model, axis, optimizer, steps)
     batches = batches_of("train", axis, seed).forever()
     losses, times = [], [time.monotonic()]
-    link.use(config.link)
-    link.check_calls(False)  # a check costs time
-    with timeline.record(model) as recorded:
+    with race.using(config.link), timeline.record(model) as recorded:
         for at in range(steps):
             lr = warmup_cosine(at, peak=PEAK_LR, warmup_steps=min(10, steps), total_steps=steps)
             for group in optimizer.param_groups:
@@ -190,11 +178,8 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
             times.append(time.monotonic())
         if hasattr(strategy, "state_dict"):
             strategy.state_dict()  # waits for exchanges under way: they count, too
-    link.check_calls(True)
-    link.use("none")
-    seconds = [
-        statistics.mean(np.diff(times)[i : i + TURN].tolist()) for i in range(0, steps, TURN)
-    ]
+    lengths = np.diff(times).tolist()
+    seconds = [statistics.mean(lengths[i : i + TURN]) for i in range(0, steps, TURN)]
     exposed = sum(overlap.exposed for overlap in recorded.overlap()) / steps
     turns, exposed = zip(*all_gather_object((seconds, exposed), axis), strict=True)
     num_bytes = sum(recorded.bytes_by_axis().values()) / steps
@@ -213,13 +198,9 @@ def validate(strategy: Strategy, axis: Axis) -> float:
 
 def batches_of(part: str, axis: Axis, seed: int) -> Batches:
     """Return this rank's batches, of the "train" or the "validation" part of the text."""
-    sequences = Sequences(getattr(_corpus(), part), SEQ_LEN)
+    corpus = load_corpus("stdlib", ByteTokenizer())
+    sequences = Sequences(getattr(corpus, part), SEQ_LEN)
     return Batches(sequences, BATCH_SIZE * axis.size, axis.rank, axis.size, seed=seed)
-
-
-@cache
-def _corpus() -> Any:
-    return load_corpus("stdlib", ByteTokenizer())
 
 
 # ---------------------------------------------------------------------- the table
@@ -251,15 +232,14 @@ def row(config: CompressionConfig, name: str, learned: dict[str, list[Learned]])
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as text."""
-    columns = {
+def columns(steps: int) -> dict[str, str]:
+    """Return the columns of the table."""
+    return {
         "method": "{method}",
         "bytes/step": "{num_bytes:,.0f}",
         "of fp32": "{share:.1%}",
         "exposed": "{exposed_ms:.0f} ms",
         "step": "{step_ms:.0f} ms",
-        f"loss after {rows[0]['steps']}": "{loss:.3f}",
+        f"loss after {steps}": "{loss:.3f}",
         "gap to fp32 [min, max]": "{gap:+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]",
     }
-    return race.table(rows, columns)

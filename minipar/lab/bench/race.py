@@ -29,14 +29,14 @@ from minipar.model.llama import PRESETS
 from minipar.ranks.launch import Ranks
 from minipar.text import aligned
 
-StrategyName = Literal["ddp", "fsdp", "tensor", "context", "pipeline"]
-
 
 @dataclass(frozen=True)
 class RaceConfig:
     """Compare a strategy of ours with PyTorch's own: time of a training step, and bytes sent."""
 
-    strategy: Annotated[StrategyName, tyro.conf.Positional] = "ddp"
+    strategy: Annotated[
+        Literal["ddp", "fsdp", "tensor", "context", "pipeline"], tyro.conf.Positional
+    ] = "ddp"
     """The strategy; "fsdp" includes ZeRO 1 and 2."""
     links: tuple[str, ...] = ("gloo", "10gbe", "1gbe")
     """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
@@ -56,8 +56,8 @@ class RaceConfig:
 
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work."""
-        if self.ranks < 2 or self.rounds < 1 or not self.links:
-            raise ValueError("--ranks needs 2 or more, --rounds 1 or more, --links at least one")
+        if self.ranks < 2 or self.rounds < 1:
+            raise ValueError("--ranks needs 2 or more, --rounds 1 or more")
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
         for name in self.links:
@@ -79,10 +79,7 @@ class Measured(NamedTuple):
 
 @contextmanager
 def pool(num_ranks: int, link_name: str) -> Iterator[Ranks]:
-    """Open ranks on gloo, or on an emulated link.
-
-    GPUs are hidden from the ranks, also from libraries: all rows are of one device.
-    """
+    """Open ranks on gloo, or on an emulated link; GPUs are hidden from them: all rows are alike."""
     backend = "gloo" if link_name == "gloo" else "link"
     with (
         mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
@@ -91,37 +88,44 @@ def pool(num_ranks: int, link_name: str) -> Iterator[Ranks]:
         yield ranks
 
 
+@contextmanager
+def using(link_name: str) -> Iterator[None]:
+    """Use an emulated link, without its checks of calls, which cost time."""
+    link.use(link_name)
+    link.check_calls(False)
+    yield
+    link.check_calls(True)
+    link.use("none")
+
+
 def race(
-    steps: Mapping[str, Callable[[], Any]], axis: Axis, link_name: str, rounds: int
+    ours: Callable[[], Any], torchs: Callable[[], Any], axis: Axis, link_name: str, rounds: int
 ) -> dict[str, Measured]:
-    """Run the contenders' `steps` in turns; called on every rank.
+    """Run steps of "ours" and of "torch" in turns; called on every rank.
 
     Weights and gradients of one step may still travel when the step ends. So every turn begins
     with a step of the same contender that does not count.
     """
-    names, turns = list(steps), []
+    steps, turns = {"ours": ours, "torch": torchs}, []
     sent: list[tuple[float, int]] = []  # when a call was issued, and its bytes
 
     def note(work: Any) -> None:  # numbers only: the call's tensors are to be freed
         sent.append((work.t_issue, work.num_bytes))
 
-    link.use("none" if link_name == "gloo" else link_name)
-    link.check_calls(False)  # a check costs time
-    for step in steps.values():
-        for _ in range(3):  # the first steps allocate, and measure what calls cost
-            step()
-    link.observers.append(note)
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            barrier(axis)
-            steps[name]()
-            start = time.monotonic()
-            steps[name]()
-            turns.append((name, start, time.monotonic()))
-            barrier(axis)  # messages on their way arrive before the next turn
-    link.observers.remove(note)
-    link.use("none")
-    link.check_calls(True)
+    with using("none" if link_name == "gloo" else link_name):
+        for step in steps.values():
+            for _ in range(3):  # the first steps allocate, and measure what calls cost
+                step()
+        link.observers.append(note)
+        for i in range(rounds):
+            for name in sorted(steps, reverse=i % 2 == 1):
+                barrier(axis)
+                steps[name]()
+                start = time.monotonic()
+                steps[name]()
+                turns.append((name, start, time.monotonic()))
+                barrier(axis)  # messages on their way arrive before the next turn
+        link.observers.remove(note)
     mine = [(end - start, bytes_of(sent, start, end)) for _, start, end in turns]
     measured = {name: Measured([], []) for name in steps}
     for (name, *_), *ranks in zip(turns, *all_gather_object(mine, axis), strict=True):
@@ -141,17 +145,13 @@ def row(
     config: RaceConfig, link_name: str, ours: str, torchs: str, measured: Mapping[str, Measured]
 ) -> dict[str, Any]:
     """Compare a contender "ours" with "torch", by their names in the table."""
-    found = {
-        "bench": config.strategy,
-        "link": label(link_name),
-        **{name: getattr(config, name) for name in ("ranks", "preset", "batch_size", "seq_len")},
-        "rounds": config.rounds,
-        "ours": ours,
-        "torch": torchs,
-    }
     ratios = np.divide(measured["ours"].seconds, measured["torch"].seconds)  # of each round
-    quantiles = np.quantile(ratios, (0.5, 0.25, 0.75)).tolist()
-    found |= zip(("ratio", "ratio_low", "ratio_high"), quantiles, strict=True)
+    low, ratio, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+    found = {"bench": config.strategy, "link": label(link_name)}
+    for name in ("ranks", "preset", "batch_size", "seq_len", "rounds"):
+        found[name] = getattr(config, name)
+    found |= {"ours": ours, "torch": torchs}
+    found |= {"ratio": ratio, "ratio_low": low, "ratio_high": high}
     for who, one in measured.items():
         megabytes = statistics.median(one.num_bytes) / 1e6
         found[f"{who}_ms"] = 1e3 * statistics.median(one.seconds)

@@ -14,7 +14,7 @@ A contender is a function ``field -> step``, called on each rank. How a race is 
 Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipeline).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,13 +91,12 @@ def stepping(optimizer: torch.optim.Optimizer, backward: Step) -> Step:
 
 def run(config: RaceConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table; return a row for each pair on each link."""
-    contest = CONTESTS[config.strategy]
-    config = replace(config, seq_len=config.seq_len or contest.seq_len)
     config.check()
+    config = replace(config, seq_len=config.seq_len or AXES[config.strategy][1])
     rows = []
     for link_name in config.links:
         with race.pool(config.ranks, link_name) as ranks:
-            for ours, (_, torchs, _) in contest.pairs.items():
+            for ours, (_, torchs, _) in CONTESTS[config.strategy].items():
                 measured = ranks.run(measure, config, link_name, ours)[0]
                 rows.append(race.row(config, link_name, ours, torchs, measured))
                 print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
@@ -108,14 +107,14 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
 
 def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, race.Measured]:
     """Run a contender of ours and PyTorch's in turns on a link; called on every rank."""
-    contest = CONTESTS[config.strategy]
-    axis = getattr(Mesh(**{contest.axis: config.ranks}), contest.axis)
-    shape = replace(PRESETS[config.preset], tie_embeddings=contest.axis not in ("tp", "pp"))
-    if contest.axis == "pp":
+    axis_name = AXES[config.strategy][0]
+    axis = getattr(Mesh(**{axis_name: config.ranks}), axis_name)
+    shape = replace(PRESETS[config.preset], tie_embeddings=axis.name not in ("tp", "pp"))
+    if axis.name == "pp":
         shape = replace(shape, num_layers=4 * config.ranks)
-    mine, _, rival = contest.pairs[name]
+    mine, _, rival = CONTESTS[config.strategy][name]
     field = Field(config, axis, shape)
-    return race.race({"ours": mine(field), "torch": rival(field)}, axis, link_name, config.rounds)
+    return race.race(mine(field), rival(field), axis, link_name, config.rounds)
 
 
 def our(on: Field, apply: Callable[..., Strategy], **options: Any) -> Step:
@@ -318,7 +317,8 @@ def torch_pipeline(on: Field, name: str) -> Step:
     for stage in own:
         part = stages.part_of(model, stages.layers_of(cut, stage), stage == 0, stage == last)
         parts.append(PipelineStage(part, stage, last + 1, inputs.device, group=on.axis.group))
-    stages.keep_only(model, set(own), cut)
+    kept = {layer for stage in own for layer in stages.layers_of(cut, stage)}
+    stages.keep_only(model, kept, 0 in own, last in own)
     kind = getattr(theirs, PIPELINES[name])
     runner = kind(
         parts[0] if issubclass(kind, theirs.PipelineScheduleSingle) else parts,
@@ -337,50 +337,40 @@ def torch_pipeline(on: Field, name: str) -> Step:
 
 
 # ---------------------------------------------------------------------- who races
-class Contest(NamedTuple):
-    """One strategy: an axis, tokens of a sequence, and contenders."""
-
-    axis: str
-    seq_len: int
-    pairs: Mapping[str, tuple[Contender, str, Contender]]
-    """Contenders of ours by name, each with the name of PyTorch's and PyTorch's."""
-
-
-VERSIONS = "overlapped", "tuned"
+AXES = {
+    "ddp": ("dp", 128),
+    "fsdp": ("dp", 128),
+    "tensor": ("tp", 256),
+    "context": ("cp", 2048),
+    "pipeline": ("pp", 128),
+}
+"""The axis of a strategy, and the tokens of a sequence."""
 DDP = "DistributedDataParallel", torch_ddp
 ZERO = "ZeroRedundancyOptimizer", partial(torch_ddp, sharded=True)
+TENSOR, CUT = partial(our, apply=tensor.apply), partial(our, apply=tensor.apply, sequence=True)
 SEQUENCE = "with SequenceParallel", partial(torch_tensor, sequence=True)
-EXCHANGES = "ring", "gather", "ulysses"
 RING = "PyTorch's ring", partial(our_context, kind="ring", ring=torch_ring)
-CONTESTS = {
-    "ddp": Contest(
-        "dp", 128, {v: (partial(our, apply=ddp.apply, version=v), *DDP) for v in VERSIONS}
-    ),
-    "fsdp": Contest(
-        "dp",
-        128,
-        {
-            "ZeRO-1": (partial(our_zero, stage=1), *ZERO),
-            "ZeRO-2": (partial(our_zero, stage=2), *ZERO),  # PyTorch has no ZeRO-2
-            "FSDP": (partial(our, apply=fsdp.apply), "fully_shard", torch_fsdp),
-        },
-    ),
-    "tensor": Contest(
-        "tp",
-        256,
-        {
-            "plain": (partial(our, apply=tensor.apply), "parallelize_module", torch_tensor),
-            "sequence": (partial(our, apply=tensor.apply, sequence=True), *SEQUENCE),
-            "overlap": (partial(our, apply=tensor.apply, sequence=True, overlap=True), *SEQUENCE),
-        },
-    ),
-    "context": Contest("cp", 2048, {k: (partial(our_context, kind=k), *RING) for k in EXCHANGES}),
-    "pipeline": Contest(
-        "pp",
-        128,
-        {
-            name: (partial(our_pipeline, name=name), theirs, partial(torch_pipeline, name=name))
-            for name, theirs in PIPELINES.items()
-        },
-    ),
+CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
+    "ddp": {
+        name: (partial(our, apply=ddp.apply, version=name), *DDP)
+        for name in ("overlapped", "tuned")
+    },
+    "fsdp": {
+        "ZeRO-1": (partial(our_zero, stage=1), *ZERO),
+        "ZeRO-2": (partial(our_zero, stage=2), *ZERO),  # PyTorch has no ZeRO-2
+        "FSDP": (partial(our, apply=fsdp.apply), "fully_shard", torch_fsdp),
+    },
+    "tensor": {
+        "plain": (TENSOR, "parallelize_module", torch_tensor),
+        "sequence": (CUT, *SEQUENCE),
+        "overlap": (partial(CUT, overlap=True), *SEQUENCE),
+    },
+    "context": {
+        kind: (partial(our_context, kind=kind), *RING) for kind in ("ring", "gather", "ulysses")
+    },
+    "pipeline": {
+        name: (partial(our_pipeline, name=name), theirs, partial(torch_pipeline, name=name))
+        for name, theirs in PIPELINES.items()
+    },
 }
+"""Contenders of ours by name, each with the name of PyTorch's and PyTorch's."""

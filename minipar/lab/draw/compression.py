@@ -4,7 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 from minipar.lab.draw import pen
@@ -49,18 +51,17 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     weights. An arrow leads from a method without error feedback, a hollow dot, to the same method
     with it. Near zero the scale is linear. Methods of equal bytes near zero share a label.
     """
-    width, height = 9.6, 5.6
     first = rows[0]
     note = f"{first['preset']} Llama after {first['steps']} steps of {first['tokens_per_step']}"
     note += f" tokens, {first['ranks']} ranks. Arrows: from no error feedback to feedback"
-    figure = pen.figure(width, height, finding(rows), note)
-    ax = pen.panel(figure, 0.85, 1.0, width - 1.1, height - 1.75)
+    figure = pen.figure(pen.WIDTH, 5.6, finding(rows), note)
+    ax = pen.panel(figure, 0.85, 1.0, pen.WIDTH - 1.1, 3.85)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
     ax.set_xscale("log")
     ax.set_yscale("symlog", linthresh=FREE, linscale=0.5)
     ax.grid(axis="y", color=GRID, lw=0.8)
-    ax.minorticks_off()
-    with_feedback = {row["method"]: row for row in rows}
+    ax.axhspan(-FREE, FREE, color=KIND["idle"], lw=0, zorder=0)
+    gap_of = {row["method"]: row["gap"] for row in rows}
     labels: dict[tuple, list[Row]] = {}
     for row in rows:
         ink, method = FAMILY[row["family"]], row["method"]
@@ -72,24 +73,19 @@ def accuracy(rows: Sequence[Row]) -> Figure:
         if plain == method:
             near = (f"{x:.2g}", "free" if abs(y) < FREE else method)
             labels.setdefault(near, []).append(row)
-        elif plain in with_feedback:
-            end = x, with_feedback[plain]["gap"]
+        elif plain in gap_of:
             ends = {"arrowstyle": "-|>", "color": ink, "shrinkA": 5, "shrinkB": 5}
-            ax.annotate("", end, (x, y), arrowprops=ends, zorder=3)
-    values = [row["num_bytes"] / 1e6 for row in rows]
-    ax.set_xlim(min(values) / 1.6, max(values) * 2)
-    low = 1.3 * min(-2 * FREE, *(row["gap_low"] for row in rows))
-    high = 1.8 * max(2 * FREE, *(row["gap_high"] for row in rows))
-    ax.set_ylim(low, high)
+            ax.annotate("", (x, gap_of[plain]), (x, y), arrowprops=ends, zorder=3)
+    left, right = ax.get_xlim()
+    ax.set_xlim(left, 1.5 * right)  # for the names
+    low, high = ax.get_ylim()
     gaps = [0.0, *(sign * m * 10.0**e for e in (-2, -1, 0) for m in (1, 3) for sign in (1, -1))]
-    ax.set_yticks(sorted(gap for gap in gaps if low < gap < high))
+    ax.set_yticks([gap for gap in gaps if low < gap < high])
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:+g}".replace("-", "\u2212") if y else "fp32")
-    spots = [m * 10.0**e for e in range(-4, 6) for m in (1, 3)]
-    ax.set_xticks([x for x in spots if ax.get_xlim()[0] < x < ax.get_xlim()[1]])
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    ax.axhspan(-FREE, FREE, color=KIND["idle"], lw=0, zorder=0)
-    style = {"color": MUTED, "size": 8, "va": "bottom"}
-    ax.text(ax.get_xlim()[0], -FREE, f" within {FREE:g} of fp32", **style)
+    ax.minorticks_off()
+    ax.text(left, -FREE, f" within {FREE:g} of fp32", color=MUTED, size=8, va="bottom")
     firsts = [group[0] for group in labels.values()]
     dots = [(row["num_bytes"] / 1e6, row["gap"]) for row in firsts]
     names = [", ".join(row["method"] for row in group) for group in labels.values()]
@@ -97,8 +93,7 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     what = "loss minus that of fp32, nats per token (lower is better)"
     pen.label(ax, "megabytes that a rank sends per step", what, above=1.03)
     families = {row["family"] for row in rows}
-    legend = [(ink, family) for family, ink in FAMILY.items() if family in families]
-    pen.key(figure, legend, 0.85, 0.32)
+    pen.key(figure, [(FAMILY[f], f) for f in FAMILY if f in families], 0.85, 0.32)
     return figure
 
 
@@ -135,35 +130,30 @@ def kept(versions: Mapping[str, Tensor], *, start: int = 0, title: str = "") -> 
     The first version is the truth; it stands pale behind the others. Red is what became zero. Shown
     are `COUNT` numbers from `start` on; the error |version - truth| / |truth| is over all of them.
     """
-    flat = {name: tensor.detach().double().flatten() for name, tensor in versions.items()}
-    truth, *_ = flat.values()
-    there = truth[start : start + COUNT]
-    left, right, row, width = 1.15, 1.35, 0.74, 9.6  # inches
-    height = 0.62 + row * len(flat) + 0.3
+    flat = {name: tensor.detach().double().flatten().numpy() for name, tensor in versions.items()}
+    shown = {name: values[start : start + COUNT] for name, values in flat.items()}
+    (truth, *_), (there, *_) = flat.values(), shown.values()
+    row = 0.74  # inches
     note = f"pale: the truth; red: became zero; {len(there)} numbers in a row, error over all"
-    figure = pen.figure(width, height, title, note)
-    ax = pen.panel(figure, left, 0.3, width - left - right, row * len(flat))
-    ax.set_xlim(-1, len(there))
-    ax.set_ylim(0, len(flat))
-    ax.set_xticks([])
-    ax.set_yticks([])
-    largest = max(values[start : start + COUNT].abs().max().item() for values in flat.values())
-    scale, places = 0.46 / largest, range(len(there))
-    truths = [scale * value for value in there.tolist()]
-    for i, (name, values) in enumerate(flat.items()):
-        middle = len(flat) - 1 - i + 0.5
-        shown = [scale * value for value in values[start : start + COUNT].tolist()]
-        ax.plot([-1, len(there)], [middle, middle], color=GRID, lw=0.8, zorder=1)
-        style = {"transform": ax.get_yaxis_transform()}
-        pen.text(ax, -0.015, middle, name, ha="right", **style)
+    figure = pen.figure(pen.WIDTH, 0.92 + row * len(flat), title, note)
+    ax = pen.panel(figure, 1.15, 0.3, pen.WIDTH - 2.5, row * len(flat))
+    ax.set(xlim=(-1, len(there)), ylim=(0.5 - len(flat), 0.5), xticks=[], yticks=[])
+    scale = 0.46 / max(np.abs(values).max() for values in shown.values())
+    places, beside = range(len(there)), {"transform": ax.get_yaxis_transform()}
+    for i, (name, values) in enumerate(shown.items()):
+        ax.axhline(-i, color=GRID, lw=0.8, zorder=1)
+        pen.text(ax, -0.015, -i, name, ha="right", **beside)
         if i == 0:
-            ax.bar(places, shown, 0.72, bottom=middle, color=INK, zorder=3)
-            pen.text(ax, 1.015, middle, f"{len(values):,} numbers", color=MUTED, **style)
+            ax.bar(places, scale * values, 0.72, bottom=0, color=INK, zorder=3)
+            pen.text(ax, 1.015, 0, f"{len(truth):,} numbers", color=MUTED, **beside)
             continue
-        lost = [0.0 if new else old for old, new in zip(truths, shown, strict=True)]
-        ax.bar(places, truths, 0.9, bottom=middle, color=KIND["forward"], alpha=0.6, zorder=2)
-        ax.bar(places, lost, 0.9, bottom=middle, color=EXPOSED, alpha=0.75, zorder=3)
-        ax.bar(places, shown, 0.45, bottom=middle, color=KIND["backward"], zorder=4)
-        error = ((values - truth).norm() / truth.norm()).item()
-        pen.text(ax, 1.015, middle, f"{100 * error:.2g} % off", **style)
+        lost = np.where(values == 0, there, 0)
+        for what, wide, ink, alpha in (
+            (there, 0.9, KIND["forward"], 0.6),
+            (lost, 0.9, EXPOSED, 0.75),
+            (values, 0.45, KIND["backward"], 1.0),
+        ):
+            ax.bar(places, scale * what, wide, bottom=-i, color=ink, alpha=alpha, zorder=3)
+        error = np.linalg.norm(flat[name] - truth) / np.linalg.norm(truth)
+        pen.text(ax, 1.015, -i, f"{100 * error:.2g} % off", **beside)
     return figure

@@ -17,7 +17,7 @@ from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK
 from minipar.parallel import context
 
-SIDE, LEFT, STRIP = 2.7, 0.72, 0.13  # inches: a triangle, the words beside it, the strip of ranks
+SIDE, STRIP = 2.7, 0.13  # inches of a triangle, and of the strip of ranks beside it
 ROW = 0.27  # inches of a rank in a picture of steps
 TOKENS = 48  # drawn where no mask is given: enough for a diagonal, few enough to see them
 
@@ -73,12 +73,9 @@ def mask(
     The number in a block is the step of the ring in which it is multiplied. `visible` [T, T] is
     True where a query may look: causal, unless given.
     """
-    visible = causal(size) if visible is None else visible
-    width, height = max(LEFT + SIDE + 0.3, pen.title_width(title), 6.5), SIDE + 1.72
-    figure, ax = pen.sheet(width, height, title)
-    _triangle(ax, (width - SIDE) / 2, 0.84, size, order, visible)
-    pen.key(figure, [*pen.of_ranks(size), MASKED, STEP], 0.2, 0.26, width - 0.3)
-    return figure
+    ax = pen.paper()
+    _triangle(ax, 0, size, order, causal(size) if visible is None else visible)
+    return pen.cut(ax, title, legend=[*pen.of_ranks(size), MASKED, STEP])
 
 
 def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
@@ -86,39 +83,31 @@ def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
 
     Every step of a ring lasts as long as its slowest rank; hatched grey is waiting.
     """
-    visible, below = causal(size), ROW * size + 0.94
-    width, height = 2 * (LEFT + SIDE) + 0.75, SIDE + below + 1.5
-    figure, ax = pen.sheet(width, height, title, note)
+    ax, visible, right = pen.paper(), causal(size), SIDE + 0.82
     works = {order: quarters(size, order, visible) for order in ("plain", "zigzag")}
-    longest = max(map(_duration, works.values()))
-    for i, (order, work) in enumerate(works.items()):
-        x = LEFT + i * (LEFT + SIDE + 0.1)
-        _triangle(ax, x, 0.55 + below, size, order, visible)
-        pen.text(ax, x, 0.7 + below + SIDE + STRIP, order, weight="bold")
-        _steps(ax, x, 0.84, work, SIDE / longest)
+    scale = SIDE / max(map(_duration, works.values()))
+    for x, (order, work) in zip((0, right), works.items(), strict=True):
+        _triangle(ax, x, size, order, visible)
+        pen.text(ax, x, STRIP + 0.15, order, weight="bold")
+        _steps(ax, x, -SIDE - 0.55 - ROW * size, work, scale)
         total = f"{_duration(work):g} quarters of a block"
-        pen.text(ax, x, 0.84 + ROW * size + 0.16, total, weight="bold")
-    pen.key(figure, [*pen.of_ranks(size), MASKED, WAITS, STEP], 0.2, 0.26, width - 0.4)
-    return figure
+        pen.text(ax, x, -SIDE - 0.39, total, weight="bold")
+    return pen.cut(ax, title, note, [*pen.of_ranks(size), MASKED, WAITS, STEP])
 
 
 def steps(
     work: Mapping[str, Sequence[Sequence[float]]], *, title: str = "", note: str = ""
 ) -> Figure:
     """Draw rings in lockstep, ``work[name][rank][step]`` in ms: a step waits for its slowest."""
-    ranks = max(len(rows) for rows in work.values())
-    width, panel = max(7.2, pen.title_width(title)), ROW * ranks + 0.44
-    height = 1.2 + panel * len(work)
-    figure, ax = pen.sheet(width, height, title, note)
-    scale = (width - LEFT - 0.3) / max(map(_duration, work.values()))
+    ax, ranks = pen.paper(), max(len(rows) for rows in work.values())
+    scale = 6.2 / max(map(_duration, work.values()))
     for i, (name, rows) in enumerate(work.items()):
-        y = height - 0.34 - panel * (i + 1)
-        _steps(ax, LEFT, y, rows, scale)
+        y = -(ROW * ranks + 0.44) * i
+        _steps(ax, 0, y, rows, scale)
         top, said = y + ROW * ranks + 0.14, f"{_duration(rows):.3g} ms"
-        pen.text(ax, LEFT, top, name, weight="bold")
-        pen.text(ax, LEFT + _duration(rows) * scale, top, said, ha="right")
-    pen.key(figure, [*pen.of_ranks(ranks), WAITS, STEP], 0.2, 0.26, width - 0.4)
-    return figure
+        pen.text(ax, 0, top, name, weight="bold")
+        pen.text(ax, _duration(rows) * scale, top, said, ha="right")
+    return pen.cut(ax, title, note, [*pen.of_ranks(ranks), WAITS, STEP])
 
 
 # ---------------------------------------------------------------------- parts
@@ -126,40 +115,35 @@ MASKED = (pen.pale(RANK[0]), "multiplied, then masked")
 WAITS, STEP = (pen.WAITS, "waits"), ("", "number: step of the ring")
 
 
-def _triangle(
-    ax: Axes, x: float, y: float, size: int, order: context.Order, visible: Tensor
-) -> None:
-    """Draw the scores into a square at (x, y), in inches."""
-    length, top = len(visible), y + SIDE
-    chunks = context.ORDERS[order] * size
+def _triangle(ax: Axes, x: float, size: int, order: context.Order, visible: Tensor) -> None:
+    """Draw the scores into a square, in inches; its upper left corner is (x, 0)."""
+    length, chunks = len(visible), context.ORDERS[order] * size
     unit, edge = SIDE / length, SIDE / chunks  # inches of a token, and of a chunk
-    found = pieces(size, order, visible)
     cells = torch.tensor(to_rgb(KIND["idle"])).expand(length, length, 3).clone()
-    for piece in found:
+    for piece in pieces(size, order, visible):
         seen = visible[piece.queries][:, piece.keys, None]
         own = RANK[piece.rank]
         ink, pale = (torch.tensor(to_rgb(each)) for each in (own, pen.pale(own)))
-        rows, columns = (slice(at[0], at[-1] + 1) for at in (piece.queries, piece.keys))
-        cells[rows, columns] = torch.where(seen, ink, pale)
+        cells[piece.queries[:, None], piece.keys] = torch.where(seen, ink, pale)
         row, column = seen[..., 0].nonzero().double().mean(0).tolist()
         at = x + (piece.keys[0].item() + column + 0.5) * unit
-        down = top - (piece.queries[0].item() + row + 0.5) * unit
-        style = {"ha": "center", "size": min(9.0, 30 * edge), "zorder": 3}
-        pen.text(ax, at, down, piece.step, **style)
+        down = -(piece.queries[0].item() + row + 0.5) * unit
+        pen.text(ax, at, down, piece.step, ha="center", size=min(9.0, 30 * edge))
     style = {"interpolation": "nearest", "aspect": "auto", "zorder": 1}
-    ax.imshow(cells.numpy(), extent=(x, x + SIDE, y, top), **style)
-    ax.set_xlim(0, ax.figure.get_figwidth())  # imshow has moved them
-    ax.set_ylim(0, ax.figure.get_figheight())
+    limits = ax.get_xlim(), ax.get_ylim()
+    ax.imshow(cells.numpy(), extent=(x, x + SIDE, -SIDE, 0), **style)
+    ax.set(xlim=limits[0], ylim=limits[1])  # imshow has moved them
+    line = {"color": PAPER, "lw": 0.9, "zorder": 2}
     for i in range(1, chunks):
-        ax.plot([x, x + SIDE], [top - i * edge] * 2, color=PAPER, lw=0.9, zorder=2)
-        ax.plot([x + i * edge] * 2, [y, top], color=PAPER, lw=0.9, zorder=2)
+        ax.plot([x, x + SIDE], [-i * edge] * 2, **line)
+        ax.plot([x + i * edge] * 2, [-SIDE, 0], **line)
     for rank in range(size):
         style = {"fc": RANK[rank], "ec": PAPER, "lw": 0.7}
         for number in context.chunks_of(rank, size, order):
-            pen.rectangle(ax, x - STRIP - 0.05, top - (number + 1) * edge, STRIP, edge, **style)
-            pen.rectangle(ax, x + number * edge, top + 0.05, edge, STRIP, **style)
-    pen.text(ax, x - STRIP - 0.12, y + SIDE / 2, "queries", color=MUTED, rotation=90, ha="right")
-    pen.text(ax, x + SIDE, top + STRIP + 0.15, "keys and values", color=MUTED, ha="right")
+            pen.rectangle(ax, x - STRIP - 0.05, -(number + 1) * edge, STRIP, edge, **style)
+            pen.rectangle(ax, x + number * edge, 0.05, edge, STRIP, **style)
+    pen.text(ax, x - STRIP - 0.12, -SIDE / 2, "queries", color=MUTED, rotation=90, ha="right")
+    pen.text(ax, x + SIDE, STRIP + 0.15, "keys and values", color=MUTED, ha="right")
 
 
 def _steps(ax: Axes, x: float, y: float, work: Sequence[Sequence[float]], scale: float) -> None:

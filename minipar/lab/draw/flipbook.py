@@ -127,7 +127,7 @@ def small_svg(figure: Figure) -> str:
     letters = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"]}
     buffer = io.StringIO()
     with rc_context(letters | {"svg.hashsalt": "minipar"}):
-        pen.literal(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)

@@ -13,15 +13,9 @@ from minipar.tools.hang import Group, Report
 
 COLUMNS, ROWS, ROW = 10, 16, 0.27  # the last calls, and the first ranks, of a group; inches
 GROUPS = 4
-ODD = AXIS["dp"]
-MIXED = {"fc": "none", "ec": EXPOSED, "lw": 1.4}
-LEGEND: list[pen.Entry] = [
-    (KIND["forward"], "ended"),
-    (EXPOSED, "waits"),
-    (ODD, "waits, unlike the others"),
-    (GRID, "has not come"),
-    (MIXED, "ranks call different things"),
-]
+LEGEND = [(KIND["forward"], "ended"), (EXPOSED, "waits"), (GRID, "has not come")]
+ODD = AXIS["dp"], "waits, unlike the others"
+MIXED = {"fc": "none", "ec": EXPOSED, "lw": 1.4}, "ranks call different things"
 
 
 def hang(report: Report, *, title: str = "") -> Figure:
@@ -36,29 +30,23 @@ def hang(report: Report, *, title: str = "") -> Figure:
     shown.sort(key=lambda group: not {*group.ranks} & {*report.culprits})
     messages = [wait for wait in report.waits if wait.is_message][:ROWS]
     shown = (shown or ([] if messages else called))[:GROUPS]
-    heights = [ROW * min(ROWS, len(group.ranks)) + 0.75 for group in shown]
-    total = sum(heights) + 1.1 + (ROW * len(messages) + 0.5) * bool(messages)
+    ax, top = pen.paper(), 0.0
+    for group in shown:
+        _panel(ax, group, report, top)
+        top -= ROW * min(ROWS, len(group.ranks)) + 0.75
+    if messages:
+        pen.text(ax, 0, top, "messages", weight="bold")
+    for row, wait in enumerate(messages):
+        y, call = top - 0.15 - ROW * (row + 1), f"{wait.call} on {wait.group}"
+        pen.text(ax, 1.25, y + ROW / 2, f"rank {wait.rank}", ha="right", size=8)
+        pen.rectangle(ax, 1.37, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
+        pen.text(ax, 1.45, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
     title = title or (said if len(said) < 90 else said[:87] + "...")
     rest = len(report.findings) - 1
     more = f"and {rest} more finding{'s' * (rest > 1)}" if rest > 0 else ""
-    figure, ax = pen.sheet(WIDTH, total, title, more)
-    top = total - 0.45
-    for group, height in zip(shown, heights, strict=True):
-        _panel(ax, group, report, top)
-        top -= height
-    if messages:
-        pen.text(ax, 0.15, top - 0.1, "messages", weight="bold")
-    for row, wait in enumerate(messages):
-        y, call = top - 0.25 - ROW * (row + 1), f"{wait.call} on {wait.group}"
-        pen.text(ax, 1.4, y + ROW / 2, f"rank {wait.ranks[0]}", ha="right", size=8)
-        pen.rectangle(ax, 1.52, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
-        pen.text(ax, 1.6, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))
-    odd = any(group.odd for group in shown)
-    mixed = any(_mixed(group) for group in shown)
-    left_out = [ink for ink, there in ((ODD, odd), (MIXED, mixed)) if not there]
-    pen.key(figure, [entry for entry in LEGEND if entry[0] not in left_out], 1.5, 0.32)
-    return figure
+    legend = LEGEND + [ODD] * any(group.odd for group in shown)
+    return pen.cut(ax, title, more, legend + [MIXED] * any(map(_mixed, shown)))
 
 
 def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
@@ -67,31 +55,29 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
     end = next((i for i, n in enumerate(numbers) if n >= min(open_calls, default=0)), 0)
     numbers = numbers[: end + 3][-COLUMNS:] if open_calls else numbers[-COLUMNS:]
     wide = min(1.1, (WIDTH - 1.75) / max(1, len(numbers)))
-    pen.text(ax, 0.15, top - 0.1, f"on {group.name}", weight="bold")
+    pen.text(ax, 0, top, f"on {group.name}", weight="bold")
     for column, number in enumerate(numbers):
-        x = 1.5 + wide * (column + 0.5)
-        pen.text(ax, x, top - 0.35, f"#{number}", ha="center", color=MUTED, size=8)
+        x = 1.35 + wide * (column + 0.5)
+        pen.text(ax, x, top - 0.25, f"#{number}", ha="center", color=MUTED, size=8)
     mixed = _mixed(group)
     for row, rank in enumerate(group.ranks[:ROWS]):
-        y = top - 0.5 - ROW * (row + 1)
+        y = top - 0.4 - ROW * (row + 1)
         recording = report.recordings.get(rank)
         known = report.knows(rank)
         host = recording.host[:10] if known else "not heard" if recording else "no dump"
         name = f"rank {rank}" + (f" · {host}" if host else "")
-        pen.text(ax, 1.4, y + ROW / 2, name, ha="right", size=8, color=INK if known else MUTED)
+        pen.text(ax, 1.25, y + ROW / 2, name, ha="right", size=8, color=INK if known else MUTED)
         for column, number in enumerate(numbers):
             entry = group.calls.get(rank, {}).get(number)
             place = group.place(rank, number, recording)
-            waits = ODD if (rank, number) in group.odd else EXPOSED
+            waits = ODD[0] if (rank, number) in group.odd else EXPOSED
             inks = {"in": waits, "past": KIND["forward"], "absent": GRID, "unknown": PAPER}
-            fill, x = inks[place], 1.5 + wide * column
             word = entry.verb.replace("_", "-").strip("-") if entry else ""
             word = "?" if place == "unknown" else word[: int(13 * wide)]
-            box = x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04
-            pen.cell(ax, box, word, fill, size=7, ec=PAPER)
+            x = 1.35 + wide * column
+            pen.cell(ax, (x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04), word, inks[place], 7)
             if number in mixed and entry:
-                box = x + 0.035, y + 0.035, wide - 0.07, ROW - 0.07
-                pen.rectangle(ax, *box, zorder=3, **MIXED)
+                pen.rectangle(ax, x + 0.035, y + 0.035, wide - 0.07, ROW - 0.07, **MIXED[0])
 
 
 def _mixed(group: Group) -> set[int]:

@@ -31,19 +31,15 @@ def parameters(config: LlamaConfig) -> dict[str, int]:
 
 def model(config: LlamaConfig) -> Figure:
     """Draw the way of a token through the model, with shapes and the parameters of each part."""
-    width, height = pen.WIDTH, 2.95
-    title = "One stream from byte to prediction; each layer adds to it twice"
-    total = f"numbers under the boxes: parameters, {config.num_parameters:,} in all"
-    figure, ax = pen.sheet(width, height, title, total)
-    count = parameters(config)
-    layers, line, branch = config.num_layers, 1.95, 0.98
+    ax, count = pen.paper(), parameters(config)
+    layers, line, branch, end = config.num_layers, 1.95, 0.98, pen.WIDTH
     once = 2 if config.tie_embeddings else 1
     embedding = f"{count['embedding'] * once // 2:,}"
     pen.rounded(ax, 1.95, 0.42, 5.15, 1.95, 0.1, fc=KIND["idle"], lw=0)
     pen.text(ax, 2.07, 2.22, f"a layer, {layers} times", color=MUTED)
-    pen.arrow(ax, (0.45, line), (width - 0.66, line), 13, color=INK, lw=2.6, zorder=1)
+    pen.arrow(ax, (0.45, line), (end - 0.66, line), 13, color=INK, lw=2.6, zorder=1)
     pen.text(ax, 0.18, line, "[T]")
-    pen.text(ax, width - 0.6, line, "[T, V]")
+    pen.text(ax, end - 0.6, line, "[T, V]")
     pen.text(ax, 1.62, line + 0.16, "[T, D]", color=MUTED, ha="center")
     tied = "same as embed" if config.tie_embeddings else embedding
     _part(ax, 1.02, line, 0.74, "embed", "embedding", embedding)
@@ -61,7 +57,8 @@ def model(config: LlamaConfig) -> Figure:
         _part(ax, x + 1.1, branch, 0.92, name, part, below)
         ax.add_patch(Circle((plus, line), 0.12, fc=PAPER, ec=INK, lw=1.2, zorder=3))
         pen.text(ax, plus, line - 0.005, "+", ha="center", size=11, zorder=4)
-    return figure
+    total = f"numbers under the boxes: parameters, {config.num_parameters:,} in all"
+    return pen.cut(ax, "One stream from byte to prediction; each layer adds to it twice", total)
 
 
 def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, below: str) -> None:
@@ -73,19 +70,15 @@ def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, belo
 def rotations(config: LlamaConfig) -> Figure:
     """Draw RoPE on a head: a dial per pair of coordinates (row) and position (column)."""
     turns = rope_frequencies(config).tolist()
+    ax, cell, radius = pen.paper(), 0.78, 0.31  # inches
     pairs, positions = [0, 2, 4, len(turns) - 1], range(8)
-    cell, left = 0.78, 1.55
-    width, height = left + cell * len(positions) + 0.2, 0.85 + cell * len(pairs)
-    fast, slow = (_degrees(turns[i]) for i in (pairs[0], pairs[-1]))
-    title = f"Pair {pairs[0]} turns by {fast} per token, pair {pairs[-1]} by {slow}"
-    figure, ax = pen.sheet(width, height, title)
     for row, pair in enumerate(pairs):
-        y = height - 0.95 - cell * row
-        pen.text(ax, 0.18, y + 0.08, f"pair {pair}", weight="bold")
-        pen.text(ax, 0.18, y - 0.12, f"{_degrees(turns[pair])} per token", color=MUTED)
+        y = -cell * row
+        pen.text(ax, -1.37, y + 0.08, f"pair {pair}", weight="bold")
+        pen.text(ax, -1.37, y - 0.12, f"{_degrees(turns[pair])} per token", color=MUTED)
         for position in positions:
             # A clock hand starts on the right and turns against the clock.
-            x, angle, radius = left + cell * (position + 0.5), position * turns[pair], 0.31
+            x, angle = cell * (position + 0.5), position * turns[pair]
             ax.add_patch(Circle((x, y), radius, fc=KIND["idle"], lw=0))
             rest = math.degrees(angle) % 360
             ax.add_patch(Wedge((x, y), radius, 0, rest, fc=KIND["forward"], lw=0))
@@ -93,9 +86,10 @@ def rotations(config: LlamaConfig) -> Figure:
             ax.plot(*hand, color=KIND["backward"], lw=2.2, solid_capstyle="round")
             ax.add_patch(Circle((x, y), 0.03, fc=KIND["backward"], lw=0, zorder=3))
     for position in positions:
-        x = left + cell * (position + 0.5)
-        pen.text(ax, x, 0.16, f"t = {position}", color=MUTED, ha="center")
-    return figure
+        at = cell * (position + 0.5), -cell * len(pairs) + 0.3
+        pen.text(ax, *at, f"t = {position}", color=MUTED, ha="center")
+    fast, slow = (_degrees(turns[i]) for i in (pairs[0], pairs[-1]))
+    return pen.cut(ax, f"Pair {pairs[0]} turns by {fast} per token, pair {pairs[-1]} by {slow}")
 
 
 def _degrees(angle: float) -> str:
@@ -104,37 +98,32 @@ def _degrees(angle: float) -> str:
 
 def attention(config: LlamaConfig) -> Figure:
     """Draw which query heads share a key/value head, and which tokens a token may look at."""
-    heads, groups, tokens = config.num_heads, config.num_kv_heads, 8
-    side, share = 0.26, heads // groups  # inches of a cell of the mask
-    width, height = pen.WIDTH, 1.15 + side * tokens
-    title = f"{share} query heads share one key/value head; no token sees a later one"
-    figure, ax = pen.sheet(width, height, title)
-    room = width - side * tokens - 2.4
-    top, bottom = height - 0.95, 0.8
+    ax, heads, groups, tokens = pen.paper(), config.num_heads, config.num_kv_heads, 8
+    side, share, top = 0.26, heads // groups, 1.6  # inches of a cell of the mask; heads per group
+    room = pen.WIDTH - 2.4 - side * tokens
     for head in range(heads):
-        x, group = 0.5 + room * (head + 0.5) / heads, head // share
-        centre, ink = 0.5 + room * (group + 0.5) / groups, RANK[group % len(RANK)]
-        ax.plot((centre, x), (bottom + 0.2, top - 0.2), color=ink, lw=2.5, zorder=1)
+        x, group = room * (head + 0.5) / heads, head // share
+        centre, ink = room * (group + 0.5) / groups, RANK[group % len(RANK)]
+        ax.plot((centre, x), (0.6, top - 0.2), color=ink, lw=2.5, zorder=1)
         _box(ax, x, top, 0.5, 0.4, f"q{head}", ink)
         if head % share == 0:
-            _box(ax, centre, bottom, 0.85, 0.4, f"k{group}  v{group}", ink)
-    for y, text in ((top + 0.42, f"{heads} query"), (bottom - 0.42, f"{groups} key/value")):
-        pen.text(ax, 0.5 + room / 2, y, f"{text} heads", color=MUTED, ha="center")
-    left = width - 0.3 - side * tokens
+            _box(ax, centre, 0.4, 0.85, 0.4, f"k{group}  v{group}", ink)
+    for y, text in ((top + 0.42, f"{heads} query"), (0, f"{groups} key/value")):
+        pen.text(ax, room / 2, y, f"{text} heads", color=MUTED, ha="center")
+    left = room + 1.6
     for query in range(tokens):
-        y = 0.62 + side * (tokens - 1 - query)
+        y = 0.2 + side * (tokens - 1 - query)
         for key in range(tokens):
             ink = KIND["backward"] if key == query else KIND["forward" if key < query else "idle"]
             pen.rectangle(ax, left + side * key, y, side - 0.03, side - 0.03, fc=ink)
-        y += side / 2 - 0.02
-        pen.text(ax, left - 0.1, y, f"token {query}", color=MUTED, ha="right", size=8)
-    middle = left + side * tokens / 2
-    pen.text(ax, middle, 0.42, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
-    return figure
+        style = {"color": MUTED, "ha": "right", "size": 8}
+        pen.text(ax, left - 0.1, y + side / 2 - 0.02, f"token {query}", **style)
+    pen.text(ax, left + side * tokens / 2, 0, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
+    title = f"{share} query heads share one key/value head; no token sees a later one"
+    return pen.cut(ax, title)
 
 
 def _box(ax: Axes, x: float, y: float, width: float, height: float, name: str, ink: str) -> None:
     """Draw a box around (x, y), its name inside."""
-    corner, style = (x - width / 2, y - height / 2), {"fc": ink, "ec": PAPER, "lw": 1.2}
-    pen.rounded(ax, *corner, width, height, 0.06, **style, zorder=2)
-    pen.text(ax, x, y - 0.01, name, color=pen.ink_on(ink), ha="center", weight="bold", zorder=3)
+    box, style = (x - width / 2, y - height / 2, width, height), {"ec": PAPER, "lw": 1.2}
+    pen.cell(ax, box, name, ink, 9, "bold", radius=0.06, zorder=2, **style)

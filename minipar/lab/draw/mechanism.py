@@ -37,27 +37,19 @@ def mechanism(
     note: str = "",
 ) -> Figure:
     """Draw boxes, and arrows (from, to, and the words beside the arrow)."""
-    columns = 1 + max(box.column for box in boxes.values())
-    rows = 1 + max(box.row for box in boxes.values())
-    pitch = (WIDTH - 0.3) / columns
+    ax = pen.paper()
+    pitch = (WIDTH - 0.3) / (1 + max(box.column for box in boxes.values()))
     wide = min(1.5, pitch - 0.4)
-    height = rows * PITCH + (0.75 if note else 0.55)
-    figure, ax = pen.sheet(WIDTH, height, title, note)
-    top = height - 0.5 - PITCH / 2
-    places = {
-        name: (0.15 + (box.column + 0.5) * pitch, top - box.row * PITCH)
-        for name, box in boxes.items()
-    }
+    places = {name: (box.column * pitch, -box.row * PITCH) for name, box in boxes.items()}
     for name, box in boxes.items():
         x, y = places[name]
         fill = HELD.get(box.kind) or AXIS.get(box.kind) or pen.PAPER
-        edge = {"ec": fill if box.kind else INK, "lw": 1.0}
-        pen.rounded(ax, x - wide / 2, y - TALL / 2, wide, TALL, 0.06, fc=fill, **edge)
-        style = {"size": 8.5, "ha": "center", "color": pen.ink_on(fill), "gid": pen.FINDING}
-        pen.text(ax, x, y, box.said, **style)
+        style = {"radius": 0.06, "ec": fill if box.kind else INK, "lw": 1.0, "size": 8.5}
+        pen.cell(ax, (x - wide / 2, y - TALL / 2, wide, TALL), box.said, fill, **style)
+        ax.texts[-1].set_gid(pen.FINDING)
     for start, end, *said in arrows:
         _arrow(ax, places[start], places[end], wide, *said)
-    return figure
+    return pen.cut(ax, title, note)
 
 
 def _arrow(ax: Axes, start: pen.Point, end: pen.Point, wide: float, said: str = "") -> None:

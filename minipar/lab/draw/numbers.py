@@ -21,7 +21,6 @@ FORMATS = {
 """Floating-point formats by the names that people use."""
 
 _EXPONENT_BITS = dict(zip(FORMATS.values(), (8, 8, 5, 4, 5), strict=True))
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _PARTS = {"sign": MUTED, "exponent: the range": SERIES[1], "fraction: the digits": KIND["forward"]}
 
 
@@ -32,30 +31,24 @@ def smallest(dtype: torch.dtype) -> float:
 
 def bits_of(value: float, dtype: torch.dtype) -> str:
     """Return the bits of `value` in `dtype`, the sign first: ``bits_of(1.0, torch.bfloat16)``."""
-    number = torch.tensor([value]).to(dtype)
-    size = number.element_size()
-    return f"{number.view(_INTEGER[size]).item() & (1 << 8 * size) - 1:0{8 * size}b}"
+    stored = torch.tensor([value]).to(dtype).view(torch.uint8).tolist()
+    return "".join(f"{byte:08b}" for byte in reversed(stored))
 
 
 def bits(value: float, *, title: str = "") -> Figure:
     """Draw one number in all `FORMATS`: a row of bits for each, and the number that is stored."""
-    cell, row, left = 0.19, 0.46, 0.95  # inches
-    width = left + cell * 32 + 1.6
-    height = 0.62 + row * len(FORMATS) + 0.5
-    figure, ax = pen.sheet(width, height, title)
+    ax, cell, row = pen.paper(), 0.19, 0.46  # inches
+    inks = list(_PARTS.values())
     for i, (name, dtype) in enumerate(FORMATS.items()):
-        y = height - 0.55 - row * (i + 1)
-        pen.text(ax, left - 0.14, y + 0.15, name, ha="right")
+        pen.text(ax, -0.14, 0.15 - row * i, name, ha="right")
         word = bits_of(value, dtype)
-        inks = list(_PARTS.values())
         for k, bit in enumerate(word):
             ink = inks[0 if k == 0 else 1 if k <= _EXPONENT_BITS[dtype] else 2]
-            pen.cell(ax, (left + cell * k, y, cell - 0.025, 0.3), bit, ink)
+            pen.cell(ax, (cell * k, -row * i, cell - 0.025, 0.3), bit, ink)
         stored = torch.tensor(value).to(dtype).double().item()
-        x = left + cell * len(word) + 0.1
-        pen.text(ax, x, y + 0.145, f"= {stored:.10g}", color=MUTED)
-    pen.key(figure, [(ink, part) for part, ink in _PARTS.items()], left, 0.2)
-    return figure
+        end = cell * len(word) + 0.1
+        pen.text(ax, end, 0.145 - row * i, f"= {stored:.10g}", color=MUTED)
+    return pen.cut(ax, title, legend=[(ink, part) for part, ink in _PARTS.items()])
 
 
 def magnitudes(
@@ -82,32 +75,27 @@ def magnitudes(
         exponents = math.floor(every.min().log2()), math.ceil(every.max().log2())
     first, last = exponents
     width, row, left, right = 8.4, 0.78, 1.55, 1.3
-    height = 0.8 + row * len(sizes) + 0.68
-    figure = pen.figure(width, height, title, note)
+    figure = pen.figure(width, 1.48 + row * len(sizes), title, note)
     ax = pen.panel(figure, left, 0.68, width - left - right, row * len(sizes))
-    ax.set_xlim(first, last + 1)
-    ax.set_ylim(0, len(sizes))
-    ax.set_yticks([])
+    ax.set(xlim=(first, last + 1), ylim=(1 - len(sizes), 1), yticks=[])
     _zones(ax, info, low, name)
+    beside = {"transform": ax.get_yaxis_transform()}
     for i, (word, values) in enumerate(sizes.items()):
-        at = len(sizes) - 1 - i
         powers = values.log2().floor().long()
         shown, counts = powers.unique(return_counts=True)
         # Halfway between zero and the smallest number, the tie goes to zero.
         too_small, too_large = values <= low / 2, values > overflow
         kept = {*powers[~(too_small | too_large)].tolist()}
-        for power, count in zip(shown.tolist(), counts.tolist(), strict=True):
-            ink = KIND["backward"] if power in kept else EXPOSED
-            tall = 0.86 * count / counts.max().item()
-            pen.rectangle(ax, power + 0.06, at, 0.88, tall, fc=ink, zorder=3)
-        ax.plot([first, last + 1], [at, at], color=pen.GRID, lw=0.8, zorder=2)
-        style = {"transform": ax.get_yaxis_transform()}
-        pen.text(ax, -0.015, at + 0.3, word, ha="right", **style)
-        for j, (mask, what) in enumerate(((too_small, "to zero"), (too_large, "overflow"))):
+        inks = [KIND["backward"] if power in kept else EXPOSED for power in shown.tolist()]
+        tall = 0.86 * counts.numpy() / counts.max().item()
+        ax.bar(shown.numpy() + 0.5, tall, 0.88, bottom=-i, color=inks, zorder=3)
+        ax.axhline(-i, color=pen.GRID, lw=0.8, zorder=2)
+        pen.text(ax, -0.015, 0.3 - i, word, ha="right", **beside)
+        for y, mask, what in ((0.44, too_small, "to zero"), (0.16, too_large, "overflow")):
             part = mask.double().mean().item()
             share = f"{part:.1%}" if part >= 5e-4 else "under 0.1%" if part else "none"
-            ink = EXPOSED if part >= 5e-4 else MUTED
-            pen.text(ax, 1.015, at + 0.44 - 0.28 * j, f"{share} {what}", color=ink, size=8, **style)
+            style = {"color": EXPOSED if part >= 5e-4 else MUTED, "size": 8, **beside}
+            pen.text(ax, 1.015, y - i, f"{share} {what}", **style)
     step = 10 if last - first > 24 else 5
     ticks = [k for k in range(first, last + 2) if k % step == 0]
     ax.set_xticks(ticks, [f"$2^{{{k}}}$" for k in ticks])

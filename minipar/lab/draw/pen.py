@@ -7,7 +7,7 @@ One visual language in all figures of minipar, defined here:
 - `WAITS`, a hatched grey, is a rank that computes nothing;
 - memory has the palette `HELD`; data that moves has the colour of its rank (`RANK`).
 
-The colours stay apart for readers who see no red or no green (the tests check it).
+The colours stay apart for readers who see no red or no green.
 
 No function touches pyplot or any other global state. `save` writes equal figures to equal bytes.
 """
@@ -23,7 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from PIL import Image
 
 INK, MUTED, GRID, PAPER = "#1f2430", "#6f7688", "#e9ebf1", "#ffffff"
@@ -55,13 +55,15 @@ HELD = {
 }
 """The palette of memory; other parts beside it have quiet colours."""
 HELD_OTHERS = ["#c9d3dd", "#8b8b80", "#d7cfe6", "#cfe3c8"]
-_HELD_AS = {"parameter": "weights", "adam": "optimizer state"}
+SAME = "#d5d8e0"  # what all ranks have alike
 RANK = ["#7cc8f0", "#e39a5c", "#c4e3a4", "#c98fbd", "#fbe36a", "#98988f"]  # where data comes from
 SERIES = [KIND["backward"], AXIS["dp"], AXIS["tp"], AXIS["pp"], AXIS["ep"], AXIS["world"]]
 
 WIDTH, DPI = 9.6, 150  # inches; what a notebook and a README show without scaling
 LEFT, RIGHT = 0.75, 0.2  # inches beside the panels
+MARGIN, LEAST = 0.15, 4.9  # inches around what is drawn, and of the narrowest picture
 Point = tuple[float, float]
+Box = tuple[float, float, float, float]  # left, low, width, height
 Style = dict[str, Any]  # properties of a rectangle
 Entry = tuple[str | Style, str]  # of a legend
 FINDING = "finding"
@@ -81,9 +83,11 @@ def colour(kind_or_axis: str) -> str:
 
 def held(part: str) -> str | None:
     """Return the colour of a part of memory, by names such as "gradient" or "Adam"; else None."""
-    first = part.lower().split(" ")[0].removesuffix("w").removesuffix("s")
-    names = {name.split(" ")[0].removesuffix("s"): name for name in HELD} | _HELD_AS
-    return HELD.get(names.get(first, ""))
+    word = part.lower().split(" ")[0].rstrip("s")
+    names = {name.split(" ")[0].rstrip("s"): ink for name, ink in HELD.items()}
+    names |= {"parameter": HELD["weights"]}
+    names |= dict.fromkeys(("adam", "adamw"), HELD["optimizer state"])
+    return names.get(word)
 
 
 def pale(ink: str) -> str:
@@ -101,80 +105,21 @@ def exposed(ink: str) -> Style:
     return {"fc": ink, "ec": EXPOSED, "lw": 1.1}
 
 
-# ---------------------------------------------------------------------- on paper
-def inches_of(ax: Axes) -> float:
-    """Return the height of `ax` on paper."""
-    return ax.get_position().height * ax.figure.get_figheight()
-
-
-def flow(
-    entries: Iterable[Entry], width: float = WIDTH - LEFT - RIGHT
-) -> list[list[tuple[float, str | Style, str]]]:
-    """Return lines of (inches from the left, style, text), broken where `width` inches are full."""
-    lines, end = [[]], 0.0
-    for ink, text in entries:
-        takes = 0.5 + 0.07 * len(text)
-        if lines[-1] and end + takes > width:
-            lines, end = [*lines, []], 0.0
-        lines[-1].append((end, ink, text))
-        end += takes
-    return lines
-
-
-def key(
-    figure: Figure,
-    entries: Iterable[Entry],
-    left: float,
-    y: float,
-    width: float = WIDTH - LEFT - RIGHT,
-) -> None:
-    """Draw a legend, `width` wide; its last line is `y` above the lower edge.
-
-    An entry is a colour, or the style of a rectangle, and its text; "" draws the text alone.
-    """
-    ax = canvas(figure)
-    for i, line in enumerate(reversed(flow(entries, width))):
-        for x, ink, name in line:
-            style = {"fc": ink} if isinstance(ink, str) else ink
-            if ink:
-                rectangle(ax, left + x, y + 0.22 * i, 0.2, 0.13, **style)
-            text(ax, left + x + (0.27 if ink else 0), y + 0.22 * i + 0.06, name)
-
-
-def caption(*notes: str) -> str:
-    """Join notes to sentences: the first letter is large, and a full stop ends each."""
-    said = [note.strip() for note in dict.fromkeys(notes) if note.strip()]
-    said = [note if note.endswith((".", "?")) else note + "." for note in said]
-    return " ".join(note[0].upper() + note[1:] for note in said)
-
-
-def headline(ax: Axes, title: str, said: str, ink: str = INK) -> None:
-    """Write a title above the left end of `ax`, its finding above the right end.
-
-    Without a title, the finding takes its place.
-    """
-    place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
-    style = {"size": 12, "weight": "bold", "color": INK if title else ink}
-    ax.annotate(title or said, (0, 1), (0, 5), **place, **style)
-    if title:
-        style = {"size": 10, "color": ink, "ha": "right", "gid": FINDING}
-        ax.annotate(said, (1, 1), (0, 5), **place, **style)
-
-
+# ---------------------------------------------------------------------- paper
 def figure(width: float, height: float, title: str = "", note: str = "") -> Figure:
     """Return paper of so many inches: the title on top, the source of its numbers at the bottom."""
     paper = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
     FigureCanvasAgg(paper)
-    style = {"size": 12, "weight": "bold", "color": INK, "va": "top"}
-    paper.text(0.15 / width, 1 - 0.13 / height, title, **style)
-    style = {"size": 8, "color": MUTED, "ha": "right", "va": "bottom"}
-    paper.text(1 - RIGHT / width, 0.07 / height, caption(note), **style)
+    _entitle(paper, title, note)
     return paper
 
 
-def title_width(title: str) -> float:
-    """Return inches of paper that a title takes, with its margins."""
-    return 0.4 + 0.105 * len(title)
+def _entitle(paper: Figure, title: str, note: str) -> None:
+    width, height = paper.get_size_inches()
+    style = {"size": 12, "weight": "bold", "color": INK, "va": "top", "parse_math": False}
+    paper.text(MARGIN / width, 1 - 0.13 / height, title, **style)
+    style = {"size": 8, "color": MUTED, "ha": "right", "va": "bottom", "parse_math": False}
+    paper.text(1 - RIGHT / width, 0.07 / height, caption(note), **style)
 
 
 def canvas(figure: Figure) -> Axes:
@@ -191,6 +136,32 @@ def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple
     return paper, canvas(paper)
 
 
+def paper() -> Axes:
+    """Return axes in inches on paper that has no size yet: draw anywhere, then `cut`."""
+    return canvas(figure(1, 1))
+
+
+def cut(ax: Axes, title: str = "", note: str = "", legend: Sequence[Entry] = ()) -> Figure:
+    """Cut the paper to what is drawn: the title above, the legend and the note below."""
+    paper = ax.figure
+    drawn = [*ax.texts, *ax.patches, *ax.lines, *ax.images]
+    renderer = paper.canvas.get_renderer()
+    box = Bbox.union([one.get_window_extent(renderer) for one in drawn])
+    left, low, right, top = box.extents / DPI
+    longest = max((len(said) for _, said in legend), default=0)
+    words = 0.1 + 0.105 * len(title), 0.07 * len(note), 0.3 + 0.07 * longest
+    room = max(right - left, *words, LEAST)
+    lines = len(flow(legend, room)) if legend else 0
+    foot = MARGIN + 0.16 * bool(note) + 0.22 * lines + 0.1 * bool(legend)
+    paper.set_size_inches(room + 2 * MARGIN, top - low + foot + (0.5 if title else MARGIN))
+    width, height = paper.get_size_inches()
+    ax.set(xlim=(left - MARGIN, left - MARGIN + width), ylim=(low - foot, low - foot + height))
+    _entitle(paper, title, note)
+    if legend:
+        key(paper, legend, MARGIN, MARGIN + 0.16 * bool(note), room)
+    return paper
+
+
 def panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
     """Return axes without a frame, with pale numbers; a place in inches from the lower left."""
     wide, tall = figure.get_size_inches()
@@ -203,11 +174,7 @@ def panel(figure: Figure, left: float, bottom: float, width: float, height: floa
 
 
 def stack(
-    heights: Sequence[float],
-    legend: Sequence[Entry],
-    xlabel: str,
-    sources: Iterable[str],
-    right: float = RIGHT,
+    heights: Sequence[float], legend: Sequence[Entry], xlabel: str, sources: Iterable[str]
 ) -> tuple[Figure, list[Axes]]:
     """Stack panels of so many inches, each with room for a headline.
 
@@ -215,12 +182,12 @@ def stack(
     """
     said = textwrap.wrap(caption(*sources), 140)
     low = 0.18 + 0.14 * max(1, len(said))
-    head, gap, foot = 0.42, 0.14, low + 0.3 + 0.22 * len(flow(legend))
+    head, gap, foot = 0.42, 0.14, low + 0.3 + 0.22 * len(flow(legend, WIDTH - LEFT - RIGHT))
     top = total = sum(heights) + (head + gap) * len(heights) - gap + foot
     paper, axes = figure(WIDTH, total, note="\n".join(said)), []
     for height in heights:
         top -= head + height
-        axes.append(panel(paper, LEFT, top, WIDTH - LEFT - right, height))
+        axes.append(panel(paper, LEFT, top, WIDTH - LEFT - RIGHT, height))
         axes[-1].tick_params(labelbottom=len(axes) == len(heights))
         top -= gap
     label(axes[-1], xlabel, labelpad=1)
@@ -228,6 +195,78 @@ def stack(
     return paper, axes
 
 
+def inches_of(ax: Axes) -> tuple[float, float]:
+    """Return the width and the height of `ax` on paper."""
+    return tuple(ax.get_position().size * ax.figure.get_size_inches())
+
+
+# ---------------------------------------------------------------------- words
+def text(ax: Axes, x: float, y: float, text: Any, **style: Any) -> None:
+    """Write letters at (x, y), in the middle of their height."""
+    style = {"size": 9, "color": INK, "va": "center", "parse_math": False, **style}
+    ax.text(x, y, str(text), **style)
+
+
+def label(ax: Axes, x: str, y: str = "", above: float = 1.04, **style: Any) -> None:
+    """Say what the axes count: `x` below on the right, `y` above on the left."""
+    ax.set_xlabel(x, color=MUTED, fontsize=9, loc="right", parse_math=False, **style)
+    style = {"color": MUTED, "size": 9, "transform": ax.transAxes, "parse_math": False}
+    ax.text(0, above, y, **style)
+
+
+def headline(ax: Axes, title: str, said: str, ink: str = INK) -> None:
+    """Write a title above the left end of `ax`, its finding above the right end.
+
+    Without a title, the finding takes its place.
+    """
+    place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    style = {"size": 12, "weight": "bold", "color": INK if title else ink, "parse_math": False}
+    ax.annotate(title or said, (0, 1), (0, 5), **place, **style)
+    if title:
+        style = {"size": 10, "color": ink, "ha": "right", "gid": FINDING, "parse_math": False}
+        ax.annotate(said, (1, 1), (0, 5), **place, **style)
+
+
+def caption(*notes: str) -> str:
+    """Join notes to sentences: the first letter is large, and a full stop ends each."""
+    said = [note.strip() for note in dict.fromkeys(notes) if note.strip()]
+    said = [note if note.endswith((".", "?")) else note + "." for note in said]
+    return " ".join(note[0].upper() + note[1:] for note in said)
+
+
+def flow(entries: Iterable[Entry], width: float) -> list[list[tuple[float, str | Style, str]]]:
+    """Return lines of (inches from the left, style, text), broken where `width` inches are full."""
+    lines, end = [[]], 0.0
+    for ink, text in entries:
+        takes = 0.5 + 0.07 * len(text)
+        if lines[-1] and end + takes > width:
+            lines, end = [*lines, []], 0.0
+        lines[-1].append((end, ink, text))
+        end += takes
+    return lines
+
+
+def key(figure: Figure, entries: Iterable[Entry], left: float, y: float, width: float = 0) -> None:
+    """Draw a legend, `width` wide or as wide as the paper; its last line is `y` above the edge.
+
+    An entry is a colour, or the style of a rectangle, and its text; "" draws the text alone.
+    """
+    ax = canvas(figure)
+    lines = flow(entries, width or figure.get_figwidth() - left - RIGHT)
+    for i, line in enumerate(reversed(lines)):
+        for x, ink, name in line:
+            if ink:
+                style = {"fc": ink} if isinstance(ink, str) else ink
+                rectangle(ax, left + x, y + 0.22 * i, 0.2, 0.13, **style)
+            text(ax, left + x + (0.27 if ink else 0), y + 0.22 * i + 0.06, name)
+
+
+def of_ranks(size: int) -> list[Entry]:
+    """Return entries of a legend: the colour of each rank."""
+    return [(RANK[rank], f"rank {rank}") for rank in range(size)]
+
+
+# ---------------------------------------------------------------------- shapes
 def bar_rows(ax: Axes, names: Iterable[str], end: float, count: int = 0) -> None:
     """Prepare `ax` for horizontal bars up to `end`: a row for each name, `count` at least."""
     names = [*names]
@@ -243,40 +282,6 @@ def rectangle(ax: Axes, x: float, y: float, width: float, height: float, **style
     ax.add_patch(Rectangle((x, y), width, height, **edge, **style))
 
 
-def cell(
-    ax: Axes,
-    box: tuple[float, float, float, float],
-    said: Any,
-    fill: str,
-    *,
-    size: float = 8,
-    **style: Any,
-) -> None:
-    """Draw a box (left, low, width, height) with a word in its middle that can be read on it."""
-    left, low, width, height = box
-    rectangle(ax, left, low, width, height, fc=fill, **style)
-    place = left + width / 2, low + height / 2 - 0.005
-    text(ax, *place, said, size=size, ha="center", color=ink_on(fill), clip_on=True)
-
-
-def striped(
-    ax: Axes,
-    box: tuple[float, float, float, float],
-    fills: Sequence[str],
-    said: Any = "",
-    size: float = 10,
-    on_paper: bool = False,
-) -> None:
-    """Draw a box of stripes, the first on top, with a bold word in its middle."""
-    left, low, width, height = box
-    for i, fill in enumerate(reversed(fills)):
-        tall = height / len(fills)
-        rectangle(ax, left, low + i * tall, width, tall, fc=fill)
-    paper = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
-    style = {"size": size, "weight": "bold", "ha": "center", "bbox": paper if on_paper else None}
-    text(ax, left + width / 2, low + height / 2 - 0.01, said, **style)
-
-
 def rounded(
     ax: Axes, x: float, y: float, width: float, height: float, radius: float, **style: Any
 ) -> None:
@@ -285,28 +290,36 @@ def rounded(
     ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **style))
 
 
+def cell(
+    ax: Axes, box: Box, said: Any, fill: str, size: float = 8, weight: str = "normal", **style: Any
+) -> None:
+    """Draw a box with a word in its middle that can be read on it; round with a `radius`."""
+    left, low, width, height = box
+    draw = rounded if "radius" in style else rectangle
+    draw(ax, *box, fc=fill, **style)
+    words = {"size": size, "weight": weight, "ha": "center", "color": ink_on(fill)}
+    text(ax, left + width / 2, low + height / 2 - 0.005, said, **words)
+
+
+def striped(ax: Axes, box: Box, fills: Sequence[str], said: Any = "", size: float = 10) -> None:
+    """Draw a box of stripes, the first on top, with a bold word on paper in its middle."""
+    left, low, width, height = box
+    tall = height / len(fills)
+    for i, fill in enumerate(reversed(fills)):
+        rectangle(ax, left, low + i * tall, width, tall, fc=fill)
+    paper = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
+    style = {"size": size, "weight": "bold", "ha": "center"}
+    style |= {"bbox": paper} if said != "" and len(fills) > 1 else {}
+    text(ax, left + width / 2, low + height / 2 - 0.01, said, **style)
+
+
 def arrow(ax: Axes, start: Point, end: Point, head: float, **style: Any) -> None:
     """Draw an arrow from point to point, with a head of so many points."""
     ends = {"arrowstyle": "-|>", "mutation_scale": head, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch(start, end, **ends, **style))
 
 
-def of_ranks(size: int) -> list[tuple[str, str]]:
-    """Return entries of a legend: the colour of each rank."""
-    return [(RANK[rank], f"rank {rank}") for rank in range(size)]
-
-
-def text(ax: Axes, x: float, y: float, text: Any, **style: Any) -> None:
-    """Write letters at (x, y), in the middle of their height."""
-    ax.text(x, y, str(text), **{"size": 9, "color": INK, "va": "center", **style})
-
-
-def label(ax: Axes, x: str, y: str = "", above: float = 1.04, **style: Any) -> None:
-    """Say what the axes count: `x` below on the right, `y` above on the left."""
-    ax.set_xlabel(x, color=MUTED, fontsize=9, loc="right", **style)
-    ax.text(0, above, y, color=MUTED, size=9, transform=ax.transAxes)
-
-
+# ---------------------------------------------------------------------- ink and numbers
 def _luminance(ink: str) -> float:
     red, green, blue = to_rgb(ink)
     return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
@@ -320,7 +333,7 @@ def ink_on(fill: str) -> str:
 def readable(ink: str) -> str:
     """Return `ink` for text on paper: darker where it would be too pale."""
     while _luminance(ink) > 0.28:
-        ink = "#" + "".join(f"{int(0.9 * int(ink[i : i + 2], 16)):02x}" for i in (1, 3, 5))
+        ink = to_hex([0.9 * part for part in to_rgb(ink)])
     return ink
 
 
@@ -329,47 +342,33 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def num_bytes(count: int) -> str:
+def num_bytes(count: float) -> str:
     """Return 1500000 as "1.5 MB"."""
-    if count < 1000:
-        return f"{count} B"
-    for unit, size in (("kB", 1e3), ("MB", 1e6)):
-        if round(count / size) < 1000:  # 999,700 bytes are 1 MB
-            return f"{number(count / size)} {unit}"
-    return f"{number(count / 1e9)} GB"
+    for unit in ("B", "kB", "MB"):
+        if round(count) < 1000:  # 999,700 bytes are 1 MB
+            return f"{number(count)} {unit}"
+        count /= 1000
+    return f"{number(count)} GB"
 
 
 # ---------------------------------------------------------------------- files
 def png(figure: Figure) -> bytes:
     """Return the figure as a PNG of at most 128 colours: a third of the size, no visible change."""
     buffer = io.BytesIO()
-    literal(figure).savefig(buffer, format="png", dpi=DPI)
+    figure.savefig(buffer, format="png", dpi=DPI)
     image = Image.open(buffer).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small = io.BytesIO()
     image.save(small, format="png", optimize=True, dpi=(DPI, DPI))
     return small.getvalue()
 
 
-def literal(figure: Figure) -> Figure:
-    """Return the figure with `$` as a plain letter, except in tick labels, which are ours."""
-    ticks = {
-        label for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in axis.findobj(Text)
-    }
-    for text in set(figure.findobj(Text)) - ticks:
-        text.set_parse_math(False)
-    return figure
-
-
 def in_words(figure: Figure) -> str:
     """Return a figure's text for those who do not see it: headings, findings, and the note."""
-
-    def is_head(text: Text) -> bool:
-        is_large = text.get_weight() == "bold" and text.get_size() >= 11
-        return is_large or text.get_gid() == FINDING
-
     texts = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
     notes = [text for text in figure.texts if text.get_size() == 8]
-    said = (text.get_text().replace("\n", " ") for text in (*filter(is_head, texts), *notes))
+    heard = [text for text in texts if text.get_weight() == "bold" and text.get_size() >= 11]
+    heard = [text for text in texts if text in heard or text.get_gid() == FINDING]
+    said = (text.get_text().replace("\n", " ") for text in (*heard, *notes))
     return ". ".join(dict.fromkeys(text for text in said if text))
 
 

@@ -6,12 +6,10 @@ Measured timelines are drawn in the same way, if their spans have names of actio
 that imports this module, schedules draw themselves.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -81,9 +79,8 @@ def compare(
         ax.set_xlim(0, end)
         ax.set_ylim(plan.num_ranks, 0)
         _cells(ax, plan, t, scale, sizes[title])
-        ranks = range(plan.num_ranks)
-        names = [f"rank {rank}" for rank in ranks]
-        ax.set_yticks([rank + 0.5 for rank in ranks], names, color=MUTED, fontsize=9)
+        ticks = {rank + 0.5: f"rank {rank}" for rank in range(plan.num_ranks)}
+        ax.set_yticks([*ticks], [*ticks.values()], color=MUTED, fontsize=9)
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         length = f"{1e3 * t.duration:.0f} ms, " if unit == "ms" else ""
         pen.headline(ax, title, length + finding(plan, t))
@@ -146,53 +143,39 @@ def _letters(t: Timeline, inch: float, row: float) -> float:
 
 
 def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float, size: float) -> None:
-    p, end = schedule.num_ranks, scale * timeline.duration
-    bars: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-    ticks, lines = defaultdict(list), []
-    for rank in range(p):
-        ax.broken_barh([(0, end)], (rank + 0.06, 0.88), **pen.WAITS)
+    for rank in range(schedule.num_ranks):
+        pen.rectangle(ax, 0, rank + 0.06, scale * timeline.duration, 0.88, **pen.WAITS)
     for span in timeline:
         action, at = Action.parse(span.name), span.rank
         start, wide = scale * span.start, scale * span.duration
         if span.kind == "comm":  # from the edge of one row to the near edge of the other
             down = schedule.peer(action) > at
             ys = at + (0.94 if down else 0.06), schedule.peer(action) + (0.06 if down else 0.94)
-            lines.append([(start, ys[0]), (start + wide, ys[1])])
+            ax.plot([start, start + wide], ys, color=AXIS["pp"], lw=1.1, zorder=1.5)
             continue
-        kind, middle = SPAN_KIND[action.kind], start + wide / 2
-        bars[at, kind].append((start, wide))
-        ink = pen.ink_on(KIND[kind])
-        chunk = schedule.stages_on(at).index(action.stage)
+        fill, said = KIND[SPAN_KIND[action.kind]], action.microbatch if size else ""
+        pen.cell(ax, (start, at + 0.06, wide, 0.88), said, fill, size, ec=PAPER, lw=0.7, zorder=2)
         if size:
-            style = {"size": size, "ha": "center", "clip_on": True, "color": ink}
-            pen.text(ax, middle, at + 0.49, action.microbatch, **style)
-            step = 0.045 * end / (WIDTH - LEFT - RIGHT)
-            places = (middle + (k - (chunk - 1) / 2) * step for k in range(chunk))
-            ticks[ink] += [(x, at + 0.8) for x in places]
-    for (rank, kind), pieces in bars.items():
-        style = {"facecolor": KIND[kind], "edgecolor": PAPER, "lw": 0.7, "zorder": 2}
-        ax.broken_barh(pieces, (rank + 0.06, 0.88), **style)
-    for ink, places in ticks.items():
-        if places:
-            ax.plot(*zip(*places, strict=True), "s", ms=1.9, color=ink, mew=0, zorder=4)
-    ax.add_collection(LineCollection(lines, colors=AXIS["pp"], lw=1.1, zorder=1.5))
+            ticks = "▪" * schedule.stages_on(at).index(action.stage)
+            style = {"size": 4, "ha": "center", "color": pen.ink_on(fill)}
+            pen.text(ax, start + wide / 2, at + 0.8, ticks, **style)
 
 
 def _legend(shown: Collection[tuple[Schedule, Timeline]], size: float) -> list[pen.Entry]:
     seen = {Action.parse(span.name).kind for _, t in shown for span in t}
     split = " of the input" if "B" not in seen else " (of the input where split)"
-    entries = {
+    entries: dict[str, pen.Entry] = {
         "F": (KIND["forward"], "forward"),
-        "BI": (KIND["backward"], "backward" + split * ("I" in seen)),
+        "B I": (KIND["backward"], "backward" + split * ("I" in seen)),
         "W": (KIND["weight_gradient"], "weight gradient"),
+        "F B I W": (pen.WAITS, "waits"),
+        "SF SB": (AXIS["pp"], "pp message"),
     }
-    drawn = [entry for kinds, entry in entries.items() if seen & {*kinds}] + [(pen.WAITS, "waits")]
-    if seen & {"SF", "SB"}:
-        drawn.append((AXIS["pp"], "pp message"))
+    drawn = [entry for kinds, entry in entries.items() if seen & {*kinds.split()}]
     if size:
         drawn.append(("", "number: microbatch"))
-    if size and any(len(plan.stages_on(0)) > 1 for plan, _ in shown):
-        drawn.append(("", "▪ second stage of its rank, ▪▪ third ..."))
+        if any(len(plan.stages_on(0)) > 1 for plan, _ in shown):
+            drawn.append(("", "▪ second stage of its rank, ▪▪ third ..."))
     return drawn
 
 

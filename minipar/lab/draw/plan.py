@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -43,25 +44,19 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
     frame: each rank has a piece of its own. Grey: all have the same, and nothing is to be done. On
     the left stands the whole parameter, and in blue the piece of a rank of tp.
     """
-    kinds, columns = families(explained), explained.plan.mesh_sizes()
-    left, wide, row = 2.95, 1.62, 0.46  # inches
-    width = max(left + wide * len(columns) + 0.2, pen.title_width(title), 5.2)
-    height = 1.34 + row * len(kinds)
-    figure, ax = pen.sheet(width, height, title, note)
-    top = height - 0.82
+    ax, columns = pen.paper(), explained.plan.mesh_sizes()
+    left, wide, row = 2.8, 1.62, 0.46  # inches
     for i, (axis, size) in enumerate(columns.items()):
         x = left + wide * (i + 0.5) - 0.06
-        pen.text(ax, x, top + 0.16, f"{axis} ({size} ranks)", ha="center", weight="bold")
-    for i, family in enumerate(kinds):
-        y = top - row * (i + 1)
-        ax.plot([0.15, width - 0.15], [y + row, y + row], color=GRID, lw=0.8)
-        pen.text(ax, 0.15, y + row / 2, label_of(family), weight="bold")
-        _whole_and_piece(ax, family[0], 1.85, y + row / 2)
+        pen.text(ax, x, 0.16, f"{axis} ({size} ranks)", ha="center", weight="bold")
+    for i, family in enumerate(families(explained)):
+        y = -row * (i + 1)
+        ax.plot([0, left + wide * len(columns)], [y + row, y + row], color=GRID, lw=0.8)
+        pen.text(ax, 0, y + row / 2, label_of(family), weight="bold")
+        _whole_and_piece(ax, family[0], 1.7, y + row / 2)
         for j, axis in enumerate(columns):
-            _box(ax, family, axis, left + wide * j, y + 0.06, wide - 0.12, row - 0.12)
-    legend = [(PIECE, "what a rank has, before dp and cp cut it")]
-    pen.key(figure, legend, 0.15, 0.26, width - 0.4)
-    return figure
+            _box(ax, family, axis, (left + wide * j, y + 0.06, wide - 0.12, row - 0.12))
+    return pen.cut(ax, title, note, [(PIECE, "what a rank has, before dp and cp cut it")])
 
 
 def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
@@ -78,20 +73,16 @@ def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
     pen.text(ax, x + 0.28, y, shape, size=8, color=MUTED)
 
 
-def _box(
-    ax: Axes, family: list[Row], axis: str, x: float, y: float, wide: float, tall: float
-) -> None:
-    verb, is_cut = family[0].summed.get(axis), axis in family[0].cut_over
-    text, fill, edge, ink = "the same on all", GRID, GRID, MUTED
-    if is_cut:
-        text, fill = "on one stage" if axis == "pp" else "a piece each", PAPER
-        edge, ink = pen.colour(axis), INK
+def _box(ax: Axes, family: list[Row], axis: str, box: pen.Box) -> None:
+    verb = family[0].summed.get(axis)
+    said, fill, edge = "the same on all", GRID, GRID
+    if axis in family[0].cut_over:
+        said = "on one stage" if axis == "pp" else "a piece each"
+        fill, edge = PAPER, pen.colour(axis)
     if verb:
         fill = edge = pen.colour(axis)
-        sent = sum(row.sent.get(axis, 0) for row in family)
-        text, ink = f"{verb}\n{sent:,} bytes", pen.ink_on(fill)
-    pen.rounded(ax, x, y, wide, tall, 0.2 * tall, fc=fill, ec=edge, lw=1.2)
-    pen.text(ax, x + wide / 2, y + tall / 2 - 0.01, text, size=7.5, color=ink, ha="center")
+        said = f"{verb}\n{sum(row.sent.get(axis, 0) for row in family):,} bytes"
+    pen.cell(ax, box, said, fill, 7.5, radius=0.07, ec=edge, lw=1.2)
 
 
 # ---------------------------------------------------------------------- axes on nodes
@@ -106,35 +97,28 @@ def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
 
 def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") -> Figure:
     """Draw all ranks in a line per axis: bows join who talks, outlined in red across nodes."""
-    crosses = crossing(sizes, topology)
-    ranks, node = math.prod(sizes.values()), topology.ranks_per_node
-    left, cell, gap = 0.75, min(0.62, 6.6 / ranks), 0.24
-    right = left + cell * ranks + gap * topology.nodes
-    width, row = max(right + 1.5, pen.title_width(title)), 0.92
-    height = 0.72 + row * len(sizes) + 0.3
-    figure, ax = pen.sheet(width, height, title)
-    centre = [left + cell * (r + 0.5) + gap * (r // node) for r in range(ranks)]
+    ax, ranks, node = pen.paper(), math.prod(sizes.values()), topology.ranks_per_node
+    cell, row = min(0.62, 6.6 / ranks), 0.92
+    centre = [cell * (r + 0.5) + 0.24 * (r // node) for r in range(ranks)]
     for i in range(topology.nodes):
         x = centre[i * node] - cell / 2 - 0.04
-        box = {"fc": "none", "ec": GRID, "lw": 1.4}
-        pen.rectangle(ax, x, 0.3, cell * node + 0.08, height - 1.02, **box)
-        pen.text(ax, x + 0.05, height - 0.6, f"node {i}", size=8, color=MUTED)
+        box = x, -row * len(sizes), cell * node + 0.08, row * len(sizes)
+        pen.rectangle(ax, *box, fc="none", ec=GRID, lw=1.4)
+        pen.text(ax, x + 0.05, 0.12, f"node {i}", size=8, color=MUTED)
     side = min(0.3, 0.7 * cell)
-    for i, (axis, out) in enumerate(crosses.items()):
-        y = height - 0.72 - row * (i + 1) + 0.3
+    for i, (axis, out) in enumerate(crossing(sizes, topology).items()):
+        y = 0.3 - row * (i + 1)
         inks = [(EXPOSED, 4.5)] * out + [(pen.colour(axis), 2.2)]  # outlined in red across nodes
-        for group in groups_along([axis], sizes):
-            for a, b in zip(group, group[1:], strict=False):
-                middle, wide = (centre[a] + centre[b]) / 2, centre[b] - centre[a]
-                tall = min(0.85, 0.35 + 0.12 * wide)
-                for ink, lw in inks:
-                    bow = Arc((middle, y + side / 2), wide, tall, theta2=180, color=ink, lw=lw)
-                    ax.add_patch(bow)
+        for a, b in (pair for group in groups_along([axis], sizes) for pair in pairwise(group)):
+            middle, wide = (centre[a] + centre[b]) / 2, centre[b] - centre[a]
+            tall = min(0.85, 0.35 + 0.12 * wide)
+            for ink, lw in inks:
+                bow = {"theta2": 180, "color": ink, "lw": lw}
+                ax.add_patch(Arc((middle, y + side / 2), wide, tall, **bow))
         for rank in range(ranks):
-            corner = centre[rank] - side / 2, y - side / 2
-            pen.rectangle(ax, *corner, side, side, fc=PAPER, ec=INK, lw=1, zorder=3)
-            pen.text(ax, centre[rank], y - 0.01, rank, size=8, ha="center", zorder=4)
-        pen.text(ax, 0.15, y, f"{axis} {sizes[axis]}", weight="bold")
-        says = "leaves the node" if out else "stays inside"
-        pen.text(ax, right + 0.05, y, says, color=EXPOSED if out else MUTED)
-    return figure
+            box = centre[rank] - side / 2, y - side / 2, side, side
+            pen.cell(ax, box, rank, PAPER, ec=INK, lw=1, zorder=2)
+        pen.text(ax, -0.65, y, f"{axis} {sizes[axis]}", weight="bold")
+        says, ink = ("leaves the node", EXPOSED) if out else ("stays inside", MUTED)
+        pen.text(ax, centre[-1] + cell / 2 + 0.25, y, says, color=ink)
+    return pen.cut(ax, title)

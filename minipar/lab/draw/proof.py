@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED
+from minipar.lab.draw.pen import EXPOSED, GRID, KIND, MUTED
 from minipar.tools.prove.prove import Verdict
 
 MOST = 24  # rows
@@ -20,30 +20,25 @@ def proof(verdict: Verdict) -> Figure:
     at = states.index("parts here") if "parts here" in states else 0
     start = max(0, min(at - MOST // 2, len(states) - MOST))
     rows = verdict.modules[start : start + MOST]
-    parting, row = verdict.parting, 0.27
-    cause = who = ""
-    if parting is not None:
-        cause = f"{parting.cause}, in the {parting.stage}"
-        who = f"ranks {', '.join(map(str, parting.ranks))}: {parting.words}"
-    names = ["the model", *(name for name, *_ in rows)]
-    wide = 0.5 + max(0.075 * len(name) + 0.2 * name.count(".") for name in names)
-    beside = 0.2 + wide + 0.2 + 0.075 * max((len(kind) for _, kind, _ in rows), default=0)
-    width = max(beside + 0.3 + max(0.085 * len(cause), 0.068 * len(who)), 7.2)
-    height = 1.3 + row * len(rows)
+    ax, parting = pen.paper(), verdict.parting
     mesh = ", ".join(f"{axis}={size}" for axis, size in verdict.sizes.items())
     title = f"{mesh}: equal to one device"
     if parting is not None:
         title = f"{mesh} parts from one device at {parting.module or 'the model'}"
-    shown = f"modules {start + 1} to {start + len(rows)} of {len(states)}"
-    figure, ax = pen.sheet(width, height, title, f"{verdict.file}: {shown}")
-    for i, (name, kind, state) in enumerate(rows):
-        x, y = 0.2 + 0.2 * name.count("."), height - 0.75 - row * i
-        pen.rectangle(ax, x, y - 0.1, 0.2 + wide - x, 0.2, fc=FILL[state])
+    depths = [0.2 * name.count(".") for name, *_ in rows]
+    named = zip(depths, rows, strict=True)
+    end = max(x + 0.075 * len(name or "the model") for x, (name, *_) in named) + 0.4
+    kinds = 0.075 * max(len(kind) for _, kind, _ in rows)
+    for i, (x, (name, kind, state)) in enumerate(zip(depths, rows, strict=True)):
+        y = -0.27 * i
+        pen.rectangle(ax, x, y - 0.1, end - x, 0.2, fc=FILL[state])
         pen.text(ax, x + 0.1, y, name or "the model", color=pen.ink_on(FILL[state]))
-        pen.text(ax, wide + 0.32, y, kind, color=MUTED)
+        pen.text(ax, end + 0.1, y, kind, color=MUTED)
         if state == "parts here" and parting is not None:
-            pen.text(ax, beside, y, cause, color=EXPOSED, weight="bold")
-            pen.text(ax, beside, y - 0.17, who, color=INK, size=8)
+            cause = f"{parting.cause}, in the {parting.stage}"
+            who = f"ranks {', '.join(map(str, parting.ranks))}: {parting.words}"
+            pen.text(ax, end + kinds + 0.3, y, cause, color=EXPOSED, weight="bold")
+            pen.text(ax, end + kinds + 0.3, y - 0.17, who, size=8)
+    shown = f"modules {start + 1} to {start + len(rows)} of {len(states)}"
     legend = [(ink, name) for name, ink in FILL.items() if name in states]
-    pen.key(figure, legend, 0.2, 0.3, width - 0.4)
-    return figure
+    return pen.cut(ax, title, f"{verdict.file}: {shown}", legend)

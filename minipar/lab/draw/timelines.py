@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
-from minipar.observe.spans import NOT_COMPUTE, intersect, measure, subtract, union
+from minipar.observe.spans import NOT_COMPUTE, Span, intersect, measure, subtract, union
 from minipar.observe.timeline import Timeline
 
 Piece = tuple[float, float, str]  # start and end in milliseconds, name
@@ -40,12 +40,12 @@ def before_after(timelines: Mapping[str, Timeline], *, unit: str = "a step") -> 
     shown = [t.shifted() for t in timelines.values()]
     end = 1.005e3 * max(t.duration for t in shown)
     row = min(0.42, max(0.09, 6.5 / sum(len(t.ranks) for t in shown)))  # inches
-    numbered = _layers_fit(shown, ACROSS / end, _letters(0.44 * row))
-    heights = [row * len(t.ranks) + 0.08 for t in shown]
+    numbered = row > 0.23 and _numbered(shown, 1e3 * ACROSS / end)
     entries = legend(shown, end) + [("", "number: layer")] * numbered
+    heights = [row * len(t.ranks) + 0.08 for t in shown]
     figure, panels = pen.stack(heights, entries, "milliseconds", [t.label for t in shown])
     uneven = any(map(_waiting, shown))  # then waiting is the finding of all of them
-    for ax, (title, t) in zip(panels, zip(timelines, shown, strict=True), strict=True):
+    for ax, title, t in zip(panels, timelines, shown, strict=True):
         lanes(ax, t, end, numbered)
         is_loud = t.hidden_fraction < 0.5 and not uneven  # nan, without communication, is not
         pen.headline(ax, title, finding(t, unit, uneven), EXPOSED if is_loud else INK)
@@ -58,23 +58,21 @@ def finding(timeline: Timeline, unit: str = "a step", uneven: bool = False) -> s
     If some ranks wait much longer than others, this is the finding: "rank 0 waits 66 % of it". A
     timeline beside such a one, `uneven`, says "no rank waits longer than 30 % of it".
     """
-    hidden = timeline.hidden_fraction
+    hidden, waiting, ms = timeline.hidden_fraction, _waiting(timeline), 1e3 * timeline.duration
     said = f"{100 * hidden:.0f} % of communication hidden"
-    if math.isnan(hidden):
+    if waiting:
+        *others, last = map(str, waiting)
+        who = f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+        if len(waiting) > 4:
+            who = f"{len(waiting)} of {len(timeline.ranks)} ranks"
+        share = sum(waiting.values()) / len(waiting)
+        said = f"{who} wait{'s' * (len(waiting) == 1)} {100 * share:.0f} % of it"
+    elif uneven:
+        said = f"no rank waits longer than {100 * max(_waits(timeline).values()):.0f} % of it"
+    elif math.isnan(hidden):
         said = "no communication"
     elif hidden < 0.005:
         said = "nothing hidden"
-    if waiting := _waiting(timeline):
-        first, *others = map(str, waiting)
-        who = f"rank {first} waits"
-        if others:
-            who = f"ranks {', '.join([first, *others[:-1]])} and {others[-1]} wait"
-        if len(waiting) > 4:
-            who = f"{len(waiting)} of {len(timeline.ranks)} ranks wait"
-        said = f"{who} {100 * sum(waiting.values()) / len(waiting):.0f} % of it"
-    elif uneven:
-        said = f"no rank waits longer than {100 * max(_waits(timeline).values()):.0f} % of it"
-    ms = 1e3 * timeline.duration
     length = f"{ms:.0f}" if ms >= 20 else f"{ms:.3g}"
     return f"{length} ms {unit}".strip() + f", {said}"
 
@@ -120,9 +118,9 @@ def lanes(ax: Axes, t: Timeline, end: float, numbered: bool = False) -> None:
                 joined = [(s, e - gap - s) for s, e in union((s, e + gap) for s, e, _ in pieces)]
                 style = {"facecolor": "none", "edgecolor": EXPOSED, "lw": 1.1, "zorder": 3}
                 ax.broken_barh(joined, (row + low, high), **style)
-    every = math.ceil(0.16 / (pen.inches_of(ax) / len(t.ranks)))
-    ticks = [(len(t.ranks) - i - 0.5, f"rank {r}") for i, r in enumerate(t.ranks) if i % every == 0]
-    ax.set_yticks([y for y, _ in ticks], [name for _, name in ticks], color=MUTED, fontsize=9)
+    every = math.ceil(0.16 * len(t.ranks) / pen.inches_of(ax)[1])
+    ticks = {len(t.ranks) - i - 0.5: f"rank {t.ranks[i]}" for i in range(0, len(t.ranks), every)}
+    ax.set_yticks([*ticks], [*ticks.values()], color=MUTED, fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(10))
     ax.grid(axis="x", color=GRID, lw=0.8)
     ax.axvline(1e3 * t.end, color=INK, lw=0.9)
@@ -141,13 +139,19 @@ def _pieces(t: Timeline, rank: int) -> dict[Lane, list[Piece]]:
     for s in mine:
         times = [(s.start, s.end)]
         if s.kind != "comm":
-            name = "" if s.name in ("forward", "backward", "step") else s.name.rsplit(".", 1)[-1]
-            add("work", s.kind if s.kind in KIND else "compute", times, name)
-            continue
-        name = s.name.replace("_", "-") + (f" {pen.num_bytes(s.num_bytes)}" if s.num_bytes else "")
-        add("hidden", s.axis or "world", intersect(times, busy), name)
-        add("exposed", s.axis or "world", subtract(times, busy), name)
+            add("work", s.kind if s.kind in KIND else "compute", times, _word(s))
+        else:
+            add("hidden", s.axis or "world", intersect(times, busy), _word(s))
+            add("exposed", s.axis or "world", subtract(times, busy), _word(s))
     return pieces
+
+
+def _word(span: Span) -> str:
+    """Return what a bar says: "all-reduce 4 MB", the number of a block, or the name of work."""
+    if span.kind == "comm":
+        size = f" {pen.num_bytes(span.num_bytes)}" if span.num_bytes else ""
+        return span.name.replace("_", "-") + size
+    return "" if span.name in ("forward", "backward", "step") else span.name.rsplit(".", 1)[-1]
 
 
 def _bars(ax: Axes, y: float, height: float, pieces: Iterable[Piece], style: pen.Style) -> None:
@@ -156,7 +160,8 @@ def _bars(ax: Axes, y: float, height: float, pieces: Iterable[Piece], style: pen
     Pieces too narrow to see are joined with what touches them: so a trace of 100,000 kernels is
     drawn in a moment, and in its true colours.
     """
-    pixel = ax.get_xlim()[1] / (ax.get_position().width * ax.figure.get_figwidth() * pen.DPI)
+    wide, tall = pen.inches_of(ax)
+    pixel = ax.get_xlim()[1] / (wide * pen.DPI)
     joined: list[Piece] = []
     for start, end, name in sorted(pieces):
         if joined:
@@ -169,61 +174,48 @@ def _bars(ax: Axes, y: float, height: float, pieces: Iterable[Piece], style: pen
                 joined[-1] = (last_start, end, name if name == last_name else "")
                 continue
         joined.append((start, end, name))
+    tall *= height / (ax.get_ylim()[1] - ax.get_ylim()[0])  # inches of a bar
     wide = [(s, e - s) for s, e, _ in joined if e - s >= 4 * pixel]
     narrow = [(s, max(e - s, pixel)) for s, e, _ in joined if e - s < 4 * pixel]
-    tall = height * pen.inches_of(ax) / (ax.get_ylim()[1] - ax.get_ylim()[0])  # inches
     line = {"lw": min(style["lw"], 5 * tall), "zorder": 2}
     ax.broken_barh(wide, (y, height), **style | line)
     solid = style["ec"] if style["ec"] != PAPER and "hatch" not in style else style["fc"]
     ax.broken_barh(narrow, (y, height), facecolor=solid, lw=0, zorder=2)
-    size = _letters(tall)
-    for start, end, name in joined if size else ():
-        if name and (end - start) / pixel > _inches_of(name, size) * pen.DPI:
+    size = min(7.0, 72 * tall * 0.62)
+    for start, end, name in joined:
+        if name and size >= 4.5 and (end - start) / pixel > _inches_of(name, size) * pen.DPI:
             ink = {"color": pen.ink_on(style["fc"]), "ha": "center", "clip_on": True}
             pen.text(ax, (start + end) / 2, y + height / 2 - 0.01, name, size=size, **ink)
 
 
-def _letters(tall: float) -> float:
-    """Return the size of letters, in points, in a bar of so many inches; 0: too small to read."""
-    size = min(7.0, 72 * tall * 0.62)
-    return size if size >= 4.5 else 0.0
-
-
-def _inches_of(name: str, size: float) -> float:
+def _inches_of(name: str, size: float = 7.0) -> float:
     return (0.68 * len(name) + 0.6) * size / 72
 
 
-def _layers_fit(shown: Sequence[Timeline], inch: float, size: float) -> bool:
-    """True if every block of a model has room for its number; `inch` is a millisecond's length."""
-    pieces = (p for t in shown for rank in t.ranks for p in _pieces(t, rank).items())
-    blocks = [
-        ((end - start) * inch, name)
-        for (lane, _), of in pieces
-        for start, end, name in of
-        if lane == "work" and name.isdigit() and (end - start) * inch > 0.04  # else a line
-    ]
-    fit = all(inches > _inches_of(name, size) for inches, name in blocks)
-    return bool(blocks and size and fit)
+def _numbered(shown: Sequence[Timeline], inch: float) -> bool:
+    """True if each block of a model has room for its number, or is but a line.
+
+    `inch` is the length of a second.
+    """
+    words = [(inch * s.duration, _word(s)) for t in shown for s in t if s.kind != "comm"]
+    blocks = [(wide, word) for wide, word in words if word.isdigit() and wide > 0.04]
+    return bool(blocks) and all(wide > _inches_of(word) for wide, word in blocks)
 
 
 # ---------------------------------------------------------------------- legend
 def legend(shown: Sequence[Timeline], end: float) -> list[pen.Entry]:
     """Return the entries of what can be seen: work, waiting, then communication.
 
-    What takes less than two pixels of `end` milliseconds in all is left out; each bar takes one.
+    What takes less than two pixels of `end` milliseconds in all is left out.
     """
-    pixel = end / (ACROSS * pen.DPI)
     length: Counter[Lane] = Counter()  # milliseconds of all pieces in the picture
-    for t in shown:
-        for rank in t.ranks:
-            for key, pieces in _pieces(t, rank).items():
-                length[key] += sum(max(e - s, pixel) for s, e, _ in pieces)
-    seen = {key for key, ms in length.items() if ms >= 2 * pixel}
+    for pieces in (_pieces(t, rank) for t in shown for rank in t.ranks):
+        for key, each in pieces.items():
+            length[key] += sum(end - start for start, end, _ in each)
+    seen = {key for key, ms in length.items() if ms >= 2 * end / (ACROSS * pen.DPI)}
+    work = {s.name for t in shown for s in t if s.kind == "compute"} - {"step"}
     names = {kind: kind.replace("_", " ") for kind in KIND}
-    work = {s.name for t in shown for s in t if s.kind == "compute"}
-    if len(work) == 1 and min(work):  # all other work is one and the same
-        (name,) = work
-        names["compute"] = "other work" if name == "step" else name
+    names["compute"] = work.pop() if len(work) == 1 else "other work"
     entries: list[pen.Entry] = [
         (KIND[kind], name) for kind, name in names.items() if ("work", kind) in seen
     ]

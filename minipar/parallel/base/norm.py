@@ -21,11 +21,13 @@ from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel.base.shards import axes_of, is_copy
 
+CPU = torch.device("cpu")
+
 
 def grad_norm(
     parameters: Iterable[Tensor],
     axes: Iterable[Axis] = (),
-    device: torch.device | None = None,
+    device: torch.device = CPU,
 ) -> Tensor:
     """Return the 2-norm of all gradients of the model: a float64 scalar, equal on all ranks.
 
@@ -33,15 +35,12 @@ def grad_norm(
         parameters: one listed twice counts once. One with `is_copy` adds nothing: another rank of
             the same axis counts it.
         axes: every axis over which any rank's parameter is cut, in the same order on all ranks.
-        device: the device that computes; by default the parameters', but they may be offloaded.
+        device: the device that computes; parameters may be offloaded.
 
     A collective over `axes`. Raises `ValueError` for a parameter that is cut over another axis.
     """
-    parameters, axes = _unique(parameters), tuple(axes)
-    if device is None:
-        device = parameters[0].device if parameters else torch.device("cpu")
-    grads: dict[tuple, list[Tensor]] = defaultdict(list)
-    for param in parameters:
+    axes, grads = tuple(axes), defaultdict(list)
+    for param in dict.fromkeys(parameters):
         if param.grad is not None and not is_copy(param):
             # squares of half precision are summed in float32
             dtype = torch.promote_types(param.grad.dtype, torch.float32)
@@ -63,7 +62,7 @@ def clip_grad_norm(
     parameters: Iterable[Tensor],
     max_norm: float,
     axes: Iterable[Axis] = (),
-    device: torch.device | None = None,
+    device: torch.device = CPU,
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
@@ -72,11 +71,11 @@ def clip_grad_norm(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; use math.inf not to clip")
-    parameters = _unique(parameters)
+    parameters = list(dict.fromkeys(parameters))
     norm = grad_norm(parameters, axes, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch: no division by zero
     factor = torch.where(norm.isfinite(), factor, 1.0)
-    grads: dict[tuple, list[Tensor]] = defaultdict(list)
+    grads = defaultdict(list)
     for param in parameters:
         if param.grad is not None:
             grads[param.grad.device, param.grad.dtype].append(param.grad)
@@ -106,11 +105,6 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
                 "shards of gradients have changed since finish_backward(): clip them by "
                 "strategy.clip_grad_norm_; after a change of each number alone, call note_reduced()"
             )
-
-
-def _unique(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return each parameter once, by identity (`==` of tensors compares elements)."""
-    return list({id(param): param for param in parameters}.values())
 
 
 def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:

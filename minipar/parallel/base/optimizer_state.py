@@ -33,11 +33,7 @@ def labelled(
 
 
 def pack(
-    entries: Mapping[Hashable, Any],
-    labels: Labels,
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    named: bool = True,
+    entries: Mapping[Hashable, Any], labels: Labels, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the state dict of `entries` by label; `groups` have the options of each group."""
     order = {label: i for i, label in enumerate(itertools.chain(*labels))}
@@ -45,7 +41,7 @@ def pack(
     for group, own in zip(groups, labels, strict=True):
         group = {**group, "params": [order[label] for label in own]}
         group.pop("param_names", None)
-        if named and all(isinstance(label, str) for label in own):
+        if all(isinstance(label, str) for label in own):
             group["param_names"] = list(own)
         packed.append(group)
     state = {number: entries[label] for label, number in order.items() if label in entries}
@@ -63,10 +59,8 @@ def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
         raise ValueError(f"the state has groups of {theirs} parameters, and here are {ours}")
     found = {}
     for group, own in zip(groups, labels, strict=True):
-        names = group.get("param_names")
-        if names is None or not all(isinstance(label, str) for label in own):
-            names = own
-        if differ := sorted(set(names) ^ set(own)):
+        names = group.get("param_names", own)
+        if differ := sorted(set(names) ^ set(own), key=str):
             raise ValueError(
                 f"the state is of other parameters: {differ[0]} (one of {len(differ)}) is "
                 f"{'only there' if differ[0] in names else 'only here'}"
@@ -122,4 +116,4 @@ def cut_state(
                 value = (row.part_of(piece, value) if is_cut else value).clone()
             own[label][key] = value
     labels = [[label for label, p in g.items() if piece_of(p) in stepped] for g in members]
-    return pack(own, labels, state["param_groups"], named=False)
+    return pack(own, labels, state["param_groups"])

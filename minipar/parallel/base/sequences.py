@@ -49,12 +49,15 @@ class CutSequences(Strategy):
         """Send nothing: the data strategy sums the gradients over the joint axis of cp and dp."""
 
 
-def chunks_of_equal_length(tensor: Tensor, count: int, dim: int, why: str) -> tuple[Tensor, ...]:
+def chunks_of_equal_length(tensor: Tensor, count: int, dim: int, axis: Axis) -> tuple[Tensor, ...]:
     """Cut `dim`, the tokens, into `count` chunks: [..., T, ...] -> [..., T/count, ...] each.
 
-    Raises `ValueError`, beginning with `why`, unless `count` divides T.
+    Raises `ValueError` unless `count` divides T.
     """
     length = tensor.shape[dim]
     if missing := -length % count:
-        raise ValueError(f"{why} {length} tokens; pad them to {length + missing}")
+        raise ValueError(
+            f"{axis.name}={axis.size} cuts sequences into {count} chunks, which do not divide "
+            f"{length} tokens; pad them to {length + missing}"
+        )
     return tensor.chunk(count, dim)

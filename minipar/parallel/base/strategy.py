@@ -88,11 +88,10 @@ class Strategy:
         scaler.unscale_(optimizer)
         found = scaler._found_inf_per_device(optimizer)
         found.setdefault(self.device, torch.zeros((), device=self.device))
-        parameters = list(self.with_gradients())
-        for axis in in_order([axis for p in parameters for axis in axes_of(p)]):
+        for axis in in_order([axis for p in self.with_gradients() for axis in axes_of(p)]):
             for flag in found.values():
                 all_reduce(flag, axis, "max", out=flag)
-        for p in parameters:
+        for p in self.with_gradients():
             if p.grad is not None:
                 p.grad.unscaled = True
         self.note_reduced()

@@ -214,10 +214,9 @@ class RandomK(Compressor):
     """The same random `fraction` of the numbers on all ranks: no places are sent, sums are easy."""
 
     fraction: float = 0.01
-    seed: int = 0
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        self.generator = self.generator or make_generator(vector.device, self.seed)
+        self.generator = self.generator or make_generator(vector.device, 0)  # alike on all ranks
         k = math.ceil(self.fraction * len(vector))
         order = torch.randperm(len(vector), generator=self.generator, device=vector.device)
         places, total = order[:k], torch.zeros_like(vector)
@@ -238,7 +237,6 @@ class PowerSGD(Compressor):
     """
 
     rank: int = 4
-    seed: int = 0
 
     def __post_init__(self) -> None:
         self.starts: dict[nn.Parameter, Tensor] = {}  # Q of the last step
@@ -251,7 +249,7 @@ class PowerSGD(Compressor):
         return 0 < 2 * (rows + columns) * min(self.rank, rows, columns) <= rows * columns
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        self.generator = self.generator or make_generator(vector.device, self.seed)
+        self.generator = self.generator or make_generator(vector.device, 0)
         total, sizes = torch.empty_like(vector), [p.numel() for p in parameters]
         sums = dict(zip(parameters, total.split(sizes), strict=True))
         grads = dict(zip(parameters, vector.split(sizes), strict=True))

@@ -10,7 +10,9 @@ messages is checked under the first meaning, and a schedule with messages under 
 `simulate.lower` places messages so that both work.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
 
@@ -21,13 +23,26 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
     Where a stage may have B or I, both are in the list; a schedule holds one of them.
     """
     stage, i = action.stage, action.microbatch
-    part = schedule.part(stage)
-    if action.kind == "F":
-        return [Action(stage - 1, "F", i)] if part else []
-    if action.kind == "W":
-        return [Action(stage, "I", i)]
-    after = [Action(stage + 1, kind, i) for kind in "BI"] if part < schedule.num_stages - 1 else []
-    return [Action(stage, "F", i), *after]
+    before = {"W": ["I"], "F": []}.get(action.kind, ["F"])
+    here = [Action(stage, kind, i) for kind in before]
+    message = schedule.takes(action)
+    if message is None:
+        return here
+    return here + [Action(message.twin.stage, k, i) for k in ("F" if action.kind == "F" else "BI")]
+
+
+def advance(rows: Sequence[deque], must_wait: Callable[[Any, int], Any]) -> Iterator[tuple]:
+    """Take items off the rows of all ranks, each as soon as it need not wait; yield item and rank.
+
+    Ends when no rank gets any further: then `rows` hold what is left.
+    """
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while row and not must_wait(row[0], rank):
+                yield row.popleft(), rank
+                moved = True
 
 
 def peak_live(schedule: Schedule) -> list[int]:
@@ -58,64 +73,54 @@ def validate(schedule: Schedule) -> None:
     received before the action that needs it. No rank waits for ever. The stages of a rank hold as
     many microbatches as the schedule promises, as `peak_live` counts.
     """
-    _check_actions(schedule)
-    _check_complete(schedule)
+    problem = next(_problems(schedule), None)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _problems(schedule: Schedule) -> Iterator[str]:
+    yield from _wrong_actions(schedule)
+    yield from _missing_actions(schedule)
     if schedule.is_lowered:
-        _check_messages(schedule)
-    _check_deadlock(schedule)
+        yield from _wrong_messages(schedule)
+    yield from _deadlocks(schedule)
     for rank, (bound, row) in enumerate(zip(schedule.max_live, schedule.actions, strict=False)):
         for action, held in _live(row):
             if held > bound:
-                raise ValueError(
-                    f"{action} on rank {rank} makes {held} live activations; at most {bound}"
-                )
+                yield f"{action} on rank {rank} makes {held} live activations; at most {bound}"
 
 
-def _check_actions(schedule: Schedule) -> None:
-    stages, m, p = len(schedule.rank_of), schedule.num_microbatches, schedule.num_ranks
-    if m < 1 or not stages or stages % schedule.copies:
-        raise ValueError(
-            f"{schedule.name} has {stages} stages in {schedule.copies} equal copies of the model, "
-            f"and {m} microbatches; it needs at least one of each"
-        )
-    if not set(schedule.rank_of) <= set(range(p)):
-        raise ValueError(f"stages are on ranks {schedule.rank_of}; there are lists for {p} ranks")
-    seen = set()
+def _wrong_actions(schedule: Schedule) -> Iterator[str]:
+    m, seen = schedule.num_microbatches, set()
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            where = f"{action} on rank {rank}"
-            if not 0 <= action.microbatch < m:
-                raise ValueError(f"{where}: there are {m} microbatches")
-            if action.stage not in (path := schedule.path(action.microbatch)):
-                raise ValueError(
-                    f"{where}: microbatch {action.microbatch} goes through the stages "
-                    f"{path.start}-{path.stop - 1}"
-                )
+            where, i = f"{action} on rank {rank}", action.microbatch
+            path = schedule.path(i)
+            if not 0 <= i < m:
+                yield f"{where}: there are {m} microbatches"
+            if action.stage not in path:
+                yield f"{where}: microbatch {i} goes through the stages {path[0]}-{path[-1]}"
             if (owner := schedule.rank_of[action.stage]) != rank:
-                raise ValueError(f"{where}: its stage is on rank {owner}")
+                yield f"{where}: its stage is on rank {owner}"
             if action in seen:
-                raise ValueError(f"{where}: it is there twice")
+                yield f"{where}: it is there twice"
             seen.add(action)
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _missing_actions(schedule: Schedule) -> Iterator[str]:
     exists = {action for row in schedule.actions for action in row}
     for i in range(schedule.num_microbatches):
         for stage in schedule.path(i):
+            where = f"on rank {schedule.rank_of[stage]}"
             has = {kind for kind in COMPUTE if Action(stage, kind, i) in exists}
             wanted = {"F", "I", "W"} if has & {"I", "W"} else {"F", "B"}
-            for kind in sorted(wanted ^ has):
-                action, where = Action(stage, kind, i), f"on rank {schedule.rank_of[stage]}"
-                if kind in wanted:
-                    raise ValueError(
-                        f"{action} is missing {where}: the optimizer would step without it"
-                    )
-                raise ValueError(
-                    f"{action} {where} is I and W in one; one of them is there as well"
-                )
+            if "B" in has - wanted:
+                yield f"{stage}B{i} {where} is I and W in one; one of them is there as well"
+            for kind in sorted(wanted - has):
+                yield f"{stage}{kind}{i} is missing {where}: the optimizer would step without it"
 
 
-def _check_messages(schedule: Schedule) -> None:
+def _wrong_messages(schedule: Schedule) -> Iterator[str]:
     for rank, row in enumerate(schedule.actions):
         at, wanted = {action: i for i, action in enumerate(row)}, set()
         for action in filter(lambda action: action.computes, row):
@@ -123,19 +128,17 @@ def _check_messages(schedule: Schedule) -> None:
             for message in filter(schedule.travels, (takes, makes)):
                 wanted.add(message)
                 if message not in at:
-                    raise ValueError(f"{message} is missing on rank {rank}, for {action}")
-                if (at[message] < at[action]) != (message == takes):
+                    yield f"{message} is missing on rank {rank}, for {action}"
+                elif (at[message] < at[action]) != (message == takes):
                     side = "before" if message == takes else "after"
-                    raise ValueError(f"{message} must stand {side} {action} on rank {rank}")
+                    yield f"{message} must stand {side} {action} on rank {rank}"
         for message in at.keys() - wanted:
             if not message.computes:
-                raise ValueError(f"{message} on rank {rank}: no rank needs this message")
+                yield f"{message} on rank {rank}: no rank needs this message"
 
 
-def _check_deadlock(schedule: Schedule) -> None:
-    """Advance every rank as far as it gets, again and again; raise when none gets any further."""
-    rows = [iter(row) for row in schedule.actions]
-    heads = [next(row, None) for row in rows]
+def _deadlocks(schedule: Schedule) -> Iterator[str]:
+    rows = [deque(row) for row in schedule.actions]
     exists = {action for row in schedule.actions for action in row}
     done: set[Action] = set()
 
@@ -143,7 +146,8 @@ def _check_deadlock(schedule: Schedule) -> None:
         """Return the reason why `rank` waits with `action` next; "" if it can go on."""
         if not action.computes:  # blocking: the other rank has to be at the other end
             peer = schedule.peer(action)
-            return "" if action.twin in done or heads[peer] == action.twin else f"rank {peer}"
+            met = action.twin in done or (rows[peer] and rows[peer][0] == action.twin)
+            return "" if met else f"rank {peer}"
         for needed in (needed for needed in needs(schedule, action) if needed in exists):
             other = schedule.rank_of[needed.stage]
             # With messages, a receive before the action has waited for other ranks.
@@ -151,16 +155,10 @@ def _check_deadlock(schedule: Schedule) -> None:
                 return f"{needed} on rank {other}"
         return ""
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(rows):
-            while (action := heads[rank]) is not None and not waits_for(action, rank):
-                done.add(action)
-                heads[rank] = next(row, None)
-                moved = True
-    stuck = [(rank, action) for rank, action in enumerate(heads) if action is not None]
-    if stuck:
+    for action, _ in advance(rows, waits_for):
+        done.add(action)
+    if any(rows):
         what = "deadlock with blocking messages" if schedule.is_lowered else "deadlock"
+        stuck = [(rank, row[0]) for rank, row in enumerate(rows) if row]
         waits = "; ".join(f"rank {rank} at {a} for {waits_for(a, rank)}" for rank, a in stuck)
-        raise ValueError(f"{what}: {waits}")
+        yield f"{what}: {waits}"

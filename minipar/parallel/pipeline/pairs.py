@@ -12,16 +12,12 @@ Idea.   Two threads take turns. A thread that must wait for an all-to-all lets t
 Order.  The turn changes at every wait for an all-to-all, never by who is ready first. Ranks of a
         group play the same row of the schedule, so all of them launch in the same order, as NCCL
         demands. Other collectives are waited for at once.
-Threads. Forward stays in the thread of the caller. Backward gets a thread of its own, with the same
-        device and dispatch modes. Each has its own open spans of the recorder. An error in one
-        reaches the caller; the other ends at its next turn.
 GPU.    There a wait is one of the stream, and the host goes on; turns decide in which order the two
         launch their kernels. Measured on CPUs and emulated devices only.
 Source. DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.1, figure 4. In torch: none.
 Proved by tests/parallel/test_pairs.py, and with experts and without by tests/law.
 """
 
-import contextvars
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -60,7 +56,7 @@ class _Pair(calls.Tap):
         self.caller = threading.get_ident()
         self.turns = [threading.Semaphore(0) for _ in range(2)]
         self.travelling: set[int] = set()  # all-to-alls that were not waited for yet
-        self.is_over, self.results = [False, False], [None, None]
+        self.is_over = [False, False]
         self.error: BaseException | None = None
         self.recorder = timeline.active()
         self.open_spans = [self.recorder.stack if self.recorder else [], []]
@@ -94,34 +90,34 @@ class _Pair(calls.Tap):
 
     # ------------------------------------------------------------------ from beginning to end
     def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
-        """Run both to their ends. Backward begins: its first all-to-all needs little computing."""
-        modes = dispatch._get_current_dispatch_mode_stack()
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        """Run forward in this thread, and backward in a thread with the same stream and modes.
 
-        def beside() -> None:
+        Backward begins: its first all-to-all needs little computing.
+        """
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        modes, results = dispatch._get_current_dispatch_mode_stack(), [None, None]
+
+        def run_backward() -> None:
             self.take_turn(BACKWARD)
-            with ExitStack() as stack:
-                if torch.cuda.is_initialized():
-                    torch.cuda.set_stream(stream)
+            with ExitStack() as stack, torch.cuda.stream(stream):
                 for mode in modes:
                     dispatch._push_mode(mode)
                     stack.callback(dispatch._pop_mode)
-                self.results[BACKWARD] = self.attempt(backward)
+                results[BACKWARD] = self.attempt(backward)
             self.is_over[BACKWARD] = True
             self.turns[FORWARD].release()
 
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(beside,), name="backward", daemon=True)
+        thread = threading.Thread(target=run_backward, daemon=True)
         thread.start()
         self.attempt(self.let_other_run)  # up to the first wait of backward
         if self.error is None:
-            self.results[FORWARD] = self.attempt(forward)
+            results[FORWARD] = self.attempt(forward)
         self.is_over[FORWARD] = True
         self.attempt(self.let_other_run)  # the rest of backward
         thread.join()
         if self.error is not None:
             raise self.error
-        return tuple(self.results)
+        return tuple(results)
 
     def attempt(self, job: Callable[[], Any]) -> Any:
         """Do `job`; keep the first error, for the caller and to end the other thread."""

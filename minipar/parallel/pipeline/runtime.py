@@ -24,7 +24,6 @@ Use::
     train_step(model, [data, pipeline], ...)
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -94,10 +93,8 @@ def apply(
             f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
             f"make it with p={axis.size}"
         )
-    if cut is None:
-        cut = balance(estimate_costs(model.config), schedule.num_stages)
-    else:
-        cut = check_cut(cut, schedule.num_stages, model.config.num_layers)
+    cut = tuple(cut or balance(estimate_costs(model.config), schedule.num_stages))
+    check_cut(cut, schedule.num_stages, model.config.num_layers)
     replicate(model, axis)
     connect(axis, device_of(model), schedule.pairs)
     pipeline = Pipeline(model, axis, schedule, cut)
@@ -110,7 +107,7 @@ Microbatch = tuple[Tensor, ...]
 Method = Callable[[Action, Tensor | None], Tensor | None]
 """Does an action: takes the tensor that was received, returns the tensor to be sent."""
 FROZEN = None, None
-"""The input and the node of a forward through frozen weights alone: no backward comes."""
+"""In the place of the input and the node of a forward through frozen weights alone."""
 
 
 @dataclass(eq=False)
@@ -173,16 +170,15 @@ class Step:
         jobs = self.owed[action.stage, action.microbatch] = []
         if root is None:
             return None
-        stage = self.pipeline.stages[action.stage]
-        weights = [weight for weight in stage.parameters() if weight.requires_grad]
+        weights = [p for p in self.pipeline.stages[action.stage].parameters() if p.requires_grad]
         inputs = weights if x is None else [x, *weights]
         with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
-            found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
-        grad, *rest = (None, *found) if x is None else found
-        for weight, g in zip(weights, rest, strict=True):
-            if g is not None:  # of norms and other layers that cannot put anything off
-                jobs.append((weight, lambda g=g: g))
-        return grad
+            grads = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
+        found = dict(zip(inputs, grads, strict=True))
+        dx = found.pop(x, None)
+        # The others are of norms and other layers that cannot put anything off.
+        jobs += [(weight, lambda g=g: g) for weight, g in found.items() if g is not None]
+        return dx
 
     def backward_weight(self, action: Action, _: None) -> None:
         """W: compute the gradients of weights that `backward_input` left."""
@@ -218,21 +214,20 @@ class Pipeline(Strategy):
 
     def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
         super().__init__(model, axis)
-        self.schedule, self.cut, self.config = schedule, cut, model.config
-        own = schedule.stages_on(axis.rank)
-        self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
+        self.schedule, self.config = schedule, model.config
         self.put_off = PutOff()
-        self.splits = schedule.splits_backward
-        if self.splits:
+        if schedule.splits_backward:
             split_backward.enable(model, self.put_off)
-        self.stages: dict[int, Llama] = {}
-        for stage in own:
-            part = schedule.part(stage)
-            layers = layers_of(cut, part)
-            self.stages[stage] = part_of(model, layers, part == 0, part == len(cut) - 1)
         self.names = list(model.state_dict(keep_vars=True))
         self.weights = homes_of(model, schedule, cut)
-        keep_only(model, {schedule.part(stage) for stage in own}, cut)
+        parts, last = {s: schedule.part(s) for s in schedule.stages_on(axis.rank)}, len(cut) - 1
+        self.last_gradient = {stage: schedule.last_gradient(stage) for stage in parts}
+        self.stages: dict[int, Llama] = {
+            stage: part_of(model, layers_of(cut, part), part == 0, part == last)
+            for stage, part in parts.items()
+        }
+        own = {layer for part in parts.values() for layer in layers_of(cut, part)}
+        keep_only(model, own, 0 in parts.values(), last in parts.values())
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -269,7 +264,7 @@ class Pipeline(Strategy):
         Raises `ValueError` for another number of microbatches than the schedule is for, and for
         fsdp with split backwards or with embeddings that two stages have.
         """
-        is_partial = self.splits or any(len(weight.ranks) > 1 for weight in self.weights)
+        is_partial = self.schedule.splits_backward or any(len(w.ranks) > 1 for w in self.weights)
         if is_partial and any(hasattr(strategy, "units") for strategy in strategies):
             raise ValueError(
                 f"fsdp reduces at the end of a whole backward: use a schedule of F and B, not "
@@ -283,7 +278,6 @@ class Pipeline(Strategy):
         step = Step(self, microbatches, strategies, weigh, autocast)
         with self._twins_apart():
             self._play(self.schedule, microbatches, step.methods)
-        assert not step.owed, f"the schedule left the W of {list(step.owed)} undone"
         self._adding = all_reduce(step.total, self.axis, out=step.total, async_op=True)
         return step.total
 
@@ -327,7 +321,7 @@ class Pipeline(Strategy):
             (module._parameters, name, p)
             for module in self.model.modules()
             for name, p in module._parameters.items()
-            if p is not None and p in stand_ins
+            if p in stand_ins
         ]
         try:
             for parameters, name, p in places:
@@ -379,18 +373,16 @@ class Pipeline(Strategy):
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
         known = all_gather_object(facts, self.axis)
         found: dict[str, Tensor | None] = {}
-        of_rank: dict[int, list[Tensor]] = defaultdict(list)
         for weight in self.weights:
             home, value = weight.ranks[0], None
-            for name in [name for name in weight.names if name in known[home]][:1]:
+            name = next((name for name in weight.names if name in known[home]), None)
+            if name is not None:
                 shape, dtype = known[home][name]
                 value = torch.empty(shape, dtype=dtype, device=self.device)
                 if self.axis.rank == home:
                     value.copy_(tensors[name])
-                of_rank[home].append(value)
+                broadcast_all([value], self.axis, src=home)
             found |= dict.fromkeys(weight.names, value)
-        for home, values in of_rank.items():
-            broadcast_all(values, self.axis, src=home)
         return {name: found[name] for name in self.names}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

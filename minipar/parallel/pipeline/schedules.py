@@ -36,13 +36,17 @@ Shapes: p ranks, M microbatches, v stages per rank, S = p v stages, r rank. Bubb
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
-from minipar.parallel.pipeline.actions import Action, Schedule, slots
+from minipar.parallel.pipeline.actions import Action, Schedule
 
 Phase = tuple[int, str]
 """(times, letters): `(3, "F B")` plays forward and backward in turn, three times."""
 Queues = Mapping[str, Sequence[tuple[int, int]]]
 """Queues by letter: `{"F": [(stage, microbatch), ...], "B": ...}`; I draws from the queue of B."""
+Score = Callable[[int], Sequence[Phase]]
+Live = Callable[[int], int]
+"""The phases of a rank, and the most microbatches that its stages hold."""
 
 
 # ---------------------------------------------------------------------- the one mechanism
@@ -73,18 +77,17 @@ def compose(
     name: str,
     rank_of: Sequence[int],
     num_microbatches: int,
-    score: Callable[[int], Sequence[Phase]],
+    score: Score,
     queues: Callable[[list[int]], Queues],
-    live: Callable[[int], int],
+    live: Live,
 ) -> Schedule:
     """Make a schedule from the `score` of each rank, the `queues` of its stages, its live bound."""
-    ranks = range(max(rank_of) + 1)
-    rows = []
-    for rank in ranks:
+    rows, bounds = [], []
+    for rank in range(max(rank_of) + 1):
         stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
         rows.append(play(score(rank), queues(stages)))
-    bounds = tuple(live(rank) for rank in ranks)
-    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows), max_live=bounds)
+        bounds.append(min(live(rank), sum(action.kind == "F" for action in rows[-1])))
+    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows), max_live=tuple(bounds))
 
 
 def _loop(p: int, v: int = 1) -> list[int]:
@@ -92,31 +95,21 @@ def _loop(p: int, v: int = 1) -> list[int]:
     return [stage % p for stage in range(p * v)]
 
 
-def _breadth_first(m: int, rounds: Sequence[range] = ()) -> Callable[[list[int]], Queues]:
+def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
     """All microbatches of a round through a rank's first stage, then its second ...; back again."""
 
     def queues(stages: list[int]) -> Queues:
-        each = rounds or [range(m)]
         return {
-            "F": [(s, i) for microbatches in each for s in stages for i in microbatches],
-            "B": [(s, i) for microbatches in each for s in stages[::-1] for i in microbatches],
+            "F": [(s, i) for each in rounds for s in stages for i in each],
+            "B": [(s, i) for each in rounds for s in stages[::-1] for i in each],
         }
 
     return queues
 
 
-def _check(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}; a pipeline has at least 1")
-
-
 # ---------------------------------------------------------------------- one stage per rank
-def _one_stage(
-    name: str, p: int, m: int, score: Callable[[int], Sequence[Phase]], live: Callable[[int], int]
-) -> Schedule:
-    _check(p=p, m=m)
-    return compose(name, _loop(p), m, score, _breadth_first(m), lambda r: min(m, live(r)))
+def _one_stage(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
+    return compose(name, _loop(p), m, score, _breadth_first([range(m)]), live)
 
 
 def naive(p: int, m: int) -> Schedule:
@@ -200,7 +193,6 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     v times the messages. The paper wants p to divide m; here rounds grow a little where it does
     not.
     """
-    _check(p=p, m=m, v=v)
     rounds = _rounds(p, m)
 
     def warmup(r: int) -> int:
@@ -211,8 +203,8 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
         _loop(p, v),
         m,
         lambda r: [(warmup(r), "F"), (m * v, "F B")],
-        _breadth_first(m, rounds),
-        lambda r: min(m * v, warmup(r) + 1),
+        _breadth_first(rounds),
+        lambda r: warmup(r) + 1,
     )
 
 
@@ -221,15 +213,15 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
 
     A stage's weights are needed for one stretch of time only, which suits sharded data parallelism.
     """
-    _check(p=p, m=m, v=v)
     score = [(m * v, "F"), (m * v, "B")]
     layout = _loop(p, v)
-    return compose("looped_bfs", layout, m, lambda r: score, _breadth_first(m), lambda r: m * v)
+    return compose(
+        "looped_bfs", layout, m, lambda r: score, _breadth_first([range(m)]), lambda r: m * v
+    )
 
 
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-H1 with v stages per rank: ZB-1P, interleaved. 2401.10241."""
-    _check(p=p, m=m, v=v)
     rounds = _rounds(p, m)
 
     def warmup(r: int) -> int:
@@ -240,20 +232,17 @@ def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
         _loop(p, v),
         m,
         lambda r: [(warmup(r), "F"), (r, "F I"), (m * v, "F I W")],
-        _breadth_first(m, rounds),
-        lambda r: min(m * v, warmup(r) + 1 + r),
+        _breadth_first(rounds),
+        lambda r: warmup(r) + 1 + r,
     )
 
 
 # ---------------------------------------------------------------------- two stages per rank, as a V
-def _v_shape(
-    name: str, p: int, m: int, score: Callable[[int], Sequence[Phase]], live: Callable[[int], int]
-) -> Schedule:
+def _v_shape(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
     """Stages run down the ranks and up again: rank 0 has the first and the last one.
 
     So the loss is where the input is, and a microbatch turns around without a message.
     """
-    _check(p=p, m=m)
 
     def queues(stages: list[int]) -> Queues:
         return {
@@ -263,7 +252,7 @@ def _v_shape(
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return compose(name, layout, m, score, queues, lambda r: min(2 * m, live(r)))
+    return compose(name, layout, m, score, queues, live)
 
 
 def zb_v(p: int, m: int) -> Schedule:
@@ -304,7 +293,6 @@ def dualpipe(p: int, m: int) -> Schedule:
     Two DualPipeVs that face each other: where a microbatch would turn around, it goes on into the
     other half. Even microbatches go down the ranks, odd ones up. Raises ValueError for an odd p.
     """
-    _check(p=p, m=m)
     if p % 2:
         near = f"{p - 1} or {p + 1}" if p > 1 else "2"
         raise ValueError(f"p={p}: the halves of a dualpipe face each other; use an even p: {near}")
@@ -323,7 +311,7 @@ def dualpipe(p: int, m: int) -> Schedule:
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return replace(compose("dualpipe", layout, m, score, queues, lambda r: min(m, p + 1)), copies=2)
+    return replace(compose("dualpipe", layout, m, score, queues, lambda r: p + 1), copies=2)
 
 
 def _dualpipe_score(p: int, m: int, r: int) -> list[Phase]:
@@ -364,19 +352,13 @@ PAIRED = ("dualpipe", "dualpipe_v")
 
 
 def check_pairs(schedule: Schedule) -> None:
-    """Raise `ValueError` unless every rank has an F beside a B, to be run side by side."""
+    """Raise `ValueError` unless the schedule has an F beside a B, to be run side by side."""
     if schedule.name not in PAIRED:
-        raise ValueError(
-            f"schedule={schedule.name} is not made of pairs; use {' or '.join(PAIRED)}"
-        )
-    rows = schedule.without_messages().actions
-    if not all(any(len(slot) == 2 for slot in slots(row, paired=True)) for row in rows):
-        raise ValueError(
-            f"schedule={schedule.name} has a rank without a pair of {schedule.num_microbatches} "
-            f"microbatches on {schedule.num_ranks} ranks; use {2 * schedule.num_ranks} or more"
-        )
+        good = " or ".join(PAIRED)
+        raise ValueError(f"schedule={schedule.name} is not made of pairs; use {good}")
 
 
+@cache
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """Make the schedule `name` for p ranks, m microbatches and, for LOOPED ones, v stages per rank.
 
@@ -384,6 +366,9 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """
     if name not in SCHEDULES:
         raise ValueError(f"no schedule {name!r}; use one of {', '.join(SCHEDULES)}")
+    for what, count in (("p", p), ("m", m), ("v", 2 if v is None else v)):
+        if count < 1:
+            raise ValueError(f"{what}={count}; a pipeline has at least 1")
     if name in LOOPED:
         return SCHEDULES[name](p, m, 2 if v is None else v)
     schedule = SCHEDULES[name](p, m)

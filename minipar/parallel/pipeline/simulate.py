@@ -19,7 +19,7 @@ from operator import itemgetter
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Action, Schedule, slots
-from minipar.parallel.pipeline.checks import needs
+from minipar.parallel.pipeline.checks import advance, needs
 
 SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_gradient"}
 
@@ -82,35 +82,30 @@ def events(
     there: dict[tuple[Action, int], float] = {}  # when a rank has the result of an action
     clock = [0.0] * len(rows)
     wire: dict[tuple[int, int], float] = defaultdict(float)  # busy until then, by rank and peer
-    while any(rows):
-        before = len(there)
-        for rank, row in enumerate(rows):
-            while row:
-                slot = row[0]
-                wanted = [(n, rank) for a in slot for n in needs(schedule, a) if n in exists]
-                if any(key not in there for key in wanted):
-                    break
-                row.popleft()
-                start = max([clock[rank], *(there[key] for key in wanted)])
-                end = start + sum(costs.seconds(a.kind, schedule.part(a.stage)) for a in slot)
-                clock[rank] = end
-                for action in slot:
-                    there[action, rank] = end
-                    yield action, rank, start, end
-                    send = schedule.makes(action)
-                    if schedule.travels(send):
-                        peer = schedule.peer(send)
-                        departs = max(end, wire[rank, peer])
-                        wire[rank, peer] = departs + costs.message
-                        arrives = departs + costs.message + costs.latency
-                        there[action, peer] = arrives
-                        if arrives > departs:
-                            yield send, rank, departs, arrives
-        if len(there) == before:  # no rank got any further
-            heads = (
-                f"rank {r} at {' '.join(map(str, row[0]))}" for r, row in enumerate(rows) if row
-            )
-            raise ValueError(f"deadlock: {', '.join(heads)}; `validate` says what they wait for")
+
+    def inputs(slot: tuple[Action, ...], rank: int) -> list[float | None]:
+        wanted = (needed for action in slot for needed in needs(schedule, action))
+        return [there.get((needed, rank)) for needed in wanted if needed in exists]
+
+    for slot, rank in advance(rows, lambda *at: None in inputs(*at)):
+        start = max([clock[rank], *inputs(slot, rank)])
+        end = start + sum(costs.seconds(a.kind, schedule.part(a.stage)) for a in slot)
+        clock[rank] = end
+        for action in slot:
+            there[action, rank] = end
+            yield action, rank, start, end
+            send = schedule.makes(action)
+            if schedule.travels(send):
+                peer = schedule.peer(send)
+                departs = max(end, wire[rank, peer])
+                wire[rank, peer] = departs + costs.message
+                arrives = departs + costs.message + costs.latency
+                there[action, peer] = arrives
+                if arrives > departs:
+                    yield send, rank, departs, arrives
+    if any(rows):
+        heads = [f"rank {r} at {' '.join(map(str, row[0]))}" for r, row in enumerate(rows) if row]
+        raise ValueError(f"deadlock: {', '.join(heads)}; `validate` says what they wait for")
 
 
 def lower(schedule: Schedule, paired: bool = False) -> Schedule:
@@ -135,20 +130,14 @@ def lower(schedule: Schedule, paired: bool = False) -> Schedule:
 
 
 # ---------------------------------------------------------------------- bubbles
-def idle(timeline: Timeline) -> dict[int, float]:
-    """Return the seconds of each rank without F, B, I or W, between the first start and last end.
+def bubble(timeline: Timeline) -> float:
+    """Return idle time of all ranks / their computing time: (p-1)/M for GPipe and 1F1B.
 
     Other spans of a measured timeline (messages, the optimizer) do not count.
     """
-    work = _work(timeline)
-    whole = max(end for _, end, _ in work.values()) - min(start for start, _, _ in work.values())
-    return {rank: whole - busy for rank, (_, _, busy) in work.items()}
-
-
-def bubble(timeline: Timeline) -> float:
-    """Return idle time of all ranks / their computing time: (p-1)/M for GPipe and 1F1B."""
-    busy = sum(busy for _, _, busy in _work(timeline).values())
-    return sum(idle(timeline).values()) / busy
+    starts, ends, busy = zip(*_work(timeline), strict=True)
+    whole = max(ends) - min(starts)
+    return sum(whole - own for own in busy) / sum(busy)
 
 
 def bubble_between(timeline: Timeline) -> float:
@@ -156,18 +145,17 @@ def bubble_between(timeline: Timeline) -> float:
 
     Other ranks may use the rest of the time, for example for the optimizer.
     """
-    work = _work(timeline).values()
-    length, busy = max((end - start, busy) for start, end, busy in work)
+    length, busy = max((end - start, busy) for start, end, busy in _work(timeline))
     return length / busy - 1
 
 
-def _work(timeline: Timeline) -> dict[int, tuple[float, float, float]]:
+def _work(timeline: Timeline) -> list[tuple[float, float, float]]:
     """Return first start, last end and seconds of computing of each rank."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in timeline:
         if span.kind in SPAN_KIND.values():
             spans[span.rank].append(span)
-    return {
-        rank: (min(s.start for s in own), max(s.end for s in own), sum(s.duration for s in own))
-        for rank, own in sorted(spans.items())
-    }
+    return [
+        (min(s.start for s in own), max(s.end for s in own), sum(s.duration for s in own))
+        for own in spans.values()
+    ]

@@ -6,10 +6,11 @@ With a vocabulary of 128 k, Llama 3's head costs as much as several layers.
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel.pipeline.actions import Schedule
@@ -43,31 +44,30 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
             f"{num_parts} stages do not fit {len(layers)} layers: each needs one; use at most "
             f"{len(layers)} stages (ranks times stages per rank)"
         )
+    layers[0] += embedding
+    layers[-1] += head
     # best[i] is (parts from the dearest on, layers per part) for the first i layers.
     best: dict[int, tuple[list[float], tuple[int, ...]]] = {0: ([], ())}
     for part in range(num_parts):
         is_last = part == num_parts - 1
-        longer = {}
-        for end in [len(layers)] if is_last else range(part + 1, len(layers)):
-            options = []
-            for start, (parts, cut) in best.items():
-                if start < end:
-                    cost = sum(layers[start:end])
-                    cost += embedding * (part == 0) + head * is_last
-                    options.append((sorted([*parts, cost], reverse=True), (*cut, end - start)))
-            longer[end] = min(options)
-        best = longer
+        best = {
+            end: min(
+                (sorted([*parts, sum(layers[start:end])], reverse=True), (*cut, end - start))
+                for start, (parts, cut) in best.items()
+                if start < end
+            )
+            for end in ([len(layers)] if is_last else range(part + 1, len(layers)))
+        }
     return best[len(layers)][1]
 
 
-def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int, ...]:
-    """Return a user's cut; raise `ValueError` unless it fits. Part 0 and the last may be empty."""
+def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> None:
+    """Raise `ValueError` unless a user's cut fits. Part 0 and the last may be empty."""
     if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
         raise ValueError(
-            f"cut={tuple(cut)} does not cut {num_layers} layers into {num_parts} stages: counts "
+            f"cut={cut} does not cut {num_layers} layers into {num_parts} stages: counts "
             f"add up to {num_layers}, all above 0 between the first and the last"
         )
-    return tuple(cut)
 
 
 def layers_of(cut: Sequence[int], part: int) -> range:
@@ -86,34 +86,30 @@ def home_of(name: str, cut: Sequence[int]) -> int:
     return len(cut) - 1
 
 
-def part_of(model: Llama, layers: range, first: bool = False, last: bool = False) -> Llama:
+def part_of(
+    model: Llama, layers: Collection[int], first: bool = False, last: bool = False
+) -> Llama:
     """Make a Llama that shares some of the modules of `model`; the others are None."""
     part, inner = copy.copy(model), copy.copy(model.model)
     part._modules, inner._modules = dict(model._modules), dict(model.model._modules)
-    part.model = inner
-    kept = (layer if i in layers else None for i, layer in enumerate(model.model.layers))
-    inner.layers = nn.ModuleList(kept)
-    if not first:
-        inner.embed_tokens = None
-    if not last:
-        inner.norm = part.lm_head = None
+    part.model, inner.layers = inner, nn.ModuleList(model.model.layers)
+    keep_only(part, layers, first, last)
     return part
 
 
-def keep_only(model: Llama, parts: set[int], cut: Sequence[int]) -> None:
-    """Set all modules of other parts of the model to None, in place."""
+def keep_only(model: Llama, layers: Collection[int], first: bool, last: bool) -> None:
+    """Set other layers to None, in place; the embedding unless `first`, the head unless `last`."""
     for i in range(model.config.num_layers):
-        if home_of(f"model.layers.{i}", cut) not in parts:
+        if i not in layers:
             model.model.layers[i] = None
-    if 0 not in parts:
+    if not first:
         model.model.embed_tokens = None
-    if len(cut) - 1 not in parts:
+    if not last:
         model.model.norm = model.lm_head = None
 
 
 # ---------------------------------------------------------------------- who has what
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """A parameter or buffer: its names (two if it is tied) and the ranks that have it."""
 
     names: tuple[str, ...]
@@ -122,14 +118,12 @@ class Weight:
 
 def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Weight]:
     """List every weight of the whole model, before the cut, and the ranks that will have it."""
-    names: dict[int, list[str]] = {}
+    names: dict[Tensor, list[str]] = defaultdict(list)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
+        names[tensor].append(name)
     weights = []
     for own in names.values():
         parts = {home_of(name, cut) for name in own}
-        ranks = {
-            rank for stage, rank in enumerate(schedule.rank_of) if schedule.part(stage) in parts
-        }
-        weights.append(Weight(tuple(own), tuple(sorted(ranks))))
+        stages = (s for s in range(len(schedule.rank_of)) if schedule.part(s) in parts)
+        weights.append(Weight(tuple(own), tuple(sorted({schedule.rank_of[s] for s in stages}))))
     return weights

@@ -156,13 +156,12 @@ def _factor(s: Suspect) -> Cause | None:
         return "not divided by microbatches", f"{m} times too large: of {m} microbatches"
     if m > 1 and is_exactly(1 / m):
         return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
-    several = {axis: n for axis, n in s.sizes.items() if n > 1}
-    together = {" x ".join(several): math.prod(several.values())} if len(several) > 1 else {}
-    for axis, n in (several | together).items():
+    sizes = s.sizes | {" x ".join(s.sizes): math.prod(s.sizes.values())}  # and all together
+    for axis, n in sizes.items():
         names = "counted on every rank", "averaged, not summed"
         if any(map(s.over_data, axis.split(" x "))):
             names = "summed, not averaged", "divided once too often"
-        over = " or ".join(a for a, size in (several | together).items() if size == n)
+        over = " or ".join(a for a, size in sizes.items() if size == n)
         if is_exactly(1) and math.isclose(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
         if is_exactly(n):

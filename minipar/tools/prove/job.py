@@ -9,9 +9,9 @@
 `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
 All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
-    shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
-                             # all get all; or a list of the axes on which ranks get their own rows;
-                             # or a function (batch, mesh) -> this rank's part
+    shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; or the
+                             # list of axes on which ranks get their own rows; or a function
+                             # (batch, mesh) -> this rank's part
     def uneven(seed)         # a batch of samples that weigh differently, as with padding
     def optimizer(model)     # called after `parallelize`; AdamW by default
     def clip(model)          # clips gradients, returns their norm from before
@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from minipar.comm.mesh import RESERVED, Mesh
 
@@ -89,7 +90,9 @@ class Job:
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
         shares = given.get("shares", [])
-        if not (callable(shares) or shares in ("batch", "whole") or type(shares) is list):
+        if shares == "whole":  # on no axis
+            shares = given["shares"] = []
+        if not (callable(shares) or shares == "batch" or type(shares) is list):
             words = '"batch", "whole", a list of axes, or a function'
             raise WrongFile(f"shares is {shares!r}; it must be {words}")
         return Job(**given, file=path)
@@ -105,7 +108,7 @@ class Job:
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
-        if self.shares == "whole" or callable(self.shares):
+        if callable(self.shares):
             return []
         if self.shares != "batch":
             return [axis for axis in sizes if axis in self.shares]
@@ -125,39 +128,38 @@ class Job:
         return rows(batch, axis.rank, axis.size)
 
 
-def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return `batch` with every tensor changed, in tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: mapped(change, value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = [mapped(change, value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
 def rows(batch: Any, index: int, count: int) -> Any:
-    """Return part `index` of `count` of every tensor's rows. `WrongFile` if they do not divide."""
+    """Return part `index` of `count` of every tensor's rows.
 
-    def cut(tensor: Tensor) -> Tensor:
-        if tensor.ndim and len(tensor) % count:
-            raise WrongFile(
-                f"a batch of {len(tensor)} rows has no equal shares for {count} ranks; let "
-                f"batch(seed) return a multiple of {count}, or set shares"
-            )
-        return tensor.chunk(count)[index] if tensor.ndim else tensor
-
-    return mapped(cut, batch)
+    Raises `WrongFile` if rows do not divide, and if something would be whole on each rank.
+    """
+    if count == 1:
+        return batch
+    leaves = tree_leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    odd = [leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)]
+    if odd or not tensors:
+        kind = type((odd or leaves)[0]).__name__
+        raise WrongFile(
+            f"batch(seed) holds {kind}, which has no rows to share out; let it return tensors in "
+            f"tuples, lists or dicts, or set shares"
+        )
+    if uneven := [len(tensor) for tensor in tensors if len(tensor) % count]:
+        raise WrongFile(
+            f"a batch of {uneven[0]} rows has no equal shares for {count} ranks; let "
+            f"batch(seed) return a multiple of {count}, or set shares"
+        )
+    return tree_map_only(Tensor, lambda t: t.chunk(count)[index] if t.ndim else t, batch)
 
 
 def joined(batches: Sequence[Any]) -> Any:
     """Return one batch with the rows of all."""
-    columns: list[list[Tensor]] = [[] for _ in batches]
-    for column, batch in zip(columns, batches, strict=True):
-        mapped(column.append, batch)
-    parts = zip(*columns, strict=True)
-    return mapped(lambda t: torch.cat(next(parts)) if t.ndim else next(parts)[0], batches[0])
+
+    def join(first: Any, *others: Any) -> Any:
+        is_cut = isinstance(first, Tensor) and first.ndim
+        return torch.cat([first, *others]) if is_cut else first
+
+    return tree_map(join, *batches)
 
 
 @contextlib.contextmanager

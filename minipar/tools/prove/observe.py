@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.strategy import Strategy
 from minipar.tools.prove.compare import Record, State, differing
-from minipar.tools.prove.job import Job, WrongFile, blamed, joined, mapped, rows
+from minipar.tools.prove.job import Job, WrongFile, blamed, joined, rows
 
 SEED = 1000  # of rank 0, and of one device; rank r has SEED + r
 
@@ -50,7 +51,7 @@ class Trial:
         """Return the global batch of each microbatch of a step."""
         draw = job.uneven if self.uneven else job.batch
         drawn = [draw(step * self.microbatches + m) for m in range(self.microbatches)]
-        return mapped(lambda t: t.double() if t.is_floating_point() else t, drawn)
+        return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, drawn)
 
 
 @dataclass
@@ -172,18 +173,17 @@ class _Run:
         if job.accumulate is not None:
             with AllDigits():
                 return float(_full(job.accumulate(self.model, own).detach()))
+        backward = job.backward or _backward
         for m, batch in enumerate(own):
             with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
                     loss = job.loss(self.model, batch)
                 total += float(_full(loss.detach())) / len(own)
                 with AllDigits(in_backward=True):
-                    if job.backward is None:
-                        _backward(loss / len(own))
-                    elif len(inspect.signature(job.backward).parameters) > 1:
-                        job.backward(loss, len(own))
+                    if len(inspect.signature(backward).parameters) > 1:
+                        backward(loss, len(own))
                     else:
-                        job.backward(loss / len(own))
+                        backward(loss / len(own))
         return total
 
     def unsynced(self) -> Any:
@@ -245,9 +245,8 @@ class _Run:
         outputs: State = {}
 
         def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-            tensors: list[Tensor] = []
-            mapped(tensors.append, output)
-            numbers = [t for t in tensors if t.is_floating_point()]
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
             if numbers and name not in outputs:
                 outputs[name] = numbers[0].detach().clone()
 

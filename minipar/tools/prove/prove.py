@@ -11,10 +11,9 @@ Outputs are asked where the loss differs: a module's may be a piece, a summand, 
 that ends in the right loss. Gradients are asked in the order of backward.
 """
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
@@ -58,10 +57,6 @@ class Verdict:
     modules: list[Module]  # in order of execution
     notes: list[str]
 
-    def json(self) -> str:
-        """Return the verdict as JSON, for programs."""
-        return json.dumps({"equal": self.parting is None, **asdict(self)}, indent=1)
-
     def __str__(self) -> str:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         verdict = "equal to" if self.parting is None else "NOT equal to"
@@ -92,11 +87,18 @@ def _at(rank: int, sizes: dict[str, int]) -> str:
     return ", ".join(f"{axis}={c}" for axis, c in coordinates(rank, sizes).items())
 
 
+TRIALS = (
+    Trial("3 steps", 3),
+    Trial("2 steps of 3 microbatches", 2, 3),
+    Trial("samples that weigh differently", uneven=True),
+    Trial("3 microbatches that weigh differently", 1, 3, uneven=True),
+)
+
+
 def prove(
     source: str | Job,
     sizes: dict[str, int],
     pool: Callable[[int], Ranks],
-    steps: int = 3,
     rtol: float = RTOL,
 ) -> Verdict:
     """Hold a training on a mesh of `sizes` against one device.
@@ -108,14 +110,8 @@ def prove(
     if size < 2:
         raise WrongFile(f"a mesh of {size} rank is one device itself; use dp=2 or more")
     file = source if isinstance(source, str) else source.file
-    trials = [
-        Trial(f"{steps} steps", steps),
-        Trial("2 steps of 3 microbatches", 2, 3),
-        Trial("samples that weigh differently", uneven=True),
-        Trial("3 microbatches that weigh differently", 1, 3, uneven=True),
-    ]
     passed: list[str] = []
-    for trial in trials:
+    for trial in TRIALS:
         try:
             device = _observe(pool(1), source, sizes, trial, True)[0]
             seen = _observe(pool(size), source, sizes, trial, False)
