@@ -83,6 +83,10 @@ def gpus() -> Line:
 def network() -> Line:
     """Return where gloo listens: at GLOO_SOCKET_IFNAME, else at the address of the host's name."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        here = psutil.net_if_addrs()
+        if not {*name.split(",")} <= {*here}:
+            says = f"GLOO_SOCKET_IFNAME={name}, but the interfaces here are {', '.join(here)}"
+            return Line("FAIL", "network", says)
         return Line("ok", "network", f"gloo listens at the interface {name}")
     address = "127.0.0.1"
     with suppress(OSError), socket.socket() as own:

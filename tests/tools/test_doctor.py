@@ -48,8 +48,11 @@ def test_the_loopback_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
     assert doctor.network().mark == "note"
     assert "export GLOO_SOCKET_IFNAME" in doctor.network().says
+    monkeypatch.setattr(doctor.psutil, "net_if_addrs", lambda: {"lo": [], "eth7": []})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert doctor.network() == ("ok", "network", "gloo listens at the interface eth7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert doctor.network().mark == "FAIL" and doctor.network().says.endswith("are lo, eth7")
 
 
 def test_a_wrong_sum_is_no_success(monkeypatch):
