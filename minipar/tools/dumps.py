@@ -61,6 +61,12 @@ class Recording:
         desc = self.groups[group][0]
         return f"group {group}" if desc in ("", "undefined") else desc
 
+    @property
+    def has_all_messages(self) -> bool:
+        """Return True if no message is missing before the last one."""
+        numbers = [entry.number for entry in self.entries if entry.peer is not None]
+        return not self.has_turned and len(numbers) >= max(numbers, default=0)
+
 
 class _Plain(pickle.Unpickler):
     """Containers, text and numbers."""

@@ -286,18 +286,33 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
     """For each open message, look for an open other end at the other rank."""
     open_ends: dict[tuple, list[Entry]] = defaultdict(list)  # by rank, its peer, and the group
     exchanged: dict[tuple, int] = {}  # number of the latest exchange that has ended
-    for rank, recording in report.recordings.items():
-        for e in recording.entries:
-            group = groups[rank, e.group]
-            if e.peer is not None and e.done and e.verb == "exchange":
-                exchanged[rank, group.name] = e.number
-            elif e.peer is not None and not e.done and e.peer < len(group.ranks):
-                open_ends[rank, group.ranks[e.peer], group.name].append(e)
+    ended: Counter[tuple] = Counter()  # other messages, by rank, its peer, the group, and the verb
     said: list[Finding] = []
+    for rank, recording in report.recordings.items():
+        for e in [e for e in recording.entries if e.peer is not None]:
+            group = groups[rank, e.group]
+            peer = group.ranks[e.peer] if e.peer < len(group.ranks) else rank
+            if e.done and e.verb == "exchange":
+                exchanged[rank, group.name] = e.number
+            elif e.done:
+                ended[rank, peer, group.name, e.verb] += 1
+            elif peer == rank:
+                call = f"{e.verb} #{e.number}"
+                report.waits.append(Wait(rank, call, set(), group.name, is_message=True))
+                text = f"rank {rank} waits in {call} on {group.name}; with which rank is unknown."
+                said.append(Finding("stuck", [rank], text))
+            else:
+                open_ends[rank, peer, group.name].append(e)
     for (rank, peer, group), e in [(key, e) for key, mine in open_ends.items() for e in mine]:
         others = open_ends.get((peer, rank, group), ())
         has_come = any(e.verb == "exchange" or other.verb != e.verb for other in others)
-        has_ended = e.verb == "exchange" and exchanged.get((peer, group), 0) >= e.number
+        if e.verb == "exchange":
+            has_ended = exchanged.get((peer, group), 0) >= e.number
+        else:  # a small message leaves before it is received: the nth there is the nth here
+            before = [m for m in open_ends[rank, peer, group] if m.verb == e.verb].index(e)
+            before += ended[rank, peer, group, e.verb]
+            has_ended = ended[peer, rank, group, {"send": "recv", "recv": "send"}[e.verb]] > before
+            has_ended &= all(report.recordings[r].has_all_messages for r in (rank, peer))
         missing = set() if has_come or has_ended else {peer}
         call = f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
         report.waits.append(Wait(rank, call, missing, group, is_message=True))

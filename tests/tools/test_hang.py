@@ -276,6 +276,35 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
          "rank 6 waits in recv #3 from rank 4 on tp; the other end is not open on rank 4."],
         [4, 6],
     ),
+    "a message that has left is not missed at its other end": (
+        {
+            0: dump(call("send 0->1", 1), waits("recv 0<-1", 2), members=WORLD),
+            1: dump(waits("recv 1<-0", 1, "scheduled"), members=WORLD),
+        },
+        ["rank 1 waits in recv #1 from rank 0 on default_pg, and rank 0 has called it."],
+        [1],
+    ),
+    "but the one before it is no proof": (
+        {
+            0: dump(call("send 0->1", 1), members=WORLD),
+            1: dump(call("recv 1<-0", 1), waits("recv 1<-0", 2), members=WORLD),
+        },
+        ["rank 1 waits in recv #2 from rank 0 on default_pg; the other end is not open on rank 0."],
+        [0],
+    ),
+    "nor is any, where older ones are not in the dump": (
+        {
+            0: dump(call("send 0->1", 8, record_id=9), call("send 0->1", 9), members=WORLD),
+            1: dump(waits("recv 1<-0", 5, record_id=9), members=WORLD),
+        },
+        ["rank 1 waits in recv #5 from rank 0 on default_pg; the other end is not open on rank 0."],
+        [0],
+    ),
+    "a message to a rank that the dumps do not tell": (
+        {0: dump(waits("send 0->5", 1))},
+        ["rank 0 waits in send #1 on default_pg; with which rank is unknown."],
+        [0],
+    ),
     "what queues up behind a call is no hang of its own": (
         {r: dump(*(waits("all_reduce", n) for n in range(10, 14 - r))) for r in (0, 1)},
         ["All have called all_reduce #10 on default_pg, and it does not end."],
