@@ -33,12 +33,15 @@ _ROUNDING = 20e-6
 def usable(events: list[Any]) -> list[Event]:
     """Return the events that take time, and the launches of kernels.
 
-    Raises `ValueError` for the format of torch before 1.13.
+    Raises `ValueError` for the format of torch before 1.13, and for a file of several processes.
     """
     usual = {"args": {}, "dur": 0, "tid": None, "cat": ""}
     good = [usual | event for event in events if event.get("ph") == "X"]
     if any(event["cat"] in ("Kernel", "Operator") for event in good):
         raise ValueError("its categories are those of torch before 1.13, which are not read")
+    pids = {event.get("pid") for event in good if event["cat"] == "cpu_op" or _is_launch(event)}
+    if len(pids) > 1:
+        raise ValueError(f"{len(pids)} processes are in it; give one file per rank")
     return [event for event in good if _is_launch(event) or event["dur"] > 0]
 
 

@@ -263,6 +263,13 @@ def test_traces_of_torch_before_1_13_are_refused_by_name(tmp_path):
         read(tmp_path, *events)
 
 
+def test_a_file_of_several_processes_is_refused(tmp_path):
+    """Mutant: what one rank computes hides what another one sends."""
+    events = [_host("aten::mm", 0, 100, 1) | {"pid": pid} for pid in (7, 8)]
+    with pytest.raises(ValueError, match="2 processes are in it; give one file per rank"):
+        read(tmp_path, *events)
+
+
 def test_devices_of_one_trace_are_ranks(tmp_path):
     """Mutant: what one GPU computes hides what the other sends."""
     events = [_kernel("gemm", 0, 100, 1), _kernel(NCCL, 100, 100, 2), _kernel("gemm", 200, 9, 3)]
