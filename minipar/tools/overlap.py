@@ -134,7 +134,8 @@ def _waited(timeline: Timeline) -> list[Waited]:
             late = max(spans, key=lambda rank: spans[rank].start)
             came = spans[late].start
             for rank, span in spans.items():
-                waits[late][rank].append((span.start, min(came, span.end)))
+                if span.end > came:  # who left before, as the root of a broadcast, did not wait
+                    waits[late][rank].append((span.start, came))
                 count[rank] += 1
             last[late] += 1
     found = [

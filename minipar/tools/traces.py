@@ -202,9 +202,13 @@ def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[in
             group = span.axis, span.meta.get("group"), span.meta.get("clock")
             count[span.rank, group] += 1
             number = span.meta.get("seq")
-            number = count[span.rank, group] if number is None else number
+            number = (count[span.rank, group],) if number is None else number
             found[group, span.name, number][span.rank] = span
-    return found
+    counts: dict[Any, set[int]] = defaultdict(set)
+    for (_, group), calls in count.items():
+        counts[group].add(calls)
+    # Where one rank recorded more than another, the nth of both need not be the same call.
+    return {key: s for key, s in found.items() if type(key[2]) is int or len(counts[key[0]]) == 1}
 
 
 def _steps(events: list[Event], spans: list[Span]) -> list[Step]:

@@ -199,6 +199,30 @@ def test_clocks_are_not_aligned_at_what_need_not_end_together(tmp_path, verb, mo
     assert bool(parts.waited) == moves and ("is not known" in str(parts)) != moves
 
 
+WORLD = {"Process Group Description": "default_pg", "Process Group Ranks": "[0, 1]"}
+
+
+@pytest.mark.parametrize("host", ["node0", "node1"])
+def test_calls_are_not_matched_by_order_where_one_rank_recorded_more(tmp_path, host):
+    """Without Seq; rank 0 saw one call more. Mutant: each of its calls waits for the one before,
+    and the clock of another host moves by a step."""
+    for rank in range(2):
+        starts = [1000 * i + 20 * rank for i in range(rank, 6)]
+        events = [_kernel(NCCL, at, 200, at, **WORLD) for at in starts]
+        events = gpu_trace(rank, host if rank else "node0") | {"traceEvents": events}
+        write(tmp_path / f"r{rank}.json", events)
+    t = from_profiler(tmp_path)
+    assert breakdown(t).waited == [] and not any("moved" in note for note in t.notes)
+
+
+def test_a_root_that_has_left_does_not_wait(tmp_path):
+    """Rank 1 comes 400 us after the root's broadcast has ended. Mutant: the root waits for it."""
+    for rank in range(2):
+        bcast = _kernel("ncclDevKernel_Broadcast", 400 * rank, 20, 1, Seq=1, **WORLD)
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank) | {"traceEvents": [bcast]})
+    assert sum(waited.seconds for waited in breakdown(from_profiler(tmp_path)).waited) == 0
+
+
 ON_NCCL = {"backend": "nccl", "rank": 0}
 ON_MTIA = {"backend": "mtia:hccl,cpu:gloo", "rank": 0}
 ON_BOTH = {"backend": "cpu:gloo,cuda:nccl", "rank": 0}
