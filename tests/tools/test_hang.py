@@ -277,27 +277,27 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         [4, 6],
     ),
     "a message that has left is not missed at its other end": (
-        {
-            0: dump(call("send 0->1", 1), waits("recv 0<-1", 2), members=WORLD),
-            1: dump(waits("recv 1<-0", 1, "scheduled"), members=WORLD),
-        },
+        {0: dump(call("send 0->1", 1), waits("recv 0<-1", 2), members=WORLD),
+         1: dump(waits("recv 1<-0", 1, "scheduled"), members=WORLD)},
         ["rank 1 waits in recv #1 from rank 0 on default_pg, and rank 0 has called it."],
         [1],
     ),
     "but the one before it is no proof": (
-        {
-            0: dump(call("send 0->1", 1), members=WORLD),
-            1: dump(call("recv 1<-0", 1), waits("recv 1<-0", 2), members=WORLD),
-        },
+        {0: dump(call("send 0->1", 1), members=WORLD),
+         1: dump(call("recv 1<-0", 1), waits("recv 1<-0", 2), members=WORLD)},
         ["rank 1 waits in recv #2 from rank 0 on default_pg; the other end is not open on rank 0."],
         [0],
     ),
     "nor is any, where older ones are not in the dump": (
-        {
-            0: dump(call("send 0->1", 8, record_id=9), call("send 0->1", 9), members=WORLD),
-            1: dump(waits("recv 1<-0", 5, record_id=9), members=WORLD),
-        },
+        {0: dump(call("send 0->1", 8), call("send 0->1", 9), members=WORLD),
+         1: dump(waits("recv 1<-0", 5), members=WORLD)},
         ["rank 1 waits in recv #5 from rank 0 on default_pg; the other end is not open on rank 0."],
+        [0],
+    ),
+    "nor is a batch of one number, of a ring that has turned": (
+        {0: dump(*(call("send 0->1", 2, record_id=i) for i in (8, 9)), members=WORLD),
+         1: dump(waits("recv 1<-0", 1), members=WORLD)},
+        ["rank 1 waits in recv #1 from rank 0 on default_pg; the other end is not open on rank 0."],
         [0],
     ),
     "a message to a rank that the dumps do not tell": (
