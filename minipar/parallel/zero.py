@@ -29,9 +29,11 @@ Use::
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +98,8 @@ class Bucket(Row):
     def reduce(self, op: Op) -> list[nn.Parameter]:
         """Start to sum the gradients, each slice for its owner; return the parameters used here."""
         self.wait_for_reduce()  # of the microbatch before
+        for p in self.parameters:
+            make_room(weakref.ref(p))
         own = [p for p in self.parameters if p.grad is not None]
         self.add(*own)
         for p in self.parameters:
@@ -123,6 +127,7 @@ class Bucket(Row):
                 "reach it any more; move or cast the model first"
             )
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
+        self.versions = [p._version for p in self.parameters]
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
 
     def wait_for_gather(self) -> None:
@@ -130,6 +135,31 @@ class Bucket(Row):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            if self.versions != [p._version for p in self.parameters]:
+                raise RuntimeError(
+                    "weights were written while ranks handed them out: call synchronize() of the "
+                    "ShardedOptimizer after step(), and write then"
+                )
+
+
+class InPieces(Tensor):
+    """Stands in ``p.grad`` from `finish_backward` on, without numbers: who reads it is stopped.
+
+    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> None:
+        raise RuntimeError(
+            "gradients lie in strategy.with_gradients() under zero, and not in the model: clip "
+            "them by strategy.clip_grad_norm_, look at strategy.full_gradients()"
+        )
+
+
+def make_room(parameter: "weakref.ref[nn.Parameter]", *_: Any) -> None:
+    """Drop the `InPieces` of a parameter, before autograd adds a gradient."""
+    if type((p := parameter()).grad) is InPieces:
+        p.grad = None
 
 
 # ---------------------------------------------------------------------- 2. while backward goes on
@@ -164,11 +194,16 @@ class Stage1(Strategy):
         self.watch(self.with_gradients())
         for p in self.bucket_of:
             p.stepped_elsewhere = "step the ShardedOptimizer, which has their gradients"
+            p.piece.claimed_by = p.claimed_by
+            p.register_hook(partial(make_room, weakref.ref(p)))  # torch keeps hooks: see `watch`
 
     def _on_gradient(self, p: nn.Parameter) -> None:
+        # After a skipped step, `model.zero_grad()` drops each InPieces, and no gradient.
+        others = (q for q in self.bucket_of if self.is_finished and q is not p)
+        is_missed = any(q.grad is None and q.piece.grad is not None for q in others)
         super()._on_gradient(p)
         bucket = self.bucket_of[p]
-        if self.optimizer.has_stepped or bucket not in self.missing:
+        if is_missed or self.optimizer.has_stepped or bucket not in self.missing:
             raise RuntimeError(
                 "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
                 "as the model's misses it, and finish_backward() after a backward out of no_sync()"
@@ -203,6 +238,8 @@ class Stage1(Strategy):
         for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
             if is_used and p.piece.grad is None:
                 p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
+            if is_used:
+                p.grad = bucket.shard.new_empty(()).expand(p.shape).as_subclass(InPieces)
         self.used.clear()
         super().finish_backward()
 

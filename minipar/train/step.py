@@ -16,7 +16,7 @@ from minipar.model.llama import loss_on
 from minipar.model.moe import routers, start_step
 from minipar.observe.timeline import span
 from minipar.parallel.base.norm import clip_grad_norm
-from minipar.parallel.base.shards import in_order
+from minipar.parallel.base.shards import in_order, piece_of
 from minipar.parallel.base.strategy import Strategy, device_of
 from minipar.train.batch_size import NoiseScale
 from minipar.train.data import IGNORE
@@ -120,7 +120,7 @@ def train_step(
     adding = all_reduce(own, data_axis, async_op=True)  # hidden behind the optimizer
     # Gradients lie where backward put them, or where an optimizer that shards them keeps its part.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    parameters += model.parameters()  # those in both count once
+    parameters += map(piece_of, model.parameters())  # those in both count once
     precision.unscale(parameters, shard_axes)
     grad_norm = clip_grad_norm(parameters, max_norm, shard_axes, device)
     precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks

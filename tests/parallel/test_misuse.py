@@ -144,6 +144,21 @@ def torchs_clip(model, strategy, optimizer):
     optimizer.step()
 
 
+def torchs_clip_of_the_model(model, strategy, optimizer):
+    finished(model, strategy)
+    clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def not_in_the_model(model, strategy, optimizer):
+    """A learned temperature, or a head that came after `apply`."""
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer.add_param_group({"params": [scale]})
+    (loss_of(model) * scale).backward()
+    strategy.finish_backward()
+    optimizer.step()
+
+
 def torchs_scaler(model, strategy, optimizer):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss_of(model)).backward()
@@ -178,6 +193,8 @@ AT_STEP = [
     (only_no_sync, KINDS, "came before finish_backward"),
     (unfrozen, KINDS, "was frozen when .* was applied along dp"),
     (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),
+    (torchs_clip_of_the_model, SHARDED, "clip them by strategy.clip_grad_norm_"),
+    (not_in_the_model, (*KINDS, *LATER), r"a parameter of shape \(\), which was not in the model"),
     (torchs_scaler, SHARDED, r"without strategy.unscale_\(scaler, optimizer\)"),
     (whole_matrices, SHARDED, "Normed may look at whole matrices.* elementwise = True"),
     (another_optimizer, SHARDED[:2], "changes nothing: step the ShardedOptimizer"),

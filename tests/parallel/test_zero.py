@@ -159,9 +159,9 @@ def test_parameters_that_moved_are_noticed():
     """Mutant: weights that no optimizer reaches any more."""
     model = Layers(seed=0)
     strategy, optimizer = attach(model, Mesh().dp)
+    model.float().double()
     loss_of(model, 0).backward()
     strategy.finish_backward()
-    model.float().double()
     with pytest.raises(RuntimeError, match="was moved or cast after its ShardedOptimizer"):
         optimizer.step()
 
@@ -184,6 +184,9 @@ def test_a_backward_into_a_finished_sum_is_refused(stage):
     loss_of(model, axis.rank).backward()  # added up, as on one device
     strategy.finish_backward()
     assert optimizer.buckets[0].reduced.abs().sum() > 0
+    model.zero_grad()  # and the step is skipped
+    refused()
+    strategy.finish_backward()
     optimizer.step()
     model.zero_grad()
     refused()
@@ -220,7 +223,7 @@ def _trains(stage, size, uses, microbatches=1, make=Layers, average=False, bucke
         strategy.finish_backward()
         unused = [p.grad is None for p in twin.parameters()]
         for p, is_unused in zip(model.parameters(), unused, strict=True):
-            assert p.grad is None and (p.piece.grad is None) == is_unused
+            assert (p.grad is None) == (p.piece.grad is None) == is_unused
         plain.step()
         optimizer.step()
         optimizer.synchronize()
@@ -451,6 +454,27 @@ def test_nobody_reads_weights_before_they_arrive(ranks, how):
     """Mutants: no wait before a module, before one that reads others' weights, or before a read."""
     for make in (Layers, DirectReader):
         assert all(ranks(2, "link").run(_reads_weights, make, how))
+
+
+@on_ranks(2)
+def test_weights_are_written_when_they_are_here():
+    """As a critic's are clamped. Mutant: what is on its way comes over what was written."""
+    model, axis = Layers(seed=0), Mesh(dp=2).dp
+    strategy, optimizer = attach(model, axis)
+    for waits in (True, False):
+        loss_of(model, axis.rank).backward()
+        strategy.finish_backward()
+        optimizer.step()
+        if waits:
+            optimizer.synchronize()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+        optimizer.zero_grad()
+        if waits:
+            assert max(p.abs().max() for p in strategy.full_state_dict().values()) == 0.1
+    with pytest.raises(RuntimeError, match=r"call synchronize\(\) of the ShardedOptimizer after"):
+        model(data(axis.rank))
 
 
 @on_ranks(2)

@@ -66,7 +66,7 @@ class Strategy:
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         """Return the parameters or shards that hold the gradient of the batch in ``grad``."""
-        return self.model.parameters()
+        return map(piece_of, self.model.parameters())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
@@ -343,6 +343,13 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {remedy}")
     for strategy in {strategy for p in parameters for strategy in getattr(p, "watched_by", ())}:
         strategy.check_step()
+    alone = [p for p in parameters if p.grad is not None and not hasattr(p, "claimed_by")]
+    if alone and any(hasattr(p, "claimed_by") for p in parameters):
+        raise RuntimeError(
+            f"no rank shares the gradient of a parameter of shape {tuple(alone[0].shape)}, which "
+            f"was not in the model when a strategy was applied. Put it there first, then apply; or "
+            f"step it by an optimizer of its own"
+        )
     shards = [p for p in parameters if axes_of(p)]
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)

@@ -151,7 +151,9 @@ class _Run:
                 seen.outputs = self.whole(outputs)
             for finish in self.after_backward:
                 finish()
-            gradients = {self.clean(n): p.grad for n, p in self.model.named_parameters()}
+            named = [(self.clean(n), p) for n, p in self.model.named_parameters()]
+            # Under our zero gradients lie elsewhere, and `whole` asks for them.
+            gradients = {n: None if hasattr(p, "stepped_elsewhere") else p.grad for n, p in named}
             shards = [_local(g) for g in gradients.values() if g is not None]
             seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in shards)))
             seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
