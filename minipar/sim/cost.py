@@ -31,7 +31,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from minipar.sim.hardware import BYTES
+from minipar.sim.hardware import BYTES, Machine
 from minipar.sim.job import Job
 
 PAIRED_HIDDEN = 0.8
@@ -68,6 +68,9 @@ def seconds(job: Job) -> dict[str, float]:
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
         total["pp"] = 2 * (m * job.chunks + bubble * (plan.pp - 1)) * _to_next_stage(job)
+        if job.config.tie_embeddings and not all(job.tables(0)):  # the ends sum its gradients
+            nodes, table = 1 + (plan.num_ranks > job.machine.gpus), 4 * job.parameters.table
+            total["pp"] += message(job.machine, table, nodes, plan.num_ranks // plan.pp)
     mine, experts = max(map(job.numbers, range(plan.pp)))  # of the fullest rank
     if plan.zero < 3:
         total["dp"] += _reductions(job, mine, experts, job.layers[0] * sum(backward.values()))
@@ -158,16 +161,19 @@ def _to_next_stage(job: Job) -> float:
     """Return the seconds of a message to the next stage: the mean of near ones and far ones."""
     plan, machine = job.plan, job.machine
     # Each rank of tp sends its part of the tokens (Narayanan et al. 2021, section 4.1).
-    message = 2 * job.tokens * job.config.hidden_size / plan.tp
+    size = 2 * job.tokens * job.config.hidden_size / plan.tp
     ranks = plan.num_ranks // plan.pp
     # Of the stages that share a node, the last one alone sends out of it.
     leave = min(1.0, ranks / machine.gpus) if plan.num_ranks > machine.gpus else 0.0
-    # Ranks of one stage share the node's port, and no others do.
-    machine = replace(machine, gpus=min(ranks, machine.gpus))
-    found = leave * machine.seconds_of_collective("send", message, 2, 2) if leave else 0.0
-    if leave < 1:
-        found += (1 - leave) * job.machine.seconds_of_collective("send", message, 2)
-    return found
+    shares = (1 - leave, leave)
+    return sum(f * message(machine, size, n, ranks) for n, f in enumerate(shares, 1) if f)
+
+
+def message(machine: Machine, num_bytes: float, nodes: int, ranks: int) -> float:
+    """Return the seconds of a message of each of the `ranks` ranks of a stage to another stage."""
+    if nodes > 1:  # these share the node's port, and no others do
+        machine = replace(machine, gpus=min(ranks, machine.gpus))
+    return machine.seconds_of_collective("send", num_bytes, 2, nodes)
 
 
 # ---------------------------------------------------------------------- a layer

@@ -199,8 +199,11 @@ class Job:
 
     # ------------------------------------------------------------------ nodes
     def spread(self, inner: int, size: int) -> int:
-        """Return on how many nodes `size` ranks lie, with neighbours `inner` ranks apart."""
-        return math.ceil(size / max(1, self.machine.gpus // inner))
+        """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart."""
+        gpus = self.machine.gpus
+        # Where nodes are no whole number of such groups, some group has ranks on two.
+        is_cut = self.plan.num_ranks > gpus and gpus % (inner * size) > 0
+        return min(size, max(1 + is_cut, math.ceil(size / max(1, gpus // inner))))
 
     def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
         """Return the seconds of a collective of the ranks that `spread` describes."""

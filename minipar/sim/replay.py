@@ -159,7 +159,12 @@ class _Prices:
             verb = "send" if launch.peers else launch.verb
             if rounds := wire_bytes(verb, len(ranks), len(ranks)):
                 num_bytes = num_bytes * len(ranks) / rounds  # of the whole tensor
-            self.known[key] = self.machine.seconds_of_collective(verb, num_bytes, len(ranks), nodes)
+            if launch.peers and launch.axis == "pp":
+                stage = self.num_ranks // self.sizes["pp"]
+                self.known[key] = cost.message(self.machine, num_bytes, nodes, stage)
+            else:
+                size = len(ranks)
+                self.known[key] = self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
         return self.known[key]
 
 

@@ -120,6 +120,20 @@ def test_ranks_fill_one_node_after_the_other(size, inner, nodes):
     assert job("dp=8").spread(inner, size) == nodes
 
 
+def test_some_group_lies_on_two_nodes_that_are_no_whole_number_of_groups():
+    """Of nodes of 8: ranks 6 to 11 are 6, 7 and 8 to 11. Mutant: each group is inside a node."""
+    assert [job(f"dp={12 // n},cp={n}").spread(1, n) for n in (1, 2, 3, 4, 6)] == [1, 1, 2, 1, 2]
+    assert job("dp=2,tp=2,cp=3").spread(2, 3) == 2 and job("tp=2,cp=3").spread(2, 3) == 1
+
+
+def test_a_pipeline_on_a_shared_port_is_replayed_as_it_is_priced():
+    """Mutants: its ends do not sum a tied table; replayed messages share a port for all."""
+    shape, own = replace(PRESETS["llama-3.2-1b"], num_layers=6), hardware.software("minipar")
+    options = dict(config=shape, machine=hardware.load("rtx4090"), software=own)
+    one = job("dp=2,pp=3,zero=1,microbatches=6,precision=bf16", **options)
+    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.1)
+
+
 def test_the_head_is_where_the_last_stage_is():
     """Of a V, on the first rank. Mutant: a rank that has a head in each of two models, or none."""
     for name, ends in (("1f1b", [1, 0, 0, 1]), ("zb_v", [2, 0, 0, 0]), ("dualpipe", [2, 0, 0, 2])):
