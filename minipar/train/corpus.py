@@ -25,6 +25,7 @@ from minipar.train.tokenizer import ByteTokenizer, Tokenizer
 VALIDATION = 0.05  # of the tokens
 MIN_TOKENS = 2  # of each part: one input and its target
 STREAM_LIMIT_BYTES = 100_000_000  # a streamed dataset may have no end
+JSON_LINES = ".jsonl", ".ndjson"
 LEFT_OUT = {"__pycache__"}
 NOT_STDLIB = LEFT_OUT | {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
@@ -49,8 +50,8 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
     `source` is one of
     - `stdlib`: every .py file of this Python's standard library, without tests and packages;
     - a file, a glob, or a folder: all files below it that are neither hidden nor binary;
-    - a .jsonl file, with a document in the field "text" of each line. A .json file of such lines,
-      or of an array of such objects, is read alike;
+    - a .jsonl or .ndjson file, with a document in the field "text" of each line. A .json file of
+      such lines, or of an array of such objects, is read alike;
     - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, 100 MB at most.
 
     Documents are drawn for validation by a hash of their names until `VALIDATION` of the tokens is
@@ -107,14 +108,15 @@ def _read(source: str) -> Documents:
         root = Path(os.path.commonpath([path.parent for path in paths]))
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8-sig")  # without the mark of Windows
             if "\0" in text:
                 raise ValueError("it holds NUL bytes")
         except ValueError as error:
             if len(paths) == 1:
                 raise ValueError(f"{path} is not text in UTF-8: {one_line(error)}") from None
             text = None
-        rows = _rows(path, text) if text and path.suffix in (".json", ".jsonl") else None
+        is_json = path.suffix.lower() in (".json", *JSON_LINES)
+        rows = _rows(path, text) if text and is_json else None
         if rows is None:
             yield name, text
         else:
@@ -134,6 +136,7 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
 
 def _rows(path: Path, text: str) -> list[tuple[int, Any]] | None:
     """Return the numbered rows of a file of JSON documents; None for any other .json file."""
+    is_lines = path.suffix.lower() in JSON_LINES
     try:
         whole = json.loads(text)  # an array, or a single row
         rows = list(enumerate(whole if isinstance(whole, list) else [whole], start=1))
@@ -143,11 +146,11 @@ def _rows(path: Path, text: str) -> list[tuple[int, Any]] | None:
             try:
                 rows += [(number, json.loads(line))] if line.strip() else []
             except ValueError as error:
-                if path.suffix == ".json":
+                if not is_lines:
                     return None
                 raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
     has_text = rows and isinstance(rows[0][1], dict) and "text" in rows[0][1]
-    return rows if has_text or path.suffix == ".jsonl" else None
+    return rows if has_text or is_lines else None
 
 
 def _text_of(row: Any, where: str) -> str:

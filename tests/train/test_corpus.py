@@ -214,6 +214,8 @@ def test_json_of_documents_is_read_as_documents(tmp_path):
     for name, text in {
         "a.jsonl": lines,
         "a.json": lines + "\n",
+        "a.JSONL": "\ufeff" + lines,  # Windows puts a mark before the text
+        "a.ndjson": lines,
         "b.json": json.dumps(documents, indent=2),
     }.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
