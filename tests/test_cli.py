@@ -28,6 +28,7 @@ from minipar.model.llama import PRESETS, Llama
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
+from minipar.train.report import Report
 from tests.elsewhere import environment
 from tests.patience import busy
 from tests.train.runs import save
@@ -137,6 +138,8 @@ def test_usage_names_every_command_without_importing_torch(capfd):
     for typed in ([], ["--help"], ["-h"]):
         code, out, _ = call(capfd, *typed)
         assert code == 0 and all(f"minipar {name}" in out for name in commands.COMMANDS)
+    code, out, _ = call(capfd, "bench", "fsdp", "--help")  # what is typed before it, too
+    assert code == 0 and "[{ddp,fsdp," in out.splitlines()[0]
     assert call(capfd, "--version") == (0, f"minipar {minipar.__version__}\n", "")
     code = "import sys; from minipar.cli.main import main\ntry: main(['--help'])\n"
     code += "except SystemExit: sys.exit('torch' in sys.modules)"
@@ -178,6 +181,13 @@ def test_resume_finds_a_checkpoint_of_a_run(tmp_path, monkeypatch, capsys):
     assert training.how_to_go_on(blank).endswith(f" --resume '{blank}'")  # as a shell reads it
 
 
+def test_the_table_names_the_files_that_are_there(tmp_path):
+    numbers = dict.fromkeys((f.name for f in dataclasses.fields(Report)), 1.0)
+    report = Report(**numbers | {"folder": str(tmp_path), "peak_memory": [1]})
+    (tmp_path / "loss.png").touch()
+    assert training.summary(report).endswith(f"files  {tmp_path}/: loss.png")
+
+
 def test_flags_beat_a_file_which_beats_the_run_that_is_resumed(tmp_path):
     TrainConfig(steps=9, lr=0.5, mesh="dp=3", keep=7).save(tmp_path / "config.json")
     save(tmp_path / "checkpoints", 3, {"w": torch.zeros(2)}, {})
@@ -193,6 +203,9 @@ def test_flags_beat_a_file_which_beats_the_run_that_is_resumed(tmp_path):
     _, config = commands.parse(["train", *typed])
     assert (config.steps, config.lr, config.plan) == (20, 0.25, "dp=3,zero=1")
     assert config.async_save and not config.profile
+    (tmp_path / "run.toml").write_text(f"resume = '{tmp_path}'", encoding="utf-8")
+    _, config = commands.parse(["train", "--config", str(tmp_path / "run.toml")])
+    assert (config.steps, config.lr, config.plan) == (9, 0.5, "dp=3")
 
 
 def test_a_model_that_is_shorter_than_usual_sets_the_length_and_says_so(

@@ -65,7 +65,10 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         first.add_argument("--config", default="")
         given, _ = first.parse_known_args(flags)
         flags = _flags_of(given.config) + flags if given.config else flags
+        given, _ = first.parse_known_args(flags)  # the file may say --resume
         default = importlib.import_module("minipar.cli.training").defaults(given.resume)
+    if {"-h", "--help"} & {*flags}:
+        flags = ["--help"]  # tyro's usage leaves out what is typed before it
     kind = next(iter(get_type_hints(function_of(name)).values()))
     return name, tyro.cli(kind, default=default, prog=f"minipar {name}", args=flags)
 
