@@ -101,8 +101,8 @@ def _alone(job: Job, sizes: dict[str, int], mesh: Mesh, trial: Trial) -> Seen:
     one, other = seen.losses[0], again.losses[0]
     if abs(one - other) > 1e-10 * abs(one):
         raise WrongFile(
-            f"the loss of one batch is {one:.6g} and then {other:.6g}: what is random cannot be "
-            f"compared; build() without dropout, and draw batch(seed) from its seed"
+            f"the loss of one batch is {one:.6g} and then {other:.6g}: what is random, or counts "
+            f"calls, cannot be compared; build() without dropout, draw batch(seed) from its seed"
         )
     seen.data, seen.has_whole_batch = data, not callable(job.shares)
     seen.has_uneven = job.uneven is not None
@@ -180,6 +180,10 @@ class _Run:
             with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
                     loss = job.loss(self.model, batch)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    what = getattr(loss, "shape", type(loss).__name__)
+                    why = "it must be a tensor of one number, the mean over the samples"
+                    raise WrongFile(f"loss() returned {what}: {why}")
                 total += float(_full(loss.detach())) / len(own)
                 with AllDigits(in_backward=True):
                     if len(inspect.signature(backward).parameters) > 1:
@@ -331,7 +335,9 @@ def _named(model: nn.Module, clean: Callable[[str], str] = _clean) -> State:
 
 
 def _copies(named: State) -> State:
-    return {n: None if value is None else value.detach().clone() for n, value in named.items()}
+    """Return copies; the gradient of an embedding may be sparse."""
+    found = {n: None if t is None else t.detach().clone() for n, t in named.items()}
+    return {n: t.to_dense() if t is not None and t.is_sparse else t for n, t in found.items()}
 
 
 def _full(value: Tensor) -> Tensor:
