@@ -108,7 +108,7 @@ WRONG = {
         "optimizer state", step=2, optimizer=gallery.forgetful),
     "summed over one of two axes": told(gallery.both_wrong, mistakes.BOTH,
         "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3], build=gallery.seeded),
-} | mistakes.WRONG  # fmt: skip
+} | mistakes.WRONG | unusual.WRONG  # fmt: skip
 
 
 @pytest.mark.mostly_slow
@@ -121,6 +121,7 @@ def test_a_mistake_is_named(ranks, name):
     told = found.stage, found.module, found.step, found.ranks, found.cause
     assert told == expected, str(verdict)
     assert "NOT equal" in str(verdict) and found.cause in str(verdict)
+    assert name != "a mean of own tokens" or "weighed by their tokens?" in found.why
     assert name != "alike over tp alone" or "drawn by build() on rank 2," in found.why
     assert name != "batch norm of a share" or "2 (BatchNorm1d) looks at several" in found.why
 
@@ -133,6 +134,9 @@ class NoSync(DistributedDataParallel):
 UNKNOWN = {
     "pieces that make nothing": (job(unusual.fsdp_1), DP,
         r"initial weights .* pieces of \[\d+\] make no"),
+    "pieces in an order of their own": (job(gallery.dealt), TP, "in an order of their own"),
+    "a loss with others": (job(gallery.torch_ddp, loss=lambda model, batch: (0.0, {})), DP,
+        "loss.. returned tuple: it must be a tensor of one number"),
     "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
     "an axis": (job(gallery.plain.parallelize), {"gpus": 2},
         "do the ranks of axis 'gpus' have sam"),

@@ -12,8 +12,8 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
-from tests.tools.gallery import WIDTH, Net, afterwards, average, by_hand, torch_ddp
-from tests.tools.mistakes import DP, Sent, job, owned, summed, tokens_of_all
+from tests.tools.gallery import HIDDEN, WIDTH, Net, afterwards, average, by_hand, torch_ddp
+from tests.tools.mistakes import DP, Sent, job, owned, summed, tokens_of_all, told
 
 
 def dealt_rows(batch, mesh):
@@ -94,7 +94,7 @@ def reducing(model):
 
 
 def alike(model, mesh):
-    replicate(model, mesh.dp)
+    replicate(model, mesh.world)
     return model
 
 
@@ -130,6 +130,34 @@ def divided_by_the_file(loss, microbatches):
     (loss / microbatches).backward()
 
 
+def targets_of_one_row(seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the first half have an eighth of the targets."""
+    inputs, targets = gallery.batch(seed)
+    targets = targets.clone()
+    targets[1:, :2] = -100
+    return inputs, targets
+
+
+def weighed(loss):
+    """What a rank of cp has: 2 targets of 18, or 16; the gradients are summed."""
+    (loss * (2, 16)[dist.get_rank()] / 18).backward()
+
+
+def summed_over_tokens(model, mesh):
+    replicate(model, mesh.cp)
+    return afterwards(model, lambda p: 2 * average(p.grad))
+
+
+def sparse():
+    model = Net()
+    model.embed.sparse = True
+    return model
+
+
+def descent(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 RIGHT = {
     "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
     "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
@@ -142,6 +170,96 @@ RIGHT = {
     "its own division": (job(torch_ddp, backward=divided_by_the_file), DP),
     "an axis that the file names": (job(partial(by_hand, change=average), shares=["gpus"]),
         {"gpus": 2}),
+    "ranks that weigh differently": (job(summed_over_tokens, backward=weighed,
+        batch=targets_of_one_row, shares=gallery.tokens_apart), {"cp": 2}),
+    "sparse gradients": (job(partial(by_hand, change=average), build=sparse, optimizer=descent),
+        DP),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------- mistakes
+class Scaled(Net):
+    """With a parameter of a few numbers, which are some mix of any shares."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(count))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        return (x.unflatten(-1, (len(self.scale), -1)) * self.scale[:, None]).flatten(-2)
+
+
+def adds_to_few(gradient: Tensor) -> Tensor:
+    return average(gradient) + (gradient.numel() < 3)
+
+
+def with_spare():
+    model = Net()
+    model.spare = nn.Linear(2, 2)
+    return model
+
+
+def zeros_for_none(model, mesh):
+    replicate(model, mesh.dp)
+    return afterwards(model, lambda p: torch.zeros_like(p) if p.grad is None else average(p.grad))
+
+
+def over_shards(model, mesh):
+    """Replicas of the shards are forgotten."""
+    replicate(model, mesh.world)
+    return afterwards(model, lambda p: average(p.grad, mesh.fsdp.group))
+
+
+class Summing(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+        super().step(closure)
+
+
+def summing(model):
+    return Summing(model.parameters(), lr=0.1)
+
+
+class Counted(Net):
+    """Counts steps, once for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.steps += dist.get_world_size()
+        return super().forward(tokens)
+
+
+class Gated(Net):
+    """Gate and up are one weight, so halves of it do not belong together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.down = nn.GLU(), nn.Linear(HIDDEN // 2, WIDTH)
+
+
+WRONG = {
+    "two numbers": told(partial(by_hand, change=adds_to_few), DP, "gradient of ", "unknown",
+        build=partial(Scaled, 2)),
+    "one number": told(partial(by_hand, change=adds_to_few), DP, "gradient of ", "unknown",
+        build=partial(Scaled, 1)),
+    "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient of what is not used",
+        build=with_spare),
+    "over shards alone": told(over_shards, {"dp": 2, "fsdp": 2}, "gradient of head",
+        "reduced over too few ranks", ranks=range(4)),
+    "summed in the step": told(alike, DP, "weights of embed", "another update",
+        optimizer=summing, reduced_in_step=True),
+    "steps of all ranks": told(torch_ddp, DP, "buffer", "another buffer", build=Counted),
+    "tokens never reduced": told(alike, {"cp": 2}, "gradient of head",
+        "missing all-reduce", shares=gallery.tokens_apart),
+    "a mean of own tokens": told(gallery.context_parallel, {"cp": 2}, "gradient of head",
+        "unknown", batch=targets_of_one_row, shares=gallery.tokens_apart),
+    "gate and up in one": told(gallery.megatron, {"tp": 2}, "output of act", "another piece",
+        build=Gated),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minipar.comm.mesh import coordinates, rank_at
 from minipar.tools.prove.compare import Form, forms, is_close, join
-from minipar.tools.prove.job import DATA
+from minipar.tools.prove.job import DATA, WrongFile
 from minipar.tools.prove.observe import Seen, Trial
 
 Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for it
@@ -141,6 +141,13 @@ def _tie_lost(s: Suspect) -> Cause | None:
     return None
 
 
+def _unused(s: Suspect) -> Cause | None:
+    if s.device.gradients[s.step][s.name] is None:
+        why = "one device has None, which an optimizer leaves alone; zeros decay, or keep moving"
+        return "a gradient of what is not used", why
+    return None
+
+
 def _factor(s: Suspect) -> Cause | None:
     """Solve for how often the right value is in it; of a linear layer, product and bias apart."""
     factors = s.solve(s.expected - s.bias(), s.bias()) or s.solve(s.expected)
@@ -174,17 +181,18 @@ def _factor(s: Suspect) -> Cause | None:
                 return "a sum where a mean is meant", why
             return names[1], f"exactly 1/{n}: divided by the ranks of {over} once more"
     if not s.expected.ndim or is_exactly(1):
-        return None  # any number is some multiple of another
-    if abs(factor) > 1e-12:
-        return "a factor", f"{factor:.9g} x"
+        return None
+    if abs(factor) > 1e-12:  # any number is some multiple of another
+        return ("a factor", f"{factor:.9g} x") if s.expected.numel() > 1 else None
     name = "no gradient" if s.stage == "gradient" else "zero"
     return name, "None, or zero: detached, frozen, not used, or never sent"
 
 
 def _summands(s: Suspect) -> Cause | None:
     """Return a missing all-reduce if ranks of an axis have summands of the right value."""
-    for axis, n in s.sizes.items():
-        how = "mean" if s.over_data(axis) else "sum"
+    hows = [(axis, "sum") for axis in s.sizes if not s.over_data(axis)]
+    for axis, how in hows + [(axis, "mean") for axis in s.sizes]:
+        n = s.sizes[axis]
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
         if all(is_close(each, right, s.rtol) for each in join(s.found, s.sizes, {axis: how})):
             if s.bias().any() and s.is_alike_after():
@@ -221,6 +229,16 @@ def _pieces(s: Suspect) -> Cause | None:
     return None
 
 
+def _dealt(s: Suspect) -> None:
+    """Refuse what has the right numbers in an order of its own: it may well be meant."""
+    if all(s.found[r].flatten().sort()[0].equal(s.expected.flatten().sort()[0]) for r in s.ranks):
+        raise WrongFile(
+            f"initial weights {s.name} cannot be compared: ranks hold its numbers in an order of "
+            f"their own. If that is meant, as of q, k and v in one weight, a function "
+            f"gather(name, tensor, mesh) in the file can restore it"
+        )
+
+
 # ---------------------------------------------------------------------- gradients, and the loss
 def _kept(s: Suspect) -> Cause | None:
     if s.step == 0:
@@ -241,7 +259,8 @@ def _shares(s: Suspect) -> Cause | None:
     columns = [torch.zeros_like(s.expected) if p is None else p for p in parts]
     own, m, n = s.ranks[0], len(s.device.parts), len(s.device.parts[0])
     here, there = (_solve(columns, tensor, s.rtol) for tensor in (s.found[own], s.expected))
-    if s.step > 0 or here is None or len(columns) == 1:
+    is_any = s.expected.numel() < 2 * len(columns)  # few numbers are a mix of any shares
+    if s.step > 0 or here is None or len(columns) == 1 or is_any:
         return None
     if there is None:
         first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
@@ -254,6 +273,7 @@ def _shares(s: Suspect) -> Cause | None:
     def is_nothing(factors: Tensor) -> bool:
         return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
 
+    absent = [i for i in range(n) if is_nothing(factors[:, i])]
     is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
     is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
     is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
@@ -261,6 +281,8 @@ def _shares(s: Suspect) -> Cause | None:
         "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
         "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
+        "reduced over too few ranks": (bool(absent) and s.share_of(own) not in absent,
+            "some shares are not in it: the all-reduce is over a smaller group"),
         "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
         "accumulated gradients are not reduced": (m > 1 < n and is_nothing(before[:, ~mine]),
             "those before the last stay here"),
@@ -274,6 +296,17 @@ def _shares(s: Suspect) -> Cause | None:
     name = next(name for name, (holds, _) in causes.items() if holds)
     told = f"rank {own} has {_times(factors)}; one device has {_times(there.view(m, n))}"
     return name, f"{causes[name][1]}. {told}"
+
+
+def _losses_of_no_mean(s: Suspect) -> Cause | None:
+    """Ask for weights where the file shares the batch out, and no mean of losses is right."""
+    if s.device.has_whole_batch:
+        return None
+    own = [torch.tensor(one.losses[s.step], dtype=torch.float64) for one in s.seen]
+    loss = torch.tensor(s.device.losses[s.step], dtype=torch.float64)
+    joined = [values[0] for _, values in forms(own, s.sizes, loss.shape, "mean", "sum")]
+    why = "losses of ranks have no mean or sum that is right: are they weighed by their tokens?"
+    return None if any(is_close(value, loss, s.rtol) for value in joined) else ("unknown", why)
 
 
 def _times(factors: Tensor) -> str:
@@ -306,20 +339,27 @@ def _update(s: Suspect) -> Cause | None:
     before = (s.device.weights[s.step - 1] if s.step else s.device.before)[s.name]
     if len(s.ranks) < len(s.found) and s.are(before):
         return "updated on some ranks only", "there it did not move: its owner has not sent it"
-    if s.step > 0:
-        why = (
-            f"step 1, and the gradients of step {s.step + 1}, are equal: its memory, or a schedule"
-        )
-        return "optimizer state", why
-    if s.are(before):
+    if s.step == 0 and s.are(before):
         why = "it did not move: make the optimizer of the parameters that parallelize() leaves"
         return "not in the optimizer", why
+    if not s.device.gradients[0]:
+        return "another update", "step() reduces gradients otherwise, or does another step"
+    if s.step > 0:
+        equal = f"step 1, and the gradients of step {s.step + 1}, are equal"
+        return "optimizer state", f"{equal}: its memory, or a schedule"
     times, kept = s.solve(s.expected - before, before) or (math.nan, math.nan)
     if abs(kept - 1) < 1e-7:
         return "another learning rate", f"the step is {times:.6g} times as long as it should be"
     if abs(times - 1) < 1e-7:
         how = f"{abs(kept - 1):.3g} of itself {'less' if kept > 1 else 'more'}"
         return "another weight decay", f"it shrinks by {how}, a step"
+    return None
+
+
+def _own_samples(s: Suspect) -> Cause | None:
+    joined = join(s.found, s.sizes, dict.fromkeys(s.device.data, "mean"))
+    if s.device.data and all(is_close(mean, s.expected, s.rtol) for mean in joined):
+        return "a buffer of own samples", "forward fills it from them; the mean over ranks is right"
     return None
 
 
@@ -341,8 +381,12 @@ def _ran_before(s: Suspect) -> Cause | None:
         if s.stage == "output" and not s.over_data(axis):
             why = f"{before}, which ran before, is right, in pieces along dim {how} over {axis}: "
             if not _ROW_BY_ROW.search(kind):
-                return "pieces kept apart", f"{why}this module needs the other ranks' pieces"
-            why += f"a {kind} needs no more. Do positions, or a mask, begin at 0 on every rank?"
+                why += "this module needs the other ranks' pieces, and a mask of the whole"
+                return "pieces kept apart, or a mask", why
+            why += f"a {kind} needs no more. "
+            if how == s.device.outputs[before].ndim - 1:
+                return "another piece", f"{why}Are q, k and v, or gate and up, in one weight?"
+            why += "Do positions, or a mask, begin at 0 on every rank?"
             return "positions, or another piece", why
     return None
 
@@ -351,18 +395,28 @@ _ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity
 
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
-    "initial weights": [_rounding, _tie_lost, _pieces],
+    "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
     "output": [_factor, _summands, _rounding, _pieces, _ran_before],
     "loss": [_rounding, _ran_before, _kept, _factor],
-    "gradient": [_rounding, _tie_lost, _kept, _factor, _shares, _summands, _pieces],
+    "gradient": [
+        _rounding,
+        _tie_lost,
+        _unused,
+        _kept,
+        _factor,
+        _shares,
+        _summands,
+        _pieces,
+        _losses_of_no_mean,
+    ],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_rounding, _tie_lost, _update],
-    "buffer": [_rounding],
+    "buffer": [_rounding, _own_samples],
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
     "output": ("in this module", "modules before it and weights are right: what is it given?"),
-    "loss": ("in the loss", "all modules are right: loss(), or a softmax over words that are cut"),
-    "weights": ("another update", "gradients are right; the optimizer does another step"),
-    "buffer": ("a buffer of own samples", "forward fills it on each rank, from its samples alone"),
+    "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
+    "weights": ("another update", "gradients are right; clip() or step() does something else"),
+    "buffer": ("another buffer", "forward or step() fills it otherwise than on one device"),
 }

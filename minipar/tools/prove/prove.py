@@ -262,6 +262,8 @@ def _losses(s: Suspect, own: list[Tensor], expected: State, step: int) -> list[S
         is_right = all(math.isclose(a, b, rel_tol=s.rtol) for a, b in zip(own, shares, strict=True))
     else:  # of later steps nobody knows the shares' losses: only if a mean is meant, it can be told
         is_right = not math.isclose(sum(shares) / len(own), s.device.losses[0], rel_tol=s.rtol)
+    if not s.device.has_whole_batch and min(own) <= loss <= max(own):  # a mean with weights?
+        is_right |= all(s.form_of(name) is not None for name in s.device.outputs)
     if is_right:
         return [expected] * len(own)
     joined = [joined for _, joined in forms(own, s.sizes, loss.shape, "mean", "sum")]
