@@ -258,6 +258,8 @@ WRONG = {
         "missing all-reduce", shares=gallery.tokens_apart),
     "a mean of own tokens": told(gallery.context_parallel, {"cp": 2}, "gradient of head",
         "unknown", batch=targets_of_one_row, shares=gallery.tokens_apart),
+    "batch norm of rows dealt like cards": told(torch_ddp, DP, "output of 2", "in this module",
+        build=gallery.with_batch_norm, shares=dealt_rows),
     "gate and up in one": told(gallery.megatron, {"tp": 2}, "output of act", "another piece",
         build=Gated),
 }  # fmt: skip
