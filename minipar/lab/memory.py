@@ -249,7 +249,8 @@ class MemoryLedger(LiveBytes):
     def _look_at(self, parameter: Tensor) -> None:
         self._label("parameters", parameter.data)
         if parameter.grad is not None:
-            self._label("gradients", parameter.grad)
+            with torch._C.DisableTorchFunctionSubclass():  # ZeRO's stands in for a gradient
+                self._label("gradients", parameter.grad)
 
     def _before_forward(self, *_: Any) -> None:
         self._phase = "forward"

@@ -150,7 +150,9 @@ class FullySharded(Strategy):
 
     def unshard(self, block: nn.Module, phase: str) -> None:
         """Start to gather `block`; and the next block, which is the one that followed last time."""
-        self.follows[phase][self.latest.get(phase)] = self.latest[phase] = block
+        before, self.latest[phase] = self.latest.get(phase), block
+        if before is not block:
+            self.follows[phase][before] = block
         ahead = self.follows[phase].get(block) if self.options.prefetch else None
         for unit in (*self.units[block], *self.units.get(ahead, ())):
             unit.unshard()
