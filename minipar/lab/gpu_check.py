@@ -64,7 +64,7 @@ class Setting(NamedTuple):
 
 
 ALONE = (Setting("llama-3.2-1b", 4), Setting("llama-3.2-1b", 2, recompute="full"))
-"""What one GPU trains: all that fits, and then half of it with everything recomputed."""
+"""Runs of one GPU: all that fits, and then half of it with everything recomputed."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -31,9 +31,8 @@ Use::
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ class Bucket(Row):
         """Start to sum the gradients, each slice for its owner; return the parameters used here."""
         self.wait_for_reduce()  # of the microbatch before
         for p in self.parameters:
-            make_room(weakref.ref(p))
+            make_room(p)
         own = [p for p in self.parameters if p.grad is not None]
         self.add(*own)
         for p in self.parameters:
@@ -156,10 +155,16 @@ class InPieces(Tensor):
         )
 
 
-def make_room(parameter: "weakref.ref[nn.Parameter]", *_: Any) -> None:
+def make_room(p: nn.Parameter) -> None:
     """Drop the `InPieces` of a parameter, before autograd adds a gradient."""
-    if type((p := parameter()).grad) is InPieces:
+    if type(p.grad) is InPieces:
         p.grad = None
+
+
+def room_maker(p: nn.Parameter) -> Callable[[Tensor], None]:
+    """Return a hook that calls `make_room`, and does not keep the parameter alive."""
+    its = weakref.ref(p)
+    return lambda _: make_room(its())
 
 
 # ---------------------------------------------------------------------- 2. while backward goes on
@@ -195,12 +200,13 @@ class Stage1(Strategy):
         for p in self.bucket_of:
             p.stepped_elsewhere = "step the ShardedOptimizer, which has their gradients"
             p.piece.claimed_by = p.claimed_by
-            p.register_hook(partial(make_room, weakref.ref(p)))  # torch keeps hooks: see `watch`
+            p.register_hook(room_maker(p))
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         # After a skipped step, `model.zero_grad()` drops each InPieces, and no gradient.
-        others = (q for q in self.bucket_of if self.is_finished and q is not p)
-        is_missed = any(q.grad is None and q.piece.grad is not None for q in others)
+        is_missed = self.is_finished and any(
+            q.grad is None and q.piece.grad is not None for q in self.bucket_of if q is not p
+        )
         super()._on_gradient(p)
         bucket = self.bucket_of[p]
         if is_missed or self.optimizer.has_stepped or bucket not in self.missing:

@@ -63,7 +63,7 @@ class Recording:
 
     @property
     def has_all_messages(self) -> bool:
-        """Return True if no message is missing before the last one."""
+        """True if no message is missing before the last one."""
         numbers = [entry.number for entry in self.entries if entry.peer is not None]
         return not self.has_turned and len(numbers) >= max(numbers, default=0)
 

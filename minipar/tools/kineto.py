@@ -39,9 +39,10 @@ def usable(events: list[Any]) -> list[Event]:
     good = [usual | event for event in events if event.get("ph") == "X"]
     if any(event["cat"] in ("Kernel", "Operator") for event in good):
         raise ValueError("its categories are those of torch before 1.13, which are not read")
-    pids = {event.get("pid") for event in good if event["cat"] == "cpu_op" or _is_launch(event)}
-    if len(pids) > 1:
-        raise ValueError(f"{len(pids)} processes are in it; give one file per rank")
+    # Apart, as CUDA may count processes of a container otherwise than the profiler.
+    for is_of_one in (lambda event: event["cat"] == "cpu_op", _is_launch):
+        if len(pids := {event.get("pid") for event in good if is_of_one(event)}) > 1:
+            raise ValueError(f"{len(pids)} processes are in it; give one file per rank")
     return [event for event in good if _is_launch(event) or event["dur"] > 0]
 
 
