@@ -103,8 +103,8 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     if old and new:
         raise ValueError("rope_scaling and rope_parameters are both given; keep one of the two")
-    given = {"rope_theta": raw.get("rope_theta"), **old, **new}
-    rope = {name: value for name, value in given.items() if value is not None}
+    sources = {"rope_theta": raw.get("rope_theta")}, old, new  # the last that says it counts
+    rope = {k: value for given in sources for k, value in given.items() if value is not None}
     theta = rope.pop("rope_theta", 10_000.0)
     kinds = {rope.pop("rope_type", None), rope.pop("type", None)} - {None}
     if kinds <= {"default"} and not rope:
