@@ -64,6 +64,8 @@ def model_config(name: str) -> LlamaConfig:
     if name in LARGER:
         return replace(PRESETS["llama-3-8b"], head_dim=128, **LARGER[name])
     path = Path(name)
+    if path.is_file() and path.name != "config.json":
+        raise ValueError(f"--model {name}: name a config.json, or the folder that it is in")
     if path.exists():
         return hf.load_config(path.parent if path.is_file() else path)
     near = difflib.get_close_matches(name, [*PRESETS, *LARGER], 3, 0.0)

@@ -276,6 +276,9 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
     (tmp_path / "tiny" / "config.json").write_text(text, encoding="utf-8")
     for where in (tmp_path / "tiny", tmp_path / "tiny" / "config.json"):
         assert asked.model_config(str(where)) == tiny
+    (tmp_path / "tiny" / "other.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other.json: name a config.json"):  # which is beside it
+        asked.model_config(str(tmp_path / "tiny" / "other.json"))
     assert asked.model_config("tiny") == PRESETS["tiny"]
     sizes = {"llama-3-70b": 70.6e9, "llama-3-405b": 405.9e9, "mixtral-8x7b": 46.7e9}
     for name, size in sizes.items():
