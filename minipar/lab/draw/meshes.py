@@ -181,7 +181,7 @@ def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
         pen.cell(ax, box, int(sample), RANK[column % size], 9)
         if column == 0:
             pen.text(ax, -0.12, -cell * (row - 0.5), f"step {row}", color=MUTED, ha="right")
-    return pen.cut(ax, f"every sample once, dealt out to {size} ranks", legend=pen.of_ranks(size))
+    return pen.cut(ax, f"Every sample once, dealt out to {size} ranks", legend=pen.of_ranks(size))
 
 
 # ---------------------------------------------------------------------- plans of messages
