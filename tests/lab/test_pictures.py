@@ -127,7 +127,7 @@ PICTURES = {
     "large mesh": (lambda: draw.mesh(dict(pp=2, dp=2, cp=2, tp=8)), "only the first are drawn"),
     "one device": (lambda: draw.mesh({"dp": 1}), "one device"),
     "2 ranks": (lambda: draw.collective("all_to_all", 2), "before; after; rank 1; -rank 2"),
-    "6 ranks": (lambda: draw.collective("all_reduce", 6), "everybody gets the sum; Σ5"),
+    "6 ranks": (lambda: draw.collective("all_reduce", 6), "every rank gets the sum; Σ5"),
     "rounds": (lambda: draw.rounds(ring(3), title="A ring"), "A ring; round 2; rank 2; -rank 3"),
     "plans": (lambda: meshes.schedules(plans("ring", 4), numel=24), "6 rounds; rank 3; passed on"),
     "shares": (lambda: draw.shares(range(24), 4, 8), "dealt out to 4 ranks; step 2"),

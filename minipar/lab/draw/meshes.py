@@ -66,12 +66,12 @@ def _some(groups: Sequence[Sequence[int]]) -> str:
 
 # ---------------------------------------------------------------------- collectives
 SENTENCE = {
-    "all_reduce": "everybody gets the sum",
+    "all_reduce": "every rank gets the sum",
     "reduce": "rank 0 gets the sum",
     "reduce_scatter": "rank r gets block r of the sum",
-    "all_gather": "everybody gets everybody's block",
-    "gather": "rank 0 gets everybody's block",
-    "broadcast": "everybody gets what rank 0 has",
+    "all_gather": "every rank gets all blocks",
+    "gather": "rank 0 gets all blocks",
+    "broadcast": "every rank gets what rank 0 has",
     "scatter": "rank r gets block r of rank 0",
     "all_to_all": "block s of rank r becomes block r of rank s",
 }
