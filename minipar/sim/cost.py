@@ -67,7 +67,9 @@ def seconds(job: Job) -> dict[str, float]:
     bubble = job.bubble(weights / sum(once.values()))
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
-        total["pp"] = 2 * (m * job.chunks + bubble * (plan.pp - 1)) * _to_next_stage(job)
+        hop, longest = _to_next_stage(job)
+        pace = m * (job.chunks * longest - each[slowest])  # of a link slower than all stages
+        total["pp"] = max(2 * (m * job.chunks + bubble * (plan.pp - 1)) * hop, pace)
         if job.config.tie_embeddings and not all(job.tables(0)):  # the ends sum its gradients
             nodes, table = 1 + (plan.num_ranks > job.machine.gpus), 4 * job.parameters.table
             total["pp"] += message(job.machine, table, nodes, plan.num_ranks // plan.pp)
@@ -157,16 +159,16 @@ def _head(job: Job) -> float:
     return 3 * product + _sum_up(job, words * width) + _touch(job, 2 * LOGITS * job.tokens * words)
 
 
-def _to_next_stage(job: Job) -> float:
-    """Return the seconds of a message to the next stage: the mean of near ones and far ones."""
+def _to_next_stage(job: Job) -> tuple[float, float]:
+    """Return the seconds of a message to the next stage: the mean, and the longest."""
     plan, machine = job.plan, job.machine
     # Each rank of tp sends its part of the tokens (Narayanan et al. 2021, section 4.1).
     size = 2 * job.tokens * job.config.hidden_size / plan.tp
     ranks = plan.num_ranks // plan.pp
     # Of the stages that share a node, the last one alone sends out of it.
     leave = min(1.0, ranks / machine.gpus) if plan.num_ranks > machine.gpus else 0.0
-    shares = (1 - leave, leave)
-    return sum(f * message(machine, size, n, ranks) for n, f in enumerate(shares, 1) if f)
+    hops = [(f, message(machine, size, n, ranks)) for n, f in ((1, 1 - leave), (2, leave)) if f]
+    return sum(share * hop for share, hop in hops), max(hop for _, hop in hops)
 
 
 def message(machine: Machine, num_bytes: float, nodes: int, ranks: int) -> float:
@@ -250,7 +252,7 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     if tp > 1:
         cut = c.moe is None or job.experts_cut == tp
         parts["tp"] = (1 + cut) * job.collective("all_reduce", 2 * n * width, 1, tp)
-        if (plan.tp_overlap or job.software.beside) and tp <= job.machine.gpus:
+        if (plan.tp_overlap or job.software.beside) and job.spread(1, tp) == 1:
             # Of tp hops in a node, all but one run beside a part of a product.
             parts["tp"] -= min((1 - 1 / tp) * parts["tp"], times * compute)
     if plan.cp > 1:

@@ -134,6 +134,13 @@ def test_a_pipeline_on_a_shared_port_is_replayed_as_it_is_priced():
     assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.1)
 
 
+def test_the_slowest_link_sets_the_pace_of_a_pipeline():
+    """Mutant: the mean of links, though one alone leaves the node; half of what replay finds."""
+    shape, slow = replace(PRESETS["llama-3.2-1b"], num_layers=10), hardware.load("h100-pcie-1gbe")
+    one = job("pp=10,microbatches=40,precision=bf16", config=shape, machine=slow, seq=8192)
+    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.2)
+
+
 def test_the_head_is_where_the_last_stage_is():
     """Of a V, on the first rank. Mutant: a rank that has a head in each of two models, or none."""
     for name, ends in (("1f1b", [1, 0, 0, 1]), ("zb_v", [2, 0, 0, 0]), ("dualpipe", [2, 0, 0, 2])):
