@@ -47,8 +47,10 @@ ERROR = 0.15
 RUNS_ON = ("a100", "a100-40", "h100")
 RUNS_OF = ("any", "nanotron", "llm-foundry", "compiled", "megatron")
 RUNS_IN = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+RUNS_OVER = ("ib-ndr", "ib-hdr", "efa-busy")
 RUNS_UP_TO = 64
-"""Devices, software, pipelines and number of devices of the published runs that were checked."""
+"""Devices, software, pipelines, networks between nodes, and number of devices of the published runs
+that were checked."""
 
 
 @dataclass(frozen=True)
@@ -257,17 +259,19 @@ def unchecked(*jobs: Job) -> str:
 
 
 def _kinds(job: Job) -> dict[str, bool]:
-    plan, device = job.plan, job.machine.device.name
+    plan, device, between = job.plan, job.machine.device.name, job.machine.between.name
+    is_apart = plan.num_ranks > job.machine.gpus
     return {
         f"on {device}": device not in RUNS_ON,
         f"software={job.software.name}": job.software.name not in RUNS_OF,
         job.dtype: job.dtype not in ("bf16", "fp16"),
+        f"nodes over {between}": is_apart and between not in RUNS_OVER,
         f"more than {RUNS_UP_TO} devices": plan.num_ranks > RUNS_UP_TO,
         "experts": job.config.moe is not None,
         "cp": plan.cp > 1,
         "zero=2": plan.zero == 2,
         "zero=3 with pp": plan.zero == 3 and plan.pp > 1,
-        "tp over nodes": plan.tp > job.machine.gpus,
+        "tp over nodes": job.spread(1, plan.tp) > 1,
         "tp_overlap": plan.tp_overlap,
         f"schedule={plan.schedule}": plan.schedule not in RUNS_IN,
         "fewer microbatches than ranks of pp": plan.microbatches < plan.pp,
