@@ -104,6 +104,8 @@ def base_of(config: PlanConfig) -> Job:
     for name in ("gpus", "global_batch", "top"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: use 1 or more")
+    if not Path(config.out).parent.is_dir():
+        raise ValueError(f"--out {config.out}: name a file in a folder that exists")
     if config.gpus > MOST_RANKS:
         raise ValueError(f"--gpus {config.gpus:,}: use at most {MOST_RANKS:,}, the largest plan's")
     model = model_config(config.model)

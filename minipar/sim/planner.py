@@ -117,6 +117,9 @@ def candidates(base: Job, gpus: int, global_batch: int, fix: Collection[str] = (
             continue
         if ep > 1 and (moe is None or moe.num_experts % ep):
             continue
+        pads = base.software.name in REPLAYED or sizes["cp"] == 1  # as other software does not
+        if not pads and base.seq_len % (2 * sizes["cp"]):
+            continue
         mine = global_batch // dp
         tried = {1, 2, 4, 8, 16, 32, base.microbatch}
         if "microbatches" in fix:
@@ -190,11 +193,8 @@ class Search:
         return list(found.values())
 
 
-def search(
-    base: Job, gpus: int, global_batch: int, fix: dict[str, Any] | None = None, watch: Watch = iter
-) -> Search:
-    """Rank all candidates by the closed form; `watch` may show how far it is."""
-    limit, fix = footprint.room(base.machine.device), fix or {}
+def _wanted(base: Job, gpus: int, global_batch: int, fix: dict[str, Any]) -> Iterator[Job]:
+    """Yield the candidates that have the words of `fix`, and that the software can carry out."""
     # Candidates vary some words of `base` and keep the others; the machine sets the precision.
     given = {k: v for k, v in fix.items() if k not in ("microbatch", "precision")}
     base = replace(base, plan=replace(base.plan, **given))
@@ -206,9 +206,15 @@ def search(
         given = {"microbatch": job.microbatch}
         return all(given.get(k, getattr(job.plan, k, None)) in v for k, v in wanted)
 
-    jobs = list(filter(is_wanted, candidates(base, gpus, global_batch, fix)))
-    fit, too_large = [], []
-    for job in watch(jobs):
+    return filter(is_wanted, candidates(base, gpus, global_batch, fix))
+
+
+def search(
+    base: Job, gpus: int, global_batch: int, fix: dict[str, Any] | None = None, watch: Watch = iter
+) -> Search:
+    """Rank all candidates by the closed form; `watch` may show how far it is."""
+    limit, fit, too_large = footprint.room(base.machine.device), [], []
+    for job in watch(list(_wanted(base, gpus, global_batch, fix or {}))):
         held = footprint.memory(job)
         if sum(held.values()) > limit:
             too_large.append(Ranked(job, {}, held))
@@ -270,7 +276,8 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
 
         if own != plain and name not in fix:
             lines.append(f"{name}={own}: with {name}={plain}, {lost(found, best, is_plain)}")
-    if plan.tp <= machine.gpus < plan.num_ranks and plan.tp % 2 == 0:
+    is_near = job.spread(1, plan.tp) == 1
+    if is_near and machine.gpus < plan.num_ranks and plan.tp % 2 == 0:
         n = 2 * job.tokens * job.config.hidden_size
         times = [machine.seconds_of_collective("all_reduce", n, plan.tp, k) for k in (1, 2)]
         lines.append(
@@ -395,8 +402,13 @@ def _nothing_fits(config: PlanConfig, base: Job, found: Search) -> str:
         some = next(iter(found.too_large or found.fit), None)
         none = "--global-batch, --software and --fix leave no candidate"
         return f"no legal plan for {config.gpus} devices: {problem(some.job) if some else none}"
-    more = (config.gpus * 2**n for n in range(1, 7))
-    enough = next((n for n in more if search(base, n, config.global_batch, fix).best()), None)
+    limit = footprint.room(base.machine.device)
+
+    def is_enough(gpus: int) -> bool:
+        legal = (j for j in _wanted(base, gpus, config.global_batch, fix) if problem(j) is None)
+        return any(sum(footprint.memory(job).values()) <= limit for job in legal)
+
+    enough = next(filter(is_enough, (config.gpus * 2**n for n in range(1, 7))), None)
     change = (
         f"--gpus {enough} would do" if enough else "64 times as many devices would not do either"
     )

@@ -71,6 +71,13 @@ def test_software_is_only_asked_for_what_it_can_do(software, word, values):
     assert alone.best()  # llm-foundry's FSDP on one device is no ZeRO
 
 
+@pytest.mark.parametrize(("software", "found"), [("megatron", {1, 2}), ("any", {1, 2, 4, 8})])
+def test_other_software_does_not_pad_sequences(software, found):
+    """Mutant: cp=4 for 2044 tokens, which are no 8 chunks."""
+    base = planner.base_of(replace(SMALL, software=software, seq=2044))
+    assert {job.plan.cp for job in planner.candidates(base, 8, 64)} == found
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "fix",
@@ -169,6 +176,7 @@ def test_flags_are_read_by_our_own_training_and_are_torchtitans_degrees():
         (dict(model="mixtral-8x7b"), "dp=8", "experts"),
         (dict(hardware="b200"), "dp=8", "on b200"),
         (dict(gpus=16), "tp=16,sequence_parallel", "tp over nodes"),
+        (dict(gpus=16, hardware="h100-10gbe"), "pp=16,microbatches=64", "nodes over 10gbe"),
         (dict(gpus=128, global_batch=128), "dp=128,zero=1", "more than 64 devices"),
         ({}, "tp=8,sequence_parallel,tp_overlap", "tp_overlap"),
         ({}, "pp=8,microbatches=8,schedule=gpipe", "schedule=gpipe"),
@@ -297,6 +305,7 @@ def call(capfd, *words):
     [
         ("--model llama-3-9b", "nearest names are llama-3-8b"),
         ("--hardware h101", "nearest names are h100"),
+        ("--out nowhere/plan.png", "name a file in a folder that exists"),
         ("--hardware nowhere.toml", "nowhere.toml is not a machine"),
         ("--gpus 0", "--gpus 0"),
         ("--global-batch 0", "--global-batch 0"),
