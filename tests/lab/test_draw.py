@@ -104,9 +104,11 @@ def test_copies_run_in_a_lane_of_their_own():
 
 
 def test_all_blocks_have_a_number_or_none():
-    """Mutant: numbers where they fit."""
-    said = words(draw.timeline(step(True, ranks=1)))
-    assert [w for w in said if w.isdigit()] == list("01233210") and "number: layer" in said
+    """Mutants: numbers where they fit; a short call after a block takes its number away."""
+    calls = [Span("forward", "forward", 0, 1e-3 * t, 1e-3 * t + 1e-5) for t in (10, 20)]
+    for spans in (step(True, ranks=1).spans, [*step(True, ranks=1).spans, *calls]):
+        said = words(draw.timeline(Timeline(spans)))
+        assert [w for w in said if w.isdigit()] == list("01233210") and "number: layer" in said
     short = Span("forward", "layers.9", 0, 0.141, 0.143)
     crowded = words(draw.timeline(Timeline([*step(True, ranks=1).spans, short])))
     assert not [w for w in crowded if w.isdigit()] and "number: layer" not in crowded

@@ -158,32 +158,37 @@ def _bars(ax: Axes, y: float, height: float, pieces: Iterable[Piece], style: pen
     """Draw bars, with their names where they fit.
 
     Pieces too narrow to see are joined with what touches them: so a trace of 100,000 kernels is
-    drawn in a moment, and in its true colours.
+    drawn in a moment, and in its true colours. A joined bar has the name of a piece that is nearly
+    all of it: "3" for a block and the short call after it.
     """
     wide, tall = pen.inches_of(ax)
     pixel = ax.get_xlim()[1] / (wide * pen.DPI)
-    joined: list[Piece] = []
+    joined: list[tuple[float, float, str, float]] = []  # pieces, and how long the named part is
     for start, end, name in sorted(pieces):
         if joined:
-            last_start, last_end, last_name = joined[-1]
+            last_start, last_end, last_name, last_named = joined[-1]
             if end <= last_end:
                 continue
             start = max(start, last_end)  # collectives in flight together are drawn as a queue
             small = min(end - start, last_end - last_start) < 3 * pixel
             if small and start - last_end < pixel / 2:
-                joined[-1] = (last_start, end, name if name == last_name else "")
+                named = last_named + end - start
+                if name != last_name:
+                    named, name = max((last_named, last_name), (end - start, name))
+                joined[-1] = (last_start, end, name, named)
                 continue
-        joined.append((start, end, name))
+        joined.append((start, end, name, end - start))
     tall *= height / (ax.get_ylim()[1] - ax.get_ylim()[0])  # inches of a bar
-    wide = [(s, e - s) for s, e, _ in joined if e - s >= 4 * pixel]
-    narrow = [(s, max(e - s, pixel)) for s, e, _ in joined if e - s < 4 * pixel]
+    wide = [(s, e - s) for s, e, *_ in joined if e - s >= 4 * pixel]
+    narrow = [(s, max(e - s, pixel)) for s, e, *_ in joined if e - s < 4 * pixel]
     line = {"lw": min(style["lw"], 5 * tall), "zorder": 2}
     ax.broken_barh(wide, (y, height), **style | line)
     solid = style["ec"] if style["ec"] != PAPER and "hatch" not in style else style["fc"]
     ax.broken_barh(narrow, (y, height), facecolor=solid, lw=0, zorder=2)
     size = min(7.0, 72 * tall * 0.62)
-    for start, end, name in joined:
-        if name and size >= 4.5 and (end - start) / pixel > _inches_of(name, size) * pen.DPI:
+    for start, end, name, named in joined:
+        fits = (end - start) / pixel > _inches_of(name, size) * pen.DPI
+        if name and size >= 4.5 and fits and named > 0.9 * (end - start):
             ink = {"color": pen.ink_on(style["fc"]), "ha": "center", "clip_on": True}
             pen.text(ax, (start + end) / 2, y + height / 2 - 0.01, name, size=size, **ink)
 
