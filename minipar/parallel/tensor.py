@@ -224,7 +224,7 @@ class TensorParallel(Strategy):
         self.summed, self.copied = (summed, copied) if n > 1 else ([], [])
         partial_sums = [names[name] for name in self.summed + self.copied]
         self.watch(partial_sums)
-        self.hook_gradients(partial_sums)
+        self.hook_gradients(p for p in partial_sums if p.requires_grad)
 
     def finish_backward(self) -> None:
         """Sum partial gradients: of whole parameters, and of heads that several ranks have."""
