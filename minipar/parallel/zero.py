@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.arriving import let_modules_wait
+from minipar.parallel.base.arriving import OnItsWay, let_modules_wait
 from minipar.parallel.base.masters import keep_slices, master_of
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
@@ -126,19 +126,21 @@ class Bucket(Row):
                 "reach it any more; move or cast the model first"
             )
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
-        self.versions = [p._version for p in self.parameters]
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
+        if any(type(p) is not nn.Parameter for p in self.parameters):
+            self.wait_for_gather()  # a class of somebody's own stays as it is
+            return
+        for p in self.parameters:
+            p.arrives, p.__class__ = self.wait_for_gather, OnItsWay
 
     def wait_for_gather(self) -> None:
         """Wait until all slices are in `weights`; before the next forward uses them."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
-            if self.versions != [p._version for p in self.parameters]:
-                raise RuntimeError(
-                    "weights were written while ranks handed them out: call synchronize() of the "
-                    "ShardedOptimizer after step(), and write then"
-                )
+            for p in self.parameters:
+                if type(p) is OnItsWay:
+                    p.__class__ = nn.Parameter
 
 
 class InPieces(Tensor):

@@ -430,7 +430,7 @@ def _reads_weights(make, how: str) -> bool:
             link.use(link.Link("slow", 0.05, math.inf))
             optimizer.step()
             plain.step()
-            stale = [p.detach().clone() for p in model.parameters()]
+            stale = [bucket.weights.clone() for bucket in optimizer.buckets]
             if how == "forward":
                 assert torch.allclose(model(data(1)), twin(data(1)), rtol=1e-10, atol=1e-12)
             elif how == "load_state_dict":  # not to be overwritten by what arrives later
@@ -443,8 +443,8 @@ def _reads_weights(make, how: str) -> bool:
                     assert torch.allclose(state[name], theirs, rtol=1e-10, atol=1e-12)
             optimizer.synchronize()
             assert_same(model, twin)
-        pairs = zip(model.parameters(), stale, strict=True)
-        return any(not torch.equal(p, old) for p, old in pairs)
+        pairs = zip(optimizer.buckets, stale, strict=True)
+        return any(not torch.equal(bucket.weights, old) for bucket, old in pairs)
     finally:
         link.use("none")
         link.check_calls(True)
@@ -459,24 +459,25 @@ def test_nobody_reads_weights_before_they_arrive(ranks, how):
 
 
 @on_ranks(2)
-def test_weights_are_written_when_they_are_here():
-    """As a critic's are clamped. Mutant: what is on its way comes over what was written."""
-    model, axis = Layers(seed=0), Mesh(dp=2).dp
+def test_weights_are_read_and_written_when_they_are_here():
+    """As they are averaged, or a critic's are clamped. Mutant: nobody waits, so what is read is
+    old, and what is on its way comes over what was written."""
+    model, alone, axis = Layers(seed=0), Layers(seed=0), Mesh(dp=2).dp
     strategy, optimizer = attach(model, axis)
-    for waits in (True, False):
-        loss_of(model, axis.rank).backward()
+    single = AdamW(alone.parameters(), lr=0.01)
+    for step in range(3):
+        loss_of(model, axis.rank, step).backward()
+        sum(loss_of(alone, rank, step) for rank in range(2)).backward()
         strategy.finish_backward()
-        optimizer.step()
-        if waits:
-            optimizer.synchronize()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.1, 0.1)
-        optimizer.zero_grad()
-        if waits:
-            assert max(p.abs().max() for p in strategy.full_state_dict().values()) == 0.1
-    with pytest.raises(RuntimeError, match=r"call synchronize\(\) of the ShardedOptimizer after"):
-        model(data(axis.rank))
+        for each in (optimizer, single):
+            each.step()
+            each.zero_grad()
+        if step == 2:
+            assert_same(copy.deepcopy(model), alone)
+        for each in (model, alone):
+            for p in each.parameters():
+                p.data.clamp_(-0.1, 0.1)
+        assert_same(model, alone)
 
 
 @on_ranks(2)
