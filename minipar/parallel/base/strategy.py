@@ -305,7 +305,7 @@ def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
     if names if axis is None else axis.name in names:
         raise RuntimeError(
             "a backward would add to a finished sum over the ranks: call zero_grad() after each "
-            "step, and use no_sync() around all microbatches but the last"
+            "step (set_to_none=True), and use no_sync() around all microbatches but the last"
         )
 
 
