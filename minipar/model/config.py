@@ -42,9 +42,13 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-        for name in (*sizes, "num_kv_heads", "max_seq_len", "norm_eps", "rope_theta"):
+        sizes += ("num_kv_heads", "max_seq_len")
+        for name in (*sizes, "norm_eps", "rope_theta"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        for name in (*sizes, "head_dim"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name}={getattr(self, name)} must be a whole number")
         if self.num_heads % self.num_kv_heads:
             good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             heads = f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"

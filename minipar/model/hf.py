@@ -11,18 +11,20 @@ word would be worse. Proved by tests/model/test_hf.py, against transformers.
 
 import json
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minipar.model.config import LlamaConfig, RopeScaling
 from minipar.model.llama import Llama
 from minipar.model.moe import MoEConfig
+from minipar.text import one_line
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -69,12 +71,19 @@ _PLAIN = {  # settings that change what a model computes: the value of this Llam
 def load_config(path: str | Path) -> LlamaConfig:
     """Read `config.json` in the folder `path`, as transformers 4 or 5 wrote it."""
     file = Path(path) / CONFIG
-    try:
+    with _reading(file):
         return _parse(json.loads(file.read_text(encoding="utf-8")))
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turn what a damaged file raises in the body into a `ValueError` that names the file."""
+    try:
+        yield
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from None
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from None
+    except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{file}: {one_line(error)}") from None
 
 
 def _parse(raw: dict[str, Any]) -> LlamaConfig:
@@ -213,7 +222,8 @@ class Folder:
         return tensor.to(device=device or "cpu", dtype=dtype)
 
     def _stored(self, name: str) -> Tensor:
-        with safe_open(self.files[name], framework="pt") as file:
+        path = self.files[name]
+        with _reading(path), safe_open(path, framework="pt") as file:
             return file.get_tensor(name)
 
 
@@ -221,12 +231,13 @@ def _files_of(path: Path) -> dict[str, Path]:
     """Return the file of each stored tensor, by the tensor's name; one file goes before several."""
     single, index = path / SINGLE, path / INDEX
     if single.exists():
-        with safe_open(single, framework="pt") as file:
+        with _reading(single), safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     if not index.exists():
         raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return {name: path / file for name, file in weight_map.items()}
+    with _reading(index):
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: path / file for name, file in weight_map.items()}
 
 
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
