@@ -68,8 +68,6 @@ def _tokenizer_of(run: Path) -> Tokenizer:
 def generate(command: Generate) -> None:
     """Print the prompt and what the model makes of it; the model is a run's, or any Llama."""
     check_numbers(command, {"tokens": 1, "temperature": 0, "top_k": 1})
-    if not command.prompt:
-        raise ValueError("--prompt is empty; a model needs something to go on with")
     path = Path(command.model).absolute()
     if path.parent.name == "checkpoints" or (path / "checkpoints").is_dir():
         run, saved = found(command.model, "generate")
@@ -81,5 +79,8 @@ def generate(command: Generate) -> None:
     else:
         raise ValueError(f"generate {path} does not exist; name a run, or what export wrote")
     start = torch.tensor(list(tokenizer.encode(command.prompt)))
+    if not len(start):
+        says = f"--prompt {command.prompt!r} has no token"
+        raise ValueError(f"{says}; a model needs something to go on with")
     options = command.tokens, command.seed, command.temperature, command.top_k
     print(write(model.to(compute_device()), tokenizer, start, *options))

@@ -106,6 +106,9 @@ def _read(source: str) -> Documents:
         if not source or not paths:
             raise ValueError(f"no file or folder {source!r}; --data also takes stdlib or hf:NAME")
         root = Path(os.path.commonpath([path.parent for path in paths]))
+    # A link, or a circle of links, is no second text: of several names, the shortest counts.
+    by_length = sorted(paths, key=lambda path: (len(path.parts), path), reverse=True)
+    paths = [*{path.resolve(): path for path in by_length}.values()]
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
             text = path.read_bytes().decode("utf-8-sig")  # without the mark of Windows

@@ -87,6 +87,7 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without special tokens around them."""
+        text = text.encode("utf-8", errors="replace").decode()  # a prompt may be no UTF-8
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -76,6 +76,11 @@ def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
     assert load_tokenizer(tmp_path).encode("ab" * 30) == [2] * 30
 
 
+def test_what_a_terminal_hands_over_that_is_no_utf8_has_tokens(tmp_path):
+    tokenizer = load_tokenizer(word_tokenizer(tmp_path))
+    assert tokenizer.encode("one \udcff two") == [1, 0, 2]
+
+
 def test_bad_tokenizers(tmp_path):
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
     for name in ("nowhere", "bad.json"):
@@ -124,6 +129,14 @@ def test_folder_is_split_by_file_in_the_order_of_names(tmp_path):
     assert len(parts[1]) == 2
     for part in parts:
         assert part == [name for name in expected if name in part]
+
+
+def test_a_text_that_links_show_again_is_read_once(tmp_path):
+    """Mutant: a glob that goes round in a circle reads each text 41 times."""
+    found = parts_of(make_folder(tmp_path))
+    (tmp_path / "a/up").symlink_to(tmp_path)
+    (tmp_path / "b/link.txt").symlink_to(tmp_path / "a/00.txt")
+    assert parts_of(f"{tmp_path}/**") == parts_of(tmp_path) == found
 
 
 def test_split_depends_on_relative_names_alone(tmp_path, monkeypatch):
