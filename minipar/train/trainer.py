@@ -104,7 +104,12 @@ class Trainer:
         log = Log(path, self.step, self.device, self._complete, progress)
         recorder, steps = self._recorder(), range(self.step + 1, config.steps + 1)
         profiling = nullcontext()
-        if config.profile:
+        if config.profile and len(steps) < 3:
+            say(
+                self.mesh,
+                f"--profile writes no trace: it is of steps 3 to 5, but this run has {len(steps)}",
+            )
+        elif config.profile:
             profiling = profiler(self.folder / "profile", self.mesh.rank)
         batches = on_device(self.batches.forever(), self.device, self.strategy.shard)
         with closing(self.saver), recorder.recording, profiling as profile:

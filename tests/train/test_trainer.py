@@ -144,6 +144,17 @@ def test_trap_11_the_cpu_path_never_touches_cuda(run, monkeypatch):
 
 # ---------------------------------------------------------------------- what a run leaves
 @pytest.mark.slow
+def test_a_trace_is_written_or_the_run_says_that_there_is_none(run, capfd):
+    assert [*(run(1, "long", profile=True, steps=3) / "profile").iterdir()]
+    short = run(1, "short", profile=True, steps=2)
+    assert (
+        "--profile writes no trace: it is of steps 3 to 5, but this run has 2"
+        in capfd.readouterr().out
+    )
+    assert not (short / "profile").exists()
+
+
+@pytest.mark.slow
 def test_files_are_written_and_agree(run):
     """The last two steps of six are recorded, and one of them is drawn."""
     longer = PLAIN.steps + 1  # a warm-up ends with the run
