@@ -58,6 +58,7 @@ def work(tmp_path_factory):
     (work / "a.txt").write_text(words * 200, encoding="utf-8")
     (work / "short.txt").write_text("to be or not to be\n" * 3, encoding="utf-8")
     (work / "bad.toml").write_text("step = 3\n", encoding="utf-8")
+    (work / "twice.toml").write_text("config = 'bad.toml'\n", encoding="utf-8")
     config = TrainConfig(
         mesh="dp=1", data=str(work / "a.txt"), steps=2, seq_len=32, batch_size=4, sample_tokens=0
     )
@@ -81,12 +82,14 @@ MALFORMED = {
     "train --preset llama-3-8b --mesh dp=60": "a rank takes 32.2 GB or more",
     "train --plan tp=3": "tp=3 does not divide num_heads",
     "train --config W/bad.toml": "Unrecognized options: --step",
+    "train --config W/twice.toml": "twice.toml: it names another file",
+    "train --backend nccl --mesh dp=12": "backend=nccl needs a GPU per rank: 12 ranks",
     "train --resume W/nowhere": "does not exist",
     "train --resume W/no_config": "it has no config.json",
     "train --resume W/no_checkpoint": "the run has no checkpoint",
     "train --resume latest": "--resume latest needs the --name of the run",
     "generate W/nowhere": "nowhere does not exist; name a run, or what export wrote",
-    "generate W/run --prompt=": "--prompt is empty",
+    "generate W/run --prompt=": "--prompt '' has no token",
     "export W/run W/run": "is a run, and would lose its config.json",
 }
 
@@ -206,6 +209,9 @@ def test_flags_beat_a_file_which_beats_the_run_that_is_resumed(tmp_path):
     (tmp_path / "run.toml").write_text(f"resume = '{tmp_path}'", encoding="utf-8")
     _, config = commands.parse(["train", "--config", str(tmp_path / "run.toml")])
     assert (config.steps, config.lr, config.plan) == (9, 0.5, "dp=3")
+    (tmp_path / "run.toml").write_text("mesh = 'tp=2'\nzero = 1", encoding="utf-8")
+    typed = ["--config", str(tmp_path / "run.toml"), "--plan", "dp=4,zero=3"]
+    assert commands.parse(["train", *typed])[1].plan == "dp=4,zero=3"
 
 
 def test_a_model_that_is_shorter_than_usual_sets_the_length_and_says_so(

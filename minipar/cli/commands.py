@@ -59,17 +59,20 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if name is None:
         raise ValueError(f"{argv[0]!r} is no command; use one of {', '.join(COMMANDS)}")
     flags, default = argv[len(name.split()) :], tyro.MISSING_NONPROP
+    kind = next(iter(get_type_hints(function_of(name)).values()))
     if name == "train":
         first = argparse.ArgumentParser(f"minipar {name}", add_help=False, allow_abbrev=False)
         first.add_argument("--resume", default="")
         first.add_argument("--config", default="")
         given, _ = first.parse_known_args(flags)
-        flags = _flags_of(given.config) + flags if given.config else flags
-        given, _ = first.parse_known_args(flags)  # the file may say --resume
+        filed = _flags_of(given.config) if given.config else []
+        given, _ = first.parse_known_args(filed + flags)  # the file may say --resume
         default = importlib.import_module("minipar.cli.training").defaults(given.resume)
+        # Read first and alone: a typed --plan counts more than the file's mesh.
+        if filed:
+            default = tyro.cli(kind, default=default, prog=f"minipar {name}", args=filed)
     if {"-h", "--help"} & {*flags}:
         flags = ["--help"]  # tyro's usage leaves out what is typed before it
-    kind = next(iter(get_type_hints(function_of(name)).values()))
     return name, tyro.cli(kind, default=default, prog=f"minipar {name}", args=flags)
 
 
@@ -88,6 +91,8 @@ def _flags_of(file: str) -> list[str]:
         values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {file}: {error}") from None
+    if "config" in values:
+        raise ValueError(f"--config {file}: it names another file; put all flags into one")
     typed = []
     for name, value in values.items():
         is_switch = isinstance(value, bool)

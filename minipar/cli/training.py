@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import shlex
 import sys
 import time
@@ -52,6 +51,7 @@ def train(config: TrainConfig) -> None:
     check_fits_here(config.num_ranks, config.weight_bytes())
     usual = backends.pick_backend(config.num_ranks)
     backend = usual if config.backend == "auto" else config.backend
+    backends.check_backend(backend, config.num_ranks)
     folder, start = _place(config)
     if _is_done(config, start):
         return
@@ -134,12 +134,12 @@ def new_folder(config: TrainConfig) -> Path:
     mesh = "-".join(f"{axis}{size}" for axis, size in config.as_plan().mesh_sizes().items())
     name = config.name or f"{Path(config.init).name or config.preset}-{mesh}"
     folder = Path(config.out) / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(2):
-        if not os.path.lexists(folder):
-            break
+        with suppress(FileExistsError):  # made just now, maybe, by a run that starts beside this
+            folder.mkdir()
+            return folder
         folder = folder.with_name(f"{name}-{number}")
-    folder.mkdir(parents=True)
-    return folder
 
 
 def found(path: str, asked: str = "--resume") -> tuple[Path, Path]:
