@@ -105,10 +105,7 @@ class Trainer:
         recorder, steps = self._recorder(), range(self.step + 1, config.steps + 1)
         profiling = nullcontext()
         if config.profile and len(steps) < 3:
-            say(
-                self.mesh,
-                f"--profile writes no trace: it is of steps 3 to 5, but this run has {len(steps)}",
-            )
+            say(self.mesh, f"--profile: no trace of steps 3 to 5, as this run has {len(steps)}")
         elif config.profile:
             profiling = profiler(self.folder / "profile", self.mesh.rank)
         batches = on_device(self.batches.forever(), self.device, self.strategy.shard)
