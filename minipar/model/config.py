@@ -73,7 +73,6 @@ class LlamaConfig:
         return self.moe is not None and any(map(self.moe.is_sparse, range(self.num_layers)))
 
     # ------------------------------------------------------------------ parameters and FLOPs
-
     def layer_parts(self, layer: int = 0, active: bool = False) -> dict[str, int]:
         """Return the parameters of a block: attention D·K·(2H + 2G), mlp 3·D·F (SwiGLU), norm.
 

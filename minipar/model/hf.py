@@ -32,7 +32,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Device = torch.device | str | None
 
 # ----------------------------------------------------------------------------- 1. the configuration
-
 _NAMES = {  # our names, and the names in config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -80,10 +79,9 @@ def _reading(file: Path) -> Iterator[None]:
     """Turn what a damaged file raises in the body into a `ValueError` that names the file."""
     try:
         yield
-    except KeyError as error:
-        raise ValueError(f"{file}: {error} is missing") from None
-    except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{file}: {one_line(error)}") from None
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"{file}: {what}") from None
 
 
 def _parse(raw: dict[str, Any]) -> LlamaConfig:
@@ -160,8 +158,6 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------- 2. reading
-
-
 def load(path: str | Path, dtype: torch.dtype | None = None, device: Device = None) -> Llama:
     """Return the model in the folder `path`, on the CPU and in the dtype of its files by default.
 
@@ -266,8 +262,6 @@ def _some(things: Set) -> str:
 
 
 # ------------------------------------------------------------------------------------- 3. writing
-
-
 def save(model: Llama, path: str | Path) -> None:
     """Write a whole model to the folder `path`.
 

@@ -77,8 +77,6 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 # ------------------------------------------------------------------------------- rotary positions
-
-
 def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
     """Return theta^(-2i/K), [K/2] fp32 in radians per token, stretched by Llama 3's rule if asked.
 
@@ -94,10 +92,8 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) ->
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / freqs  # tokens per turn
     turns = scaling.original_max_seq_len / wavelength
-    keep = (turns - low) / (high - low)
-    blend = (1 - keep) * freqs / scaling.factor + keep * freqs
-    freqs = torch.where(turns < low, freqs / scaling.factor, freqs)
-    return torch.where((turns >= low) & (turns <= high), blend, freqs)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * freqs / scaling.factor + keep * freqs
 
 
 def rope_tables(config: LlamaConfig, positions: Tensor, dtype: torch.dtype) -> Rope:
@@ -123,8 +119,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------- modules
-
-
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dim. Low precision is normalised in fp32."""
 
@@ -305,8 +299,6 @@ class Llama(nn.Module):
 
 
 # ---------------------------------------------------------------------------------- the loss
-
-
 def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Return the *sum* of the cross entropies (nats) of logits [..., V] against targets [...].
 
@@ -344,8 +336,6 @@ def beside(model: nn.Module, targets: Tensor, context: Sequence[Tensor]) -> Sequ
 
 
 # ------------------------------------------------------------------------------------- generation
-
-
 @torch.no_grad()
 def generate(
     model: Llama,
