@@ -286,7 +286,10 @@ def _shares(s: Suspect) -> Cause | None:
     is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
     is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
     is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
+    is_short = bool(absent) and is_same and is_nothing(factors * (factors - even))
     causes = {
+        "a rank gave nothing": (is_short,
+            "what is in it weighs right; other shares are zero: frozen, detached, or left out"),
         "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
         "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),

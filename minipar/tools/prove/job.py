@@ -108,17 +108,18 @@ class Job:
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
-        if callable(self.shares):
+        if callable(self.shares) or not self.shares:
             return []
-        if self.shares != "batch":
-            return [axis for axis in sizes if axis in self.shares]
-        if strange := [axis for axis in sizes if not axis.startswith(DATA + MODEL)]:
+        by_name = self.shares == "batch"
+        own = [a for a in sizes if (a.startswith(DATA) if by_name else a in self.shares)]
+        strange = [axis for axis in sizes if not axis.startswith(DATA * by_name + MODEL)]
+        if strange and (by_name or not own):
             raise WrongFile(
                 f"do the ranks of axis {strange[0]!r} have samples of their own? Say so in the "
                 f'file: shares = ["{strange[0]}"] if they do, shares = [] if all have all, or a '
                 f"function (batch, mesh); known names begin with {', '.join(DATA + MODEL)}"
             )
-        return [axis for axis in sizes if axis.startswith(DATA)]
+        return own
 
     def share(self, batch: Any, mesh: Mesh) -> Any:
         """Return this rank's part of a global batch."""
