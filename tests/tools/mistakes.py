@@ -335,6 +335,19 @@ def sums_outside(model, mesh):
     return model
 
 
+def frozen_on_one(model, mesh):
+    """A rank without a gradient adds zeros, so that the others need not wait."""
+    model, after = by_hand(model, mesh)
+    model.up.requires_grad_(mesh.dp.rank == 0)
+
+    def fill() -> None:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        after()
+
+    return model, fill
+
+
 def job(parallelize, **changes):
     return replace(plain, parallelize=parallelize, **changes)
 
@@ -352,6 +365,7 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
 WRONG = {
     "gradients of rank 0": told(partial(by_hand, change=sends_one), DP, "gradient of head",
         "broadcast, not reduced"),
+    "frozen on one rank": told(frozen_on_one, DP, "gradient of up", "a rank gave nothing"),
     "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
     "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),

@@ -12,7 +12,7 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
-from tests.tools.gallery import HIDDEN, WIDTH, Net, afterwards, average, by_hand, torch_ddp
+from tests.tools.gallery import HIDDEN, WIDTH, WORDS, Net, afterwards, average, by_hand, torch_ddp
 from tests.tools.mistakes import DP, Sent, job, owned, summed, tokens_of_all, told
 
 
@@ -158,7 +158,41 @@ def descent(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def kept_elsewhere(model, mesh):
+    """As Megatron's main_grad: `grad` is None until the optimizer's step."""
+    model, after = by_hand(model, mesh, average)
+
+    def hide() -> None:
+        after()
+        for p in model.parameters():
+            p.main_grad, p.grad = p.grad, None
+
+    return model, hide
+
+
+class FromElsewhere(torch.optim.AdamW):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad = getattr(p, "main_grad", p.grad)
+        super().step(closure)
+
+
+def from_elsewhere(model):
+    return FromElsewhere(model.parameters(), lr=0.01)
+
+
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(WORDS // 2 + 1, dtype=torch.cfloat))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(super().forward(tokens)) * self.spectrum, n=WORDS)
+
+
 RIGHT = {
+    "gradients elsewhere by hand": (job(kept_elsewhere, optimizer=from_elsewhere), DP),
+    "complex weights": (job(torch_ddp, build=Complex), DP),
     "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
     "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
     "ZeRO-2 by hand": (job(owners, optimizer=partial(owned, kind=Sent)), DP),

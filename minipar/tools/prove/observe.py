@@ -123,6 +123,7 @@ class _Run:
         self.job, self.mesh, self.trial, self.is_alone = job, mesh, trial, mesh.size == 1
         torch.manual_seed(SEED + mesh.rank)
         model = job.build().double()
+        model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
         saved = {_clean(name) for name in model.state_dict()}
         built = {n: t for n, t in _copies(_named(model)).items() if n in saved}
         self.buffers = {_clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -155,7 +156,7 @@ class _Run:
             # Under our zero gradients lie elsewhere, and `whole` asks for them.
             gradients = {n: None if hasattr(p, "stepped_elsewhere") else p.grad for n, p in named}
             shards = [_local(g) for g in gradients.values() if g is not None]
-            seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in shards)))
+            seen.own_norms.append(math.sqrt(sum(float(g.abs().square().sum()) for g in shards)))
             seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
             norm = self.norm()
             seen.norms.append(norm if has_gradients else None)
@@ -328,16 +329,21 @@ def _prefix(model: nn.Module, built: State) -> str:
 
 
 def _named(model: nn.Module, clean: Callable[[str], str] = _clean) -> State:
-    """Return parameters, those that are tied too, and buffers of real numbers."""
+    """Return parameters, those that are tied too, and buffers; none of whole numbers."""
     named = dict(model.named_parameters(remove_duplicate=False))
     named |= dict(model.named_buffers(remove_duplicate=False))
-    return {clean(name): value for name, value in named.items() if value.is_floating_point()}
+    return {clean(n): t for n, t in named.items() if t.is_floating_point() or t.is_complex()}
 
 
 def _copies(named: State) -> State:
-    """Return copies; the gradient of an embedding may be sparse."""
-    found = {n: None if t is None else t.detach().clone() for n, t in named.items()}
-    return {n: t.to_dense() if t is not None and t.is_sparse else t for n, t in found.items()}
+    """Return copies; the gradient of an embedding may be sparse, and weights complex."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().clone()
+        tensor = tensor.to_dense() if tensor.is_sparse else tensor
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+    return {name: None if t is None else copy(t) for name, t in named.items()}
 
 
 def _full(value: Tensor) -> Tensor:

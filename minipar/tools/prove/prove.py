@@ -238,7 +238,7 @@ def _assembled(s: Suspect, stage: str, step: int | None, expected: State) -> lis
             raise WrongFile(f"{stage} {name} cannot be compared: {why}")
         for rank, state in enumerate(states):
             if own[rank] is None:
-                is_sent = stage == "gradient" and held and _is_updated(s, step, name, rank)
+                is_sent = stage == "gradient" and _is_updated(s, step, name, rank)
                 own[rank] = theirs if name not in state or is_sent else None
             found[rank][name] = own[rank]
     return found
