@@ -270,7 +270,10 @@ def beside(
                 ax.barh(i, value, left=start, height=0.62, color=inks[part])
                 start += value
             above = {"bbox": {"fc": pen.PAPER, "lw": 0, "pad": 1}, "zorder": 5}
-            pen.text(ax, start + 1.5, i, f"{start:.0f} %", **above)
+            if 80 < start < 100:  # beside its bar, the label would lie on the line at 100
+                pen.text(ax, start - 1.5, i, f"{start:.0f} %", ha="right")
+            else:
+                pen.text(ax, start + 1.5, i, f"{start:.0f} %", **above)
         ax.axvline(100, color=pen.INK, lw=1.3)
         pen.text(ax, 0, -0.85, system, weight="bold")
         top -= head + tall
