@@ -49,7 +49,7 @@ def a_link_for_resnet():
 
 
 @problem(
-    "Ninety days for a small Llama",
+    "A small Llama on 16 GPUs",
     unit="days",
     source="[TinyLlama](https://github.com/jzhang38/TinyLlama), its README",
     hint="How many tokens do all GPUs take in together in a second?",

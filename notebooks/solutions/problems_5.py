@@ -8,7 +8,7 @@ from minipar.sim.memory import Recipe, model_state
 
 
 @problem(
-    "From sixteen bytes to six",
+    "The state of GPT-3 in FP8",
     unit="GB",
     source="[FP8-LM](https://arxiv.org/abs/2310.18313), section 2.2",
     hint="How many bytes has each of the four? Add them up for one parameter first.",
