@@ -29,6 +29,7 @@ def fails(*args, **kwargs):
         (doctor, "free_bytes", lambda ranks: 10**8, "FAIL +memory .*end other programs"),
         (torch, "__version__", "2.9.1", "FAIL +software .*2.13 are needed"),
         (doctor, "Ranks", fails, "FAIL +ranks .*Too many open files"),
+        (socket, "create_connection", fails, "FAIL +network .*does not answer.*ip link set lo up"),
     ],
 )
 def test_what_will_fail_is_named_with_its_cure(capsys, monkeypatch, where, what, bad, said):
