@@ -178,7 +178,7 @@ def _align(traces: list[_Trace]) -> str:
             for span in trace.spans:
                 span.meta["clock"] = trace.host
     if len(told) == 1:
-        return "clocks of several hosts, and no common collective to align them by"
+        return "clocks that may differ, and no common collective to align them by"
     left = len(traces) - len(told)
     said = f"clocks moved: {_some(told[1:], 8)}, so that common collectives end together; they do "
     said += f"within {1e3 * statistics.median(apart):.3f} ms (median)"

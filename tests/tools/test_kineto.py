@@ -369,12 +369,12 @@ def test_every_row_of_the_table_is_of_use_and_computing_stays_computing():
 
 
 def test_what_only_looks_like_communication_is_said(tmp_path):
-    names = "my_AllReduce_v7", "(anonymous namespace)::dispatchKernel<16u>", "gemm"
+    names = "my_AllReduce_v7", "(anonymous namespace)::dispatchKernel<16u>", "gemm", "fp8_mega_moe"
     events = [_kernel(name, 10 * i, 5, i) for i, name in enumerate(names)]
     events += [_kernel("peer_push", 50, 5, 3, **{"Collective name": "allreduce"})]  # annotated
     t = read(tmp_path, *events)
     assert t.notes == (
         "these names look like communication and were counted as computing: "
-        "(anonymous namespace)::dispatchKernel<16u>, my_AllReduce_v7",
+        "(anonymous namespace)::dispatchKernel<16u>, fp8_mega_moe, my_AllReduce_v7",
     )
     assert str(t).endswith(f"note: {t.notes[0]}") and len(t.select(kind="comm")) == 1
