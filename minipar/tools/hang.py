@@ -306,15 +306,22 @@ def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> l
     for (rank, peer, group), e in [(key, e) for key, mine in open_ends.items() for e in mine]:
         others = open_ends.get((peer, rank, group), ())
         has_come = any(e.verb == "exchange" or other.verb != e.verb for other in others)
+        call = f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
         if e.verb == "exchange":
             has_ended = exchanged.get((peer, group), 0) >= e.number
         else:  # a small message leaves before it is received: the nth there is the nth here
-            before = [m for m in open_ends[rank, peer, group] if m.verb == e.verb].index(e)
-            before += ended[rank, peer, group, e.verb]
-            has_ended = ended[peer, rank, group, {"send": "recv", "recv": "send"}[e.verb]] > before
-            has_ended &= all(report.recordings[r].has_all_messages for r in (rank, peer))
+            other = "recv" if e.verb == "send" else "send"
+            nth = [m for m in open_ends[rank, peer, group] if m.verb == e.verb].index(e)
+            nth += ended[rank, peer, group, e.verb] - ended[peer, rank, group, other]
+            is_known = all(report.recordings[r].has_all_messages for r in (rank, peer))
+            has_ended = is_known and nth < 0
+            ends = [m.data for m in others if m.verb == other]
+            if e.verb == "send" and is_known and 0 <= nth < len(ends) and ends[nth] != e.data:
+                text = (
+                    f"rank {rank} sends {e.data} in {call} on {group}, which expects {ends[nth]}."
+                )
+                said.append(Finding("sure", [rank, peer], text))
         missing = set() if has_come or has_ended else {peer}
-        call = f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
         report.waits.append(Wait(rank, call, missing, group, is_message=True))
         waits = f"rank {rank} waits in {call} on {group}"
         if not missing:

@@ -300,6 +300,12 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         ["rank 1 waits in recv #1 from rank 0 on default_pg; the other end is not open on rank 0."],
         [0],
     ),
+    "the second message is larger than what is expected": (
+        {0: dump(call("send 0->1", 1), waits("send 0->1", 2, size=16), members=WORLD),
+         1: dump(call("recv 1<-0", 1), waits("recv 1<-0", 2), members=WORLD)},
+        ["rank 0 sends 16 BFloat16 in send #2 to rank 1 on default_pg, which expects 8 BFloat16."],
+        [0, 1],
+    ),
     "a message to a rank that the dumps do not tell": (
         {0: dump(waits("send 0->5", 1))},
         ["rank 0 waits in send #1 on default_pg; with which rank is unknown."],
