@@ -56,6 +56,12 @@ def seeded() -> nn.Module:
     return Net()
 
 
+def without_bias() -> nn.Module:
+    model = Net()
+    nn.init.zeros_(model.down.bias)
+    return model
+
+
 def with_batch_norm() -> nn.Module:
     model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.BatchNorm1d(16))
     return model.append(nn.Linear(16, 4 * WORDS)).append(nn.Unflatten(1, (4, WORDS)))

@@ -90,10 +90,8 @@ class Job:
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
         shares = given.get("shares", [])
-        if shares == "whole":  # on no axis
-            shares = given["shares"] = []
         if not (callable(shares) or shares == "batch" or type(shares) is list):
-            words = '"batch", "whole", a list of axes, or a function'
+            words = '"batch", a list of axes, or a function'
             raise WrongFile(f"shares is {shares!r}; it must be {words}")
         return Job(**given, file=path)
 
