@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minipar.comm import autograd
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import loss_of
-from minipar.parallel import ddp, fsdp, tensor
+from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.base.replicate import replicate
 from minipar.tools.prove.job import Job
 from tests.law import models
@@ -410,6 +410,12 @@ def llama_loss(model, batch):
 
 def our_fsdp(model, mesh):
     return model, fsdp.apply(model, mesh.dp)
+
+
+def our_zero(model, mesh):
+    alike = dict(lr=0.01, weight_decay=0.1, eps=1e-6)  # as prove's own
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, **alike)
+    return model, zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 
 
 def our_both(model, mesh):

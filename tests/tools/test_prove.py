@@ -29,6 +29,7 @@ RIGHT = {
     "tokens apart": (job(gallery.context_parallel, shares=gallery.tokens_apart), {"cp": 2}),
     "rows dealt like cards, by hand": (job(gallery.dealt, gather=gallery.undealt), TP),
     "our fsdp": (job(gallery.our_fsdp), DP),
+    "our zero": (job(gallery.our_zero), DP),
     "our tensor and ddp": (job(gallery.our_both, build=gallery.llama, loss=gallery.llama_loss),
         mistakes.BOTH),
 } | unusual.RIGHT  # fmt: skip
