@@ -53,6 +53,8 @@ def test_what_is_right_passes(ranks, name):
         "a stage on each rank",
     )
     assert any("norms were not compared" in note for note in verdict.notes) == no_norm
+    is_elsewhere = name == "gradients elsewhere by hand"
+    assert any("are not in .grad" in note for note in verdict.notes) == is_elsewhere
 
 
 @pytest.mark.slow

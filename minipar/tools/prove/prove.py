@@ -157,10 +157,17 @@ def _notes(s: Suspect, is_equal: bool) -> list[str]:
         rows.append(f"ranks of {' x '.join(shared)} have the same rows")
     notes += ["; ".join(rows)] if rows else []
     has_pieces = any(not math.isclose(one.own_norms[0], device.own_norms[0]) for one in s.seen)
+    elsewhere = [
+        name
+        for name, theirs in device.gradients[0].items()
+        if theirs is not None and all(one.gradients[0].get(name) is None for one in s.seen)
+    ]
     if not device.gradients[0]:
         notes.append("gradients and their norms were not compared: step() reduces them")
     elif is_equal and has_pieces and s.seen[0].norms[0] is None:
         notes.append("gradient norms were not compared; clip(model) in the file returns them")
+    if is_equal and elsewhere:
+        notes.append(f"{len(elsewhere)} gradients are not in .grad: their updates were compared")
     return notes
 
 
