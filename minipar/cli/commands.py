@@ -48,11 +48,8 @@ def parse(argv: list[str]) -> tuple[str, Any]:
 
     Raises `ValueError` for an unknown command, and `SystemExit` for a flag that tyro refuses.
     """
-    if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
-        sys.exit(0)
-    if argv[0] in ("-V", "--version"):
-        print(f"minipar {__version__}")
+    if not argv or argv[0] in ("-h", "--help", "-V", "--version"):
+        print(f"minipar {__version__}" if {*argv[:1]} & {"-V", "--version"} else usage())
         sys.exit(0)
     # The longest command that the line begins with: "bench compression" stands before "bench".
     name = next((n for n in COMMANDS if argv[: len(n.split())] == n.split()), None)
@@ -69,8 +66,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         given, _ = first.parse_known_args(filed + flags)  # the file may say --resume
         default = importlib.import_module("minipar.cli.training").defaults(given.resume)
         # Read first and alone: a typed --plan counts more than the file's mesh.
-        if filed:
-            default = tyro.cli(kind, default=default, prog=f"minipar {name}", args=filed)
+        default = tyro.cli(kind, default=default, prog=f"minipar {name}", args=filed)
     if {"-h", "--help"} & {*flags}:
         flags = ["--help"]  # tyro's usage leaves out what is typed before it
     return name, tyro.cli(kind, default=default, prog=f"minipar {name}", args=flags)

@@ -152,11 +152,10 @@ def prove(command: Prove) -> None:
             traceback.print_exc()
             sys.exit(2)
     print(verdict)
-    if verdict.parting is None:
-        return
-    if command.out:
-        print(f"drawn into {draw.save(proof(verdict), command.out)}")
-    sys.exit(1)
+    if verdict.parting is not None:
+        if command.out:
+            print(f"drawn into {draw.save(proof(verdict), command.out)}")
+        sys.exit(1)
 
 
 def plan(command: planner.PlanConfig) -> None:
@@ -167,8 +166,7 @@ def plan(command: planner.PlanConfig) -> None:
         return
     if command.explain:
         _simulated(command, plans[0])
-        return
-    if command.out:
+    elif command.out:
         inks = {"bubble": "idle", "host": "copy", "fixed": "optimizer"}
         figure = draw.bars(
             planner.where_time_goes(plans),

@@ -49,18 +49,18 @@ def train(config: TrainConfig) -> None:
         _train_under_torchrun(config)
         return
     check_fits_here(config.num_ranks, config.weight_bytes())
-    usual = backends.pick_backend(config.num_ranks)
-    backend = usual if config.backend == "auto" else config.backend
-    backends.check_backend(backend, config.num_ranks)
+    backend, size = config.backend, config.num_ranks
+    backend = backends.pick_backend(size) if backend == "auto" else backend
+    backends.check_backend(backend, size)
     folder, start = _place(config)
     if _is_done(config, start):
         return
-    how = dict(backend=backend, timeout=config.timeout, sink=None)
+    # The ranks find the trainer imported: once, and not in each of them.
+    how = dict(backend=backend, timeout=config.timeout, sink=None, preload=(__name__,))
     try:
-        # The ranks find the trainer imported: once, and not in each of them.
         with (
             _saying_how_to_go_on(folder),
-            Ranks(config.num_ranks, **how, preload=(__name__,)) as ranks,
+            Ranks(size, **how) as ranks,
             StopRequest(ranks.pids),  # passes a signal on to them
         ):
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
@@ -115,9 +115,8 @@ def _place(config: TrainConfig) -> tuple[Path, str | None]:
         raise ValueError("--resume latest needs the --name of the run")
     if saved is not None and saved.name != checkpoint.newest(folder).name:
         print(f"later checkpoints stay in {folder}; name one of this run's to resume it")
-    begins = f"Training {config.init or config.preset} on {config.data}"
-    begins = f"Resuming {saved}" if saved else begins
-    print(f"{begins} with {config.plan}, into {folder}/", flush=True)
+    begins = f"Resuming {saved}" if saved else f"Training {config.init or config.preset}"
+    print(f"{begins} on {config.data} with {config.plan}, into {folder}/", flush=True)
     return folder, saved and str(saved)
 
 
@@ -163,10 +162,8 @@ def how_to_go_on(folder: Path) -> str:
     if saved is None:
         return "Stopped before the first checkpoint."
     resume = f"--resume {shlex.quote(str(folder))}"
-    how = f"minipar train {resume}"
-    if backends.under_torchrun():
-        how = f"the same line of torchrun, and in it {resume}"
-    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: {how}"
+    how = "the same line of torchrun, and in it" if backends.under_torchrun() else "minipar train"
+    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: {how} {resume}"
 
 
 # ---------------------------------------------------------------------- what is printed

@@ -80,7 +80,6 @@ def generate(command: Generate) -> None:
         raise ValueError(f"generate {path} does not exist; name a run, or what export wrote")
     start = torch.tensor(list(tokenizer.encode(command.prompt)))
     if not len(start):
-        says = f"--prompt {command.prompt!r} has no token"
-        raise ValueError(f"{says}; a model needs something to go on with")
+        raise ValueError(f"--prompt {command.prompt!r} has no token for the model to go on from")
     options = command.tokens, command.seed, command.temperature, command.top_k
     print(write(model.to(compute_device()), tokenizer, start, *options))
