@@ -120,7 +120,7 @@ def test_a_malformed_call_is_told_before_anything_starts(
     "words, says",
     [
         ("--seed 5", "cannot resume the data with another seed"),
-        ("--data W/short.txt", "seq_len=32 does not fit a text of 3 tokens"),
+        ("--data W/short.txt", "seq_len=32 does not fit the part for validation, a twentieth"),
     ],
 )
 def test_what_only_the_ranks_can_see_is_one_clear_line_too(work, capfd, words, says):

@@ -38,9 +38,9 @@ class Sequences:
     `IGNORE`. Raises `ValueError` when seq_len is below 1 or longer than the text allows.
     """
 
-    def __init__(self, tokens: Tensor, seq_len: int) -> None:
+    def __init__(self, tokens: Tensor, seq_len: int, name: str = "a text") -> None:
         if not 1 <= seq_len < len(tokens):  # the last token is only a target
-            asked = f"seq_len={seq_len} does not fit a text of {len(tokens):,} tokens"
+            asked = f"seq_len={seq_len} does not fit {name} of {len(tokens):,} tokens"
             raise ValueError(f"{asked}; use 1 to {len(tokens) - 1:,}")
         self.tokens, self.seq_len = tokens, seq_len
 

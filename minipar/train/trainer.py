@@ -60,7 +60,8 @@ class Trainer:
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or None)
         self.corpus: Corpus = load_corpus(config.data, self.tokenizer)
         self.batches = self._batches(self.corpus.train, config.seed)
-        self.validation = Sequences(self.corpus.validation, config.seq_len)
+        part = "the part for validation, a twentieth of the text,"
+        self.validation = Sequences(self.corpus.validation, config.seq_len, part)
         texts = {"training": self.batches.sequences, "validation": self.validation}
         check_same(config.data, texts, self.mesh.world)
 
