@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minipar.comm import calls, collectives
 from minipar.comm.mesh import Axis
-from minipar.emulate import link
 
 
 def numbers(axis: Axis, shape: tuple, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -23,31 +22,16 @@ def numbers(axis: Axis, shape: tuple, dtype: torch.dtype = torch.float32) -> lis
     ]
 
 
-def fastest(call: Callable[[], object], axis: Axis, tries: int, enough: float = 0.0) -> float:
-    """Seconds of the fastest of some calls, each that of its slowest rank.
-
-    On a busy machine a call may take any time: there are more until one is within `enough`.
-    """
+def fastest(call: Callable[[], object], axis: Axis, tries: int) -> float:
+    """Seconds of the fastest of some calls, each that of its slowest rank."""
     best = float("inf")
-    while best > enough and (tries := tries - 1) >= 0:
+    for _ in range(tries):
         collectives.barrier(axis)
         start = time.monotonic()
         call()
         took = torch.tensor([time.monotonic() - start], dtype=torch.float64)
         best = min(best, collectives.all_reduce(took, axis, "max").item())
     return best
-
-
-@contextmanager
-def emulated(alpha: float, beta: float) -> Iterator[None]:
-    """A link of so many seconds per message and per byte, for the pool's own link group."""
-    link.use(link.Link("test", alpha, 1 / beta))
-    link.check_calls(False)
-    try:
-        yield
-    finally:
-        link.use("none")
-        link.check_calls(True)
 
 
 def laid_out(tensor: Tensor, how: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""All-reduce from messages alone: the backend's results, the promised bytes and times.
+"""All-reduce from messages alone: the backend's results.
 
 `test_plans.py` shows without processes that every plan is right for any number of ranks. Here the
 plans run.
@@ -10,12 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from minipar.comm import algorithms, plans, tuning
+from minipar.comm import algorithms, plans
 from minipar.comm import collectives as comm
 from minipar.comm.mesh import Axis, Mesh
-from minipar.comm.tuning import Tuning
 from minipar.observe import timeline
-from tests.comm.same import emulated, equal, fastest, laid_out, numbers
+from tests.comm.same import equal, laid_out, numbers
 from tests.on_ranks import on_ranks
 
 SHAPES = [(), (0,), (1,), (13,), (7, 11)]
@@ -89,48 +88,7 @@ def test_floats_end_with_the_same_bits_everywhere(size):
     assert all(other == first for other in others)
 
 
-def test_on_an_axis_of_size_1_nothing_is_sent():
-    axis = Mesh().dp
-    x = torch.arange(12.0).reshape(4, 3)
-    with timeline.record() as ledger:
-        for name in plans.ALL_REDUCE:
-            check(x, algorithms.all_reduce, x, axis, name)
-        check(x, algorithms.hierarchical_all_reduce, x, axis, axis)
-        assert tuning.tune(axis) == Tuning(1, 0.0, 0.0)
-    assert ledger.spans == []
-
-
 def test_an_unknown_algorithm_is_refused_before_the_first_message():
     others = Axis("dp", 0, 3, (0, 1, 2))  # a group that would fail if it were used
     with pytest.raises(ValueError, match="'rign' is unknown.*'ring'"):
         algorithms.all_reduce(torch.ones(4), others, "rign")
-
-
-# ---------------------------------------------------------------------- time
-def time_algorithms(size: int, alpha: float, beta: float, num_bytes: int) -> dict:
-    """(measured, predicted) seconds of each algorithm, each peer with a wire of its own."""
-    axis, x = Mesh(dp=size).dp, torch.ones(num_bytes // 4)
-    model = Tuning(size, alpha, beta, sharing=0.0)
-    with emulated(alpha, beta):
-        found = {}
-        for name in plans.ALL_REDUCE:
-            expected = model.seconds(name, num_bytes)
-            call = partial(algorithms.all_reduce, x, axis, name)
-            found[name] = fastest(call, axis, 10, enough=1.1 * expected + 0.01), expected
-        return found
-
-
-@pytest.mark.slow
-def test_times_follow_alpha_and_beta_and_the_tree_crosses_the_ring(ranks):
-    """Small: 6 rounds of the ring against 4 of the tree. Large: 1.5 S bytes against 2 S.
-
-    Never faster than the model, and not much slower. Catches: rounds that queue where they could
-    be sent together, and a tree whose two halves take turns.
-    """
-    small = ranks(4, "link").run(time_algorithms, 4, 20e-3, 1e-8, 4_000)[0]
-    large = ranks(4, "link").run(time_algorithms, 4, 4e-3, 1.5e-7, 1_000_000)[0]
-    for found in small, large:
-        for name, (measured, predicted) in found.items():
-            assert 0.95 * predicted < measured < 1.2 * predicted + 0.1, (name, found)
-    assert small["double_tree"][0] < 0.85 * small["ring"][0]
-    assert large["ring"][0] < 0.9 * large["double_tree"][0]

@@ -198,7 +198,6 @@ def test_receives_are_posted_before_sends():
 
 
 def test_over_gloo_messages_of_a_gpu_go_through_the_host(monkeypatch):
-    """All messages pass by `staged`: see tests/ranks/test_backends.py."""
     on_host, axis = torch.ones(3), Axis("dp", 0, 2, (0, 1))
     on_gpu = mock.Mock(is_cuda=True, cpu=lambda: on_host)
     for backend, sent in ("gloo", on_host), ("cpu:gloo,cuda:nccl", on_gpu):
@@ -335,18 +334,14 @@ def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
     x = torch.ones(5, 4)
     return [
         (lambda: comm.all_reduce(x, axis, "mean"), "all_reduce: op='mean'.*use one of sum, avg"),
-        (lambda: comm.reduce(x, axis, 0, "prod"), "op='prod' is not a reduction"),
         (lambda: comm.all_reduce(x.long(), axis, "avg"), "avg.*does not fit torch.int64; use"),
         (lambda: comm.reduce_scatter(x, axis), r"dp=3 does not divide dim 0 of shape \(5, 4\)"),
         (lambda: comm.reduce_scatter(x, axis, -1), "divide dim -1.*pad it to 6 or cut it to 3"),
-        (lambda: comm.all_to_all(x, axis, 1), "pad it to 6 or cut it to 3"),
-        (lambda: comm.scatter(x, axis), "pad it to 6 or cut it to 3"),
         (lambda: comm.all_gather(x, axis, 1, out=x), "out= needs dim=0, not dim=1"),
         (lambda: comm.all_gather(x, axis, out=x), r"shape \(15, 4\).*not \(5, 4\)"),
         (lambda: comm.all_reduce(x[0], axis, out=x), r"shape \(4,\) and torch.float32"),
         (lambda: comm.all_reduce(x, axis, out=x.double()), "not .* torch.float64"),
         (lambda: comm.send(x, axis, 3), "peer=3 is not on dp=3; use 0 to 2"),
-        (lambda: comm.recv(x, axis, -1), "peer=-1 is not on"),
         (lambda: comm.exchange([(x, 0), (x, 3)], [], axis), "exchange: peer=3 is not on"),
     ]
 
@@ -366,21 +361,18 @@ def test_what_cannot_work_raises_before_anything_is_sent():
 def test_an_error_in_flight_is_raised_by_wait(ranks):
     """Also where another thread sees it first, because the operation is recorded."""
 
-    def check(recording: bool) -> bool:
+    def check() -> None:
         axis = Mesh(dp=2).dp
         comm.barrier(axis)
         if axis.rank == 0:  # rank 1 never sends
-            with timeline.record() if recording else nullcontext():
+            with timeline.record():
                 pending = comm.exchange([], [(torch.empty(4), 1)], axis, async_op=True)
                 worker.abort_groups()
                 for _ in range(2):
                     with pytest.raises(RuntimeError, match="[Cc]onnection"):
                         pending.wait()
-        return True
 
-    pool = ranks(2)
-    for recording in False, True:
-        try:
-            assert all(pool.run(check, recording))
-        finally:
-            pool.restart()
+    try:
+        ranks(2).run(check)
+    finally:
+        ranks(2).restart()

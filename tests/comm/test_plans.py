@@ -88,13 +88,6 @@ def test_gather_and_its_dual(gather):
                 assert result[lo:hi] == total[lo:hi], (size, numel)
 
 
-def test_a_plan_reads_like_a_recipe():
-    assert cut((3, 10), 3) == [(3, 6), (6, 8), (8, 10)]
-    lines = [str(step) for step in plans.ring(4, 0, 2)]
-    assert lines == ["send [2:4] 1, recv [0:2] +1", "send [0:2] 1, recv [2:4] 1"]
-    assert str(Round()) == "rest"
-
-
 def test_two_trees():
     """Sanders et al.: two children at most, logarithmic depth, and nobody inner in both trees."""
     for size in range(1, 40):

@@ -6,7 +6,7 @@ import torch
 from minipar.comm import algorithms, plans
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.tuning import Tuning, fit, tune
-from tests.comm.same import emulated
+from minipar.emulate import link
 from tests.patience import busy
 
 
@@ -45,8 +45,13 @@ def test_tune_measures_the_link(ranks):
 
     def body() -> tuple[Tuning, str, str]:
         axis = Mesh(dp=4).dp
-        with emulated(10e-3, 1e-7):
+        link.use(link.Link("test", 10e-3, 1e7))
+        link.check_calls(False)
+        try:
             tuning = tune(axis, (1_000, 300_000, 1_000_000), rounds=3)
+        finally:
+            link.use("none")
+            link.check_calls(True)
         mine = torch.arange(13.0) + axis.rank
         assert algorithms.all_reduce(mine, axis, tuning).equal(4 * torch.arange(13.0) + 6)
         return tuning, tuning.best(100), tuning.best(10**8)
