@@ -151,19 +151,12 @@ def test_inner_spans_interrupt_outer_ones():
 
 
 def test_recording_twice_is_refused_and_failures_leave_nothing_behind():
-    with span("compute", "nobody records"):
-        assert timeline.active() is None
-    with record() as t:
+    with pytest.raises(KeyError), record() as t:
         with pytest.raises(RuntimeError, match="recording already"), record():
             pass
-        with pytest.raises(KeyError), span("compute", "fails"):
+        with span("compute", "fails"):
             raise KeyError
-        with span("compute", "next"):
-            time.sleep(0.001)
-    assert [s.name for s in t][-1] == "next"
-    with pytest.raises(KeyError), record():
-        raise KeyError
-    assert timeline.active() is None
+    assert [s.name for s in t] == ["fails"] and timeline.active() is None
 
 
 # ---------------------------------------------------------------------- a model
@@ -183,14 +176,6 @@ def in_order(t, kind):
     """Names of the blocks in order of time, what happens between blocks left out."""
     names = [s.name for s in t if s.kind == kind and s.name != kind]
     return [n for i, n in enumerate(names) if i == 0 or names[i - 1] != n]
-
-
-def test_blocks_of_a_model():
-    layers = [f"model.layers.{i}" for i in range(3)]
-    assert list(blocks(llama())) == ["model.embed_tokens", *layers, "model.norm", "lm_head"]
-    assert list(blocks(nn.Linear(2, 2))) == ["Linear"]
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert list(blocks(inner)) == ["0", "1"]  # blocks are not descended into
 
 
 def test_every_block_is_seen_forward_backward_and_in_order():
@@ -227,25 +212,20 @@ def test_recording_changes_no_gradient_and_leaves_no_hook():
             return x
 
     def hooks():
-        steps = [
-            vars(optimizer_module)[f"_global_optimizer_{when}_hooks"] for when in ("pre", "post")
-        ]
-        forwards = [
-            each for m in model.modules() for each in (m._forward_hooks, m._forward_pre_hooks)
-        ]
-        return [len(each) for each in steps + forwards]
+        of = optimizer_module
+        found = [of._global_optimizer_pre_hooks, of._global_optimizer_post_hooks]
+        for module in model.modules():
+            found += [module._forward_pre_hooks, module._forward_hooks]
+        return [len(each) for each in found]
 
     torch.manual_seed(0)  # of some weights the last relu lets nothing through
     model, x = InPlace(), torch.randn(4, 4)
-    model(x).sum().backward()
-    plain, before = [p.grad.clone() for p in model.parameters()], hooks()
-    model.zero_grad()
+    parameters, before = tuple(model.parameters()), hooks()
+    plain = torch.autograd.grad(model(x).sum(), parameters)
     with record(model) as t:
-        model(x).sum().backward()
-        assert hooks()[:2] == [count + 1 for count in before[:2]]
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
-    assert any(g.abs().sum() > 0 for g in plain) and in_order(t, "backward")
-    assert hooks() == before
+        found = torch.autograd.grad(model(x).sum(), parameters)
+    assert all(map(torch.equal, found, plain)) and any(g.any() for g in plain)
+    assert in_order(t, "backward") and hooks() == before
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -156,21 +156,14 @@ def test_computing_while_a_collective_is_in_flight_is_no_stall():
 
 
 # ---------------------------------------------------------------------- leaving, and notes
-def many_watches() -> tuple[int, bool]:
-    mesh, before = Mesh(dp=2), threading.active_count()
-    for _ in range(5):
-        with watchdog.watch(60):
-            comm.barrier(mesh.dp)
-            assert threading.active_count() == before + 1
+@on_ranks(2)
+def test_leaves_no_thread():
+    before = threading.active_count()
     with pytest.raises(ZeroDivisionError), watchdog.watch(60):
+        comm.barrier(Mesh(dp=2).dp)
+        assert threading.active_count() == before + 1
         1 / 0  # noqa: B018
-    return threading.active_count() - before, not calls.taps
-
-
-def test_leaves_no_thread_and_alone_needs_none(ranks):
-    assert ranks(2).run(many_watches) == [(0, True)] * 2
-    with watchdog.watch(0.01), watchdog.watch(0):
-        assert not calls.taps
+    assert threading.active_count() == before and not calls.taps
 
 
 def test_the_notes_say_what_was_called():
