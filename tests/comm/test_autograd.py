@@ -1,4 +1,4 @@
-"""Every transition against its meaning: values, and gradients by finite differences.
+"""Every transition against its meaning: values, gradients by finite differences, bytes.
 
 Nothing here trusts the table. `meaning` turns what the ranks hold into the one tensor that it
 stands for, by the type alone; the loss is a function of that; and its derivative is measured by
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from minipar.comm import autograd, collectives
-from minipar.comm.collectives import all_gather_object
+from minipar.comm.collectives import all_gather_object, wire_bytes
 from minipar.comm.mesh import Mesh
 from minipar.observe import timeline
 from tests.on_ranks import on_ranks
+
+SHAPE = 6, 2  # 6 is cut by 2 and by 3
 
 TRANSITIONS = {
     "all_reduce P->R": (partial(autograd.all_reduce, to="R"), "P", "R"),
@@ -30,6 +32,17 @@ TRANSITIONS = {
     "cut I->V": (autograd.cut, "I", "V"),
     "all_to_all V->V": (autograd.all_to_all, "V", "V"),
     "all_to_all V->V, dims": (partial(autograd.all_to_all, split_dim=0, concat_dim=1), "V", "V"),
+}
+
+SENDS = {  # on 3 ranks, forward and backward: the verb, and the whole tensor in inputs
+    "all_reduce P->R": (("all_reduce", 1), ("all_reduce", 1)),
+    "all_reduce P->I": (("all_reduce", 1), None),
+    "convert I->R": (None, ("all_reduce", 1)),
+    "reduce_scatter P->V": (("reduce_scatter", 1), ("all_gather", 1)),
+    "all_gather V->R": (("all_gather", 3), ("reduce_scatter", 3)),
+    "all_gather V->I": (("all_gather", 3), None),
+    "cut I->V": (None, ("all_gather", 1)),
+    "all_to_all V->V": (("all_to_all", 1), ("all_to_all", 1)),
 }
 
 
@@ -55,11 +68,16 @@ def meaning(kind: str, held: Sequence[Tensor]) -> Tensor:
     return held[0]
 
 
+def _case(name: str, size: int):
+    axis = Mesh(tp=size).tp
+    function, source, target = TRANSITIONS[name]
+    shape = (6, 6) if "dim" in name else SHAPE
+    return axis, function, source, target, draw(source, shape, axis.rank, seed=1)
+
+
 def _transition(name: str, size: int):
     """Input, output, analytic gradient on each rank, and what moving numbers measures."""
-    axis, (function, source, target) = Mesh(tp=size).tp, TRANSITIONS[name]
-    shape = 6, 6 if "dim" in name else 2  # 6 is cut by 2 and by 3
-    x = draw(source, shape, axis.rank, seed=1)
+    axis, function, source, target, x = _case(name, size)
     before = x.clone()
     function(x, axis).add_(1)  # the result is no window on the caller's tensor; of `convert` it is
     assert torch.equal(x, before) != name.startswith("convert")
@@ -118,6 +136,22 @@ def test_values_are_those_of_the_type_and_gradients_of_finite_differences(ranks,
     assert torch.allclose(analytic, expected, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", SENDS)
+@on_ranks(3)
+def test_bytes_are_those_of_the_table(name):
+    """The ledger sees forward and backward, and nothing where the table says nothing."""
+    axis, function, *_, x = _case(name, 3)
+    x.requires_grad_()
+    with timeline.record() as forward:
+        y = function(x, axis)
+    with timeline.record() as backward:
+        y.sum().backward()
+    for recorded, expected in zip((forward, backward), SENDS[name], strict=True):
+        found = [(span.name, span.num_bytes) for span in recorded.select(kind="comm")]
+        sent = [(verb, wire_bytes(verb, n * x.nbytes, 3)) for verb, n in filter(None, [expected])]
+        assert found == sent
+
+
 @on_ranks(3)
 def test_uneven_all_to_all_returns_gradients_to_where_rows_came_from():
     axis = Mesh(tp=3).tp
@@ -128,6 +162,25 @@ def test_uneven_all_to_all_returns_gradients_to_where_rows_came_from():
     (y * (axis.rank + 1)).sum().backward()  # a row's gradient tells where it was sent
     wanted = [r + 1.0 for r, n in enumerate(counts[axis.rank]) for _ in range(n)]
     assert y.shape == (sum(recv), 2) and x.grad[:, 0].tolist() == wanted
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_column_and_row_product_equals_one_device_up_to_second_derivatives(size):
+    """x -> tanh(x A) B with A cut by columns, B by rows; and its gradient differentiated again."""
+    axis = Mesh(tp=size).tp
+    x = draw("I", (4, 3), 0, seed=4).requires_grad_()
+    a, b = draw("I", (3, 6), 0, seed=5), draw("I", (6, 3), 0, seed=6)
+    serial = torch.tanh(x @ a) @ b
+    hidden = torch.tanh(autograd.convert(x, axis) @ a.chunk(size, 1)[axis.rank])
+    split = autograd.all_reduce(hidden @ b.chunk(size, 0)[axis.rank], axis, to="I")
+    found = []
+    for y in (serial, split):
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(3).sum(), x)
+        found.append((y, first, second))
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(3)

@@ -5,6 +5,9 @@ rate.
 """
 
 import socket
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from minipar.comm import collectives as comm
 from minipar.comm.mesh import Axis, Mesh
 from minipar.emulate.link import Link, seconds
 from tests.comm.same import fastest
-from tests.hosts.namespaces import ADDRESSES, CARD, GOODPUT, PORT, two_hosts, why_not
+from tests.hosts.namespaces import ADDRESSES, CARD, GOODPUT, PORT, Hosts, two_hosts, why_not
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,6 +77,34 @@ def test_collectives_take_what_the_formula_says(hosts):
             model = seconds(formula, int(num_bytes), 2, wire(MEGABITS))
             print(f"{verb:15}{num_bytes:>9} B  {1e3 * model:6.0f} ms, really {1e3 * found:6.0f} ms")
             assert 0.9 * model < found < 1.25 * model, (verb, num_bytes, model, found)
+
+
+def keep_talking(signal: str) -> float:
+    """Seconds of ten all-reduces; a file tells that the first is over."""
+    axis = Mesh(dp=2).dp
+    start = time.monotonic()
+    for turn in range(10):
+        total = comm.all_reduce(torch.full((250_000,), axis.rank + 1.0), axis)
+        assert total.eq(3).all()
+        Path(signal).write_text(str(turn), encoding="utf-8")
+    return time.monotonic() - start
+
+
+def test_a_link_down_for_three_seconds_is_survived(hosts: Hosts, tmp_path):
+    signal = tmp_path / "talking"
+
+    def unplug() -> None:
+        while not signal.exists():
+            time.sleep(0.01)
+        hosts.tell(0, f"ip link set {CARD} down")
+        time.sleep(3)
+        hosts.tell(0, f"ip link set {CARD} up")
+
+    thread = threading.Thread(target=unplug, daemon=True)
+    thread.start()
+    took = hosts.run(keep_talking, str(signal))
+    thread.join()
+    assert min(took) > 3 + 0.16  # ten take 1.7 s, the first of them before
 
 
 # ---------------------------------------------------------------------- two torchruns

@@ -4,15 +4,17 @@ import os
 import re
 import socket
 import threading
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.comm import collectives
+from minipar.comm import collectives, gloo
 from minipar.comm.mesh import Mesh
 from minipar.observe import timeline
 from minipar.ranks import backends
+from minipar.ranks.launch import Ranks
 from tests.on_ranks import on_ranks
 
 
@@ -34,6 +36,16 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "link")
     assert backends.compute_device() == torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_ranks_behind_the_emulated_link_leave_gpus_alone(ranks, tmp_path, monkeypatch):
+    ranks(1)  # so that the fork server runs, and only the ranks of this test import the spy
+    spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
+    (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Ranks(2, backend="link", preload=("no_gpu_please",)) as pair:
+        assert pair.run(lambda: 1) == [1, 1]
 
 
 def test_nccl_needs_a_gpu_per_rank(four_gpus):
@@ -148,6 +160,32 @@ def test_a_lost_connection_is_one_line(alone):
     assert raised.value.__notes__ == ["Go on with --resume"] and raised.value.__suppress_context__
     with pytest.raises(RuntimeError, match="shapes"), backends.joined("gloo"):
         raise RuntimeError("shapes cannot be multiplied")
+
+
+def _messages(staged: bool) -> list[float]:
+    axis, usual, seen = Mesh(ring=4).ring, gloo.staged, []
+
+    def stand_in(tensor, axis):
+        seen.append(tensor.numel())
+        return tensor.clone() if staged else usual(tensor, axis)
+
+    with mock.patch.object(gloo, "staged", stand_in):
+        mine, way = torch.full((3,), float(axis.rank)), (1 + axis.rank) % 4
+        ring = collectives.exchange(
+            [(mine, way)], [(torch.empty(3), axis.rank - 1 & 3)], axis, async_op=True
+        )
+        found = ring.wait()[0].tolist()
+        other = axis.rank ^ 1
+        if axis.rank < other:
+            collectives.send(mine, axis, other)
+        else:
+            found += collectives.recv(torch.empty(3), axis, other).tolist()
+    assert len(seen) == 3  # no message passes by
+    return found
+
+
+def test_ranks_that_share_a_gpu_send_messages_through_the_host(ranks):
+    assert ranks(4).run(_messages, True) == ranks(4).run(_messages, False)
 
 
 @on_ranks(2)
