@@ -45,13 +45,11 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60 * busy())
 
-    def run(
-        self, code: str, *, stop_after: float | list[float] = (), limit: float = 40.0
-    ) -> Outputs:
+    def run(self, code: str, *, stop_after: float = 0.0, limit: float = 40.0) -> Outputs:
         """Execute a cell; with `stop_after` the stop button is pressed so many seconds later."""
         outputs, start = Outputs(), time.monotonic()
-        for seconds in [stop_after] if isinstance(stop_after, float) else stop_after:
-            threading.Timer(seconds, self.manager.interrupt_kernel).start()
+        if stop_after:
+            threading.Timer(stop_after, self.manager.interrupt_kernel).start()
         asked = self.client.execute(code)
         while True:
             left = limit * busy() - (time.monotonic() - start)

@@ -52,7 +52,6 @@ def test_bytes_belong_to_the_step_that_issued_them():
 @pytest.mark.parametrize(
     "config, word",
     [
-        (replace(SMALL, ranks=1), "--ranks needs 2"),
         (replace(SMALL, rounds=0), "--rounds 1"),
         (replace(SMALL, preset="x"), "--preset x is unknown; use one of"),
         (replace(SMALL, links=("gloo", "5gbe")), "5gbe"),

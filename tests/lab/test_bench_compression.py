@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from minipar.lab import draw
 from minipar.lab.bench import compression as bench
 from minipar.lab.bench import race
 from minipar.lab.bench.compression import METHODS, CompressionConfig, Learned
 from minipar.lab.draw import compression as draw_compression
-from minipar.parallel import local_sgd
-from minipar.parallel.compression.feedback import COMPRESSORS
 
 pytestmark = pytest.mark.trains
 
@@ -53,25 +50,6 @@ def test_the_finding_is_what_the_rows_say():
     free = {"fp16": (2e6, [0.0, 0.001]), "bf16": (2e6, [0.005, 0.002])}
     said = draw_compression.finding(rows_of(**costly, **free))
     assert said == "fp16: 50 % of the bytes, within 0.01 nats of fp32"
-
-
-def test_every_method_has_a_dot_and_a_name():
-    near = {name: (1e6, [0.001 * i, 0.0]) for i, name in enumerate(list(METHODS)[2:8])}
-    rows = rows_of(**near, sign=(3e4, [1.0, 1.5]))
-    figure = draw_compression.accuracy(rows)
-    written = [text.get_text() for text in figure.axes[0].texts]
-    shared = ", ".join(name for name in near if "no feedback" not in name)
-    assert shared in written and "sign" in written  # near zero, one label for equal bytes
-    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
-    hollow = [dot for dot in dots if dot.get_markerfacecolor() == draw.PAPER]
-    assert len(dots) == len(rows) and len(hollow) == 1  # int8, no feedback
-
-
-def test_the_bench_knows_every_method():
-    """A compressor or a method of local_sgd that nobody put into the table."""
-    known = {name.lower().replace("-", " ") for name in METHODS}
-    for name in (*COMPRESSORS, *local_sgd.METHODS):
-        assert any(k.startswith(name.lower().replace("-", " ")) for k in known), name
 
 
 @pytest.mark.slow

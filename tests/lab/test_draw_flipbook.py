@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from minipar.lab import draw
-from minipar.lab.draw import flipbook, pen
+from minipar.lab.draw import pen
 from minipar.lab.draw.flipbook import flip
 
 
@@ -38,17 +38,6 @@ def test_there_is_a_frame_for_each_combination_in_the_order_that_the_script_coun
             frame = i * 2 + j  # `at.reduce(...)` of the script
             assert f"{name}: {height} ms" in svg(book, frame)
             assert book["words"][frame] == f"{name}: {height} ms"
-
-
-def test_frames_are_whole_svg_and_lines_in_common_are_stored_once():
-    book = book_of(flip(bars, height=range(1, 11)).html)
-    frames = [svg(book, number) for number in range(10)]
-    for frame in frames:
-        assert ElementTree.fromstring(frame).tag.endswith("svg")
-    assert len("".join(book["lines"])) < 0.5 * len("".join(frames))
-    used = set(re.findall(r"url\(#(\w+)\)", frames[0]))
-    assert used <= set(re.findall(r'id="(\w+)"', frames[0]))
-    assert "a: 1.2345 ms" in flipbook.small_svg(bars(1.2345))  # digits of words stay
 
 
 @pytest.mark.parametrize("hostile", ["</script><script>alert(1)</script>", '"><img src=x>', "a\\u"])

@@ -9,15 +9,14 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Arc, FancyArrowPatch, FancyBboxPatch
 
 from minipar.emulate.link import Topology
-from minipar.lab.draw import AXIS, EXPOSED, GRID, INK, KIND, RANK, compression, llama, pen, pipeline
+from minipar.lab.draw import AXIS, EXPOSED, GRID, KIND, RANK, compression, llama, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.context import causal, mask, pieces, quarters
-from minipar.lab.draw.expert import heat, ink_of, journey
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
 from minipar.lab.draw.mechanism import mechanism
-from minipar.lab.draw.numbers import bits_of, magnitudes
-from minipar.lab.draw.plan import crossing, explanation, families, label_of, placement
-from minipar.lab.draw.tensor import SAME, Matrix, formula, heads, swap
+from minipar.lab.draw.numbers import bits_of
+from minipar.lab.draw.plan import crossing, explanation, families, placement
+from minipar.lab.draw.tensor import SAME, Matrix, formula, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
 from minipar.observe.spans import Span, moved
@@ -26,7 +25,7 @@ from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs, simulate
 from tests.lab.figures import boxes, fills, shapes, texts, words
-from tests.lab.test_pictures import BOXES, EXPERTS, HISTORY, MB, TINY, explained
+from tests.lab.test_pictures import BOXES, HISTORY, MB, TINY, explained
 
 # ---------------------------------------------------------------------- compression
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
@@ -77,20 +76,6 @@ def test_a_triangle_is_coloured_by_the_rank_that_multiplies():
     assert sorted(numbers) == sorted("0" * 6 + "1" * 4)
 
 
-# ---------------------------------------------------------------------- experts
-def test_a_slot_is_drawn_at_the_rank_of_its_expert():
-    """A slot is a stripe at home, a row away, and a stripe at home again."""
-    assert fills(journey(EXPERTS, 4)).count(ink_of(3, 2)) == 4 * 3
-    assert len({ink_of(e, 2) for e in range(4)}) == 4
-
-
-def test_marked_cells_are_framed_in_each_table():
-    table = [[1, 0], [0, 1]]
-    figure = heat({"a": table, "b": table}, marked=[(0, 1)], rows="ab", columns="cd")
-    frames = [p for p in figure.axes[0].patches if to_hex(p.get_edgecolor()) == INK]
-    assert len(frames) == 2
-
-
 # ---------------------------------------------------------------------- who holds what
 SIZE = 4
 
@@ -119,14 +104,6 @@ def test_the_parts_are_the_whole(name):
     parts = llama.parameters(PRESETS[name])
     assert sum(parts.values()) == PRESETS[name].num_parameters
     assert parts.keys() == llama.PARTS.keys()
-
-
-def test_the_mask_is_causal_and_heads_share():
-    figure = llama.attention(TINY)
-    inks = fills(figure)
-    assert len(inks) == 64 and len(inks) - inks.count(KIND["idle"]) == 36
-    lines = [line.get_xdata()[0] for line in figure.axes[0].lines]
-    assert lines[0] == lines[1] != lines[2] == lines[3]
 
 
 # ---------------------------------------------------------------------- mechanisms
@@ -167,15 +144,6 @@ def test_a_peak_of_a_moment_is_not_lost():
     assert path.get_extents().y1 == pytest.approx(50) and len(path.vertices) < 20_000
 
 
-def test_rungs_of_a_ladder_and_closed_forms_share_their_scales():
-    small = MemoryHistory(0, [0.0, 0.005], {"parameters": [MB, MB]})
-    form = {"parameters": 8 * MB, "gradients": 0.0, "optimizer": 16.0 * MB}
-    figure = memory_of.ladder({"ddp": HISTORY, "fsdp": small}, closed_forms={"ddp": form})
-    ddp, fsdp = (ax for ax in figure.axes if ax.collections)
-    assert ddp.get_ylim() == fsdp.get_ylim() and ddp.get_xlim() == fsdp.get_xlim()
-    assert [bar.get_height() for bar in ddp.patches] == [8, 16] and not fsdp.patches
-
-
 # ---------------------------------------------------------------------- numbers
 @pytest.mark.parametrize("value", [0.1, -3.0, 1e-7, 65504.0])
 def test_bits_are_those_of_the_number(value):
@@ -186,13 +154,6 @@ def test_bits_are_those_of_the_number(value):
     assert bits_of(value, torch.float16) == half
     rounded = int(single[:16], 2) + (int(single[16:], 2) > 0x8000)
     assert int(bits_of(value, torch.bfloat16), 2) == rounded
-
-
-def test_lost_bars_are_red():
-    figure = magnitudes({"x": torch.tensor([2.0**-30, 2.0**-20, 1.0])}, torch.float16, name="x")
-    bars = zip(shapes(figure), fills(figure), strict=True)
-    inks = [(round(bar.get_x()), fill) for bar, fill in bars]
-    assert inks[-3:] == [(-30, EXPOSED), (-20, KIND["backward"]), (0, KIND["backward"])]
 
 
 # ---------------------------------------------------------------------- pipelines
@@ -231,16 +192,6 @@ def test_a_cell_says_its_microbatch_and_stands_where_it_runs():
     assert ax.get_ylim() == (2, 0)  # rank 0 on top
 
 
-def test_messages_run_from_rank_to_rank_and_ticks_count_the_stages_of_a_rank():
-    """v = 3: one cell in three has one tick, one has two."""
-    (ax,) = panels(pipeline.schedule(make("gpipe", 3, 2), Costs(message=0.5)))
-    lines = [line.get_data() for line in ax.lines]
-    assert all(x[1] - x[0] == pytest.approx(0.5) for x, _ in lines)
-    assert len(lines) == 2 * 2 * 2 and sum(y[1] > y[0] for _, y in lines) == 4
-    (ax,) = panels(pipeline.schedule(make("looped_bfs", 2, 2, 3)))
-    assert "".join(t.get_text() for t in ax.texts).count("▪") == 2 * 2 * 2 * (0 + 1 + 2)
-
-
 def test_a_forward_and_the_backward_beside_it_share_a_frame():
     """Catches frames around all neighbours, or around two actions of one stage."""
 
@@ -272,13 +223,6 @@ def test_predicted_above_measured():
 
 # ---------------------------------------------------------------------- plans
 THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")
-
-
-def test_families_have_every_parameter_once():
-    """Mutant: a family of equal names with other cuts: o is cut along its columns."""
-    labels = [label_of(family) for family in families(THREE)]
-    assert sum(map(len, families(THREE))) == len(THREE.rows)
-    assert labels[:2] == ["embedding", "9 x norm"] and {"8 x k, v", "4 x o"} <= {*labels}
 
 
 def test_a_box_in_the_colour_of_the_axis_is_a_sum_and_grey_needs_nothing():
@@ -317,21 +261,6 @@ def test_columns_stand_side_by_side_rows_from_top_to_bottom():
     rows = formula([Matrix("B", "F", "D", cut="rows")])
     (_, x0, y0, _, h0), (_, x1, y1, _, h1) = patches(rows)
     assert x0 == x1 and y0 == pytest.approx(y1 + h1) and h0 == h1
-
-
-def test_a_pending_sum_is_a_sheet_of_full_size_per_rank():
-    """Mutant: a pending sum drawn like a cut matrix, in pieces."""
-    sheets = patches(formula([Matrix("y", "T", "D", pending=True)], size=3))
-    [whole] = patches(formula([Matrix("x", "T", "D")]))
-    assert sorted(sheet[0] for sheet in sheets) == sorted(RANK[:3]) and whole[0] == SAME
-    assert all(sheet[3:] == pytest.approx(whole[3:]) for sheet in sheets)
-
-
-@pytest.mark.parametrize("size, owners", [(2, (0, 0, 1, 1, 0, 1)), (4, (0, 1, 2, 3, 0, 2, 1, 3))])
-def test_heads_are_those_of_the_library_copies_included(size, owners):
-    """4 query heads on 2 of keys, read line by line: on 4 ranks a key head is on two of them."""
-    found = sorted(patches(heads(TINY, [size])), key=lambda patch: (-patch[2], patch[1]))
-    assert [patch[0] for patch in found] == [RANK[i] for i in owners]
 
 
 def test_blocks_go_where_the_library_sends_them():

@@ -3,7 +3,6 @@
 import inspect
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -239,20 +238,7 @@ def other_answers() -> dict[str, tuple]:
     def in_tuples(model, backward, limit):
         return [*map(tuple, exercise("14.1").solution(model, backward, limit))]
 
-    @answer("14.2")
-    def ranks_in_a_tensor(hosts, tp):
-        return torch.tensor(exercise("14.2").solution(hosts, tp))
-
-    @answer("14.3")
-    def counts_in_a_tensor(costs, num_stages):
-        return torch.tensor(exercise("14.3").solution(costs, num_stages))
-
     # ------------------------------------------------------------------ nearly right
-    @answer("11.4", "traffic")
-    def sums_twice(bias, counts, speed, axis):
-        counts_in_float32(bias, counts, speed, axis)
-        return counts_in_float32(bias, counts, speed, axis)
-
     @answer("3.4", "result", "the loss of rank 0: the value is wrong")
     def nearly(model, microbatches, axis):
         return a_loss_in_float32(model, microbatches, axis) * 1.0001
@@ -260,10 +246,6 @@ def other_answers() -> dict[str, tuple]:
     @answer("10.5", "own", "your own, please: not by zb_h1")
     def takes_one(p, m):
         return schedules.make("zb_h1", p, m).as_text()
-
-    @answer("14.1", "complete", "expected lists of parameters in a list, got a Parameter")
-    def in_no_list(model, backward, limit):
-        return [*model.parameters()]
 
     # ------------------------------------------------------------------ of another kind
     def returns(name, function, says):
@@ -277,17 +259,6 @@ def other_answers() -> dict[str, tuple]:
     def only_rank_0(tensor, axis):
         if axis.rank == 0:
             dist.all_reduce(tensor, group=axis.group)
-        return tensor
-
-    @answer("2.1", "run", "ranks 1, 2, 3 called barrier")
-    def a_barrier_of_ones_own(tensor, axis):
-        if axis.rank == 0:
-            dist.all_reduce(tensor, group=axis.group)
-        else:
-            dist.barrier(axis.group)
-
-    @answer("2.1", "run", "mentions, or an argument cannot be sent")
-    def cannot_travel(tensor, axis, lock=threading.Lock()):  # noqa: B008
         return tensor
 
     @answer("2.1", "run", "IndexError", "in slip")
@@ -334,25 +305,13 @@ def test_an_answer_that_is_wrong_in_its_own_way_gets_no_guess():
 
 
 # ---------------------------------------------------------------------- the machinery
-def test_words_of_a_check(capsys):
-    def average_gradients(*args):
-        return exercise("3.1").solution(*args)
-
-    check("3.1", average_gradients)
-    want_more = capsys.readouterr().out.splitlines()[-1]
-    assert 'Want more? check("3.1", average_gradients, bonus=True): ' in want_more
-    check("1.2", exercise("1.2").solution)  # on one rank it does not speak of ranks
-    assert capsys.readouterr().out.startswith("Exercise 1.2 passed: ")
-    error = str(refused("1.2", exercise("1.2").wrongs["says_nothing"]))
-    assert error.startswith("Exercise 1.2: not there yet (result).")
+def test_words_of_a_check():
     error = str(refused("2.1", exercise("2.1").wrongs["passes_whole_tensors"], seed=7))
     assert "3 x send to rank 1, 192 bytes" in error and "6 x send to rank 1, 48 bytes" in error
     assert "difference: -3 operations, +288 bytes" in error and exercise("2.1").good in error
     assert error.endswith('check("2.1", wrong_passes_whole_tensors, seed=7)')
     shown = solution("2.1").data
     assert shown.startswith("def solution(tensor, axis):") and "wrong" not in shown
-    with pytest.raises(ValueError, match="no exercise '9.9'; there are .*2.1, "):
-        exercise("9.9")
 
 
 def test_inputs_are_fresh_unless_the_seed_is_given():

@@ -58,10 +58,3 @@ def test_the_simulator_knows_what_was_measured_on_a_gpu(monkeypatch):
                 assert new["data_sheet_ms"] == pytest.approx(old["step_ms"], rel=0.08)
                 done += 1
     assert done
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so(capsys):
-    with pytest.raises(SystemExit):
-        gpu_check.main([])
-    assert "there is no GPU here; --rehearse runs on the CPU" in capsys.readouterr().err

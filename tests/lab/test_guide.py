@@ -20,17 +20,12 @@ def found():
 def test_a_box_bears_the_plan_that_the_planner_takes(found):
     """Mutant: a figure with plans of its own."""
     said = texts(guide.guide(found))
-    for search in found.values():
-        ranked = guide.simplest(search)
-        if ranked is None:
-            assert "needs" in said and "does not fit" in said
-            continue
-        plan = ranked.job.plan
+    for ranked in filter(None, map(guide.simplest, found.values())):
         assert f"MFU {ranked.mfu(False):.0%}" in said
         for axis in ("dp", "tp", "pp"):
-            size = getattr(plan, axis)
+            size = getattr(ranked.job.plan, axis)
             assert size == 1 or f"{axis} {size}" in said
-    assert "InfiniBand, 400 Gb/s for each GPU" in said and "70B" in said and "64 GPUs" in said
+    assert "needs" in said and "does not fit" in said and "70B" in said and "64 GPUs" in said
 
 
 def test_the_simplest_is_legal_near_the_fastest_and_none_nearer_is_simpler(found):

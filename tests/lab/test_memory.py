@@ -157,17 +157,6 @@ def test_a_model_that_does_not_fit():
     model(TOKENS)  # nothing stays behind
 
 
-def test_the_message_names_gradients_in_the_middle_of_backward():
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    weights = 4 * 64 * 64 * 4
-    x = torch.ones(1, 64)
-    with (
-        pytest.raises(OverBudget, match="parameters 0.06554 MB, gradients 0.03277 MB"),
-        budget(weights * 1.6, model),
-    ):
-        model(x).sum().backward()
-
-
 def test_a_history_says_what_there_is_at_its_peak():
     history = MemoryHistory(3, [0.0, 1.0, 2.0], {"a": [1, 5, 2], "b": [7, 4, 0]}, {"c": [0, 1, 9]})
     assert history.totals == [8, 9, 2] and history.peak == 9

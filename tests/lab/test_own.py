@@ -106,11 +106,3 @@ def test_nothing_that_a_learner_wrote_is_lost(folder):
     with pytest.raises(ValueError, match="my/ddp.py was changed since its check"):
         own.keep("ddp", uses_much)
     assert file.read_text(encoding="utf-8") == edited
-
-
-def test_an_unknown_piece_and_an_answer_left_out_are_explained(monkeypatch):
-    with pytest.raises(ValueError, match="no piece 'dpp'; there are ddp, "):
-        own.keep("dpp")
-    monkeypatch.setattr(exercise("3.5"), "solution", None)
-    with pytest.raises(ValueError, match=r'left out .* keep\("ddp", Overlapped\)'):
-        own.piece("ddp")

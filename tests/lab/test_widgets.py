@@ -4,7 +4,7 @@ import ipywidgets
 import pytest
 from matplotlib.figure import Figure
 
-from minipar.lab import draw, widgets
+from minipar.lab import widgets
 
 PNG = b"\x89PNG"
 
@@ -35,16 +35,6 @@ def test_picture_and_text_follow_the_sliders():
     box.sliders["height"].value, box.sliders["colour"].value = 4, "black"
     assert picture(box) == first
     assert box.values == {"height": 4, "colour": "black"}
-
-
-def test_a_browser_can_show_the_tooltip_of_the_picture():
-    """ipywidgets' script reads the description of a widget that has a tooltip; images have none."""
-
-    def titled(height: int = 4):
-        return draw.bars({"a": {"b": height}}, title="A bar")
-
-    state = widgets.explore(titled, height=(1, 32)).image.get_state()
-    assert "A bar" in state["tooltip"] and state["description"] == ""
 
 
 def test_each_kind_of_control_and_a_picture_as_high_as_the_highest():
