@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -57,6 +57,16 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
     limit = time.monotonic() + seconds * busy()
     while not condition() and time.monotonic() < limit:
         time.sleep(0.01)
+
+
+def carriers(name: str, value: str) -> list[psutil.Process]:
+    """Living processes whose environment has this variable, children of whomever."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(name) == value and is_alive(process.pid):
+                found.append(process)
+    return found
 
 
 def is_alive(pid: int) -> bool:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import psutil
 import pytest
 
 from tests.elsewhere import PYTEST
+from tests.patience import carriers
 
 FOLDER = "MINIPAR_TESTS_FOLDER"
 SAID = "said"  # and a number: what all but the first process say
@@ -133,20 +133,10 @@ def main(arguments: list[str]) -> int:
                 text = path.read_text(encoding="utf-8", errors="replace")
                 print("\nBeside it:", text, sep="\n")
             # What serves a process that has ended sees the end a moment later.
-            _, alive = psutil.wait_procs(left_over(folder), timeout=10)
+            _, alive = psutil.wait_procs(carriers(FOLDER, folder), timeout=10)
             for process in alive:
                 print(f"Still running, and it took time from what was timed: {process}")
     return int(bool(failed))
-
-
-def left_over(folder: str) -> list[psutil.Process]:
-    """Processes that tests have started and not ended: their environment names the folder."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(FOLDER) == folder:
-                found.append(process)
-    return found
 
 
 if __name__ == "__main__":

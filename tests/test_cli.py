@@ -28,7 +28,6 @@ from minipar.model.llama import PRESETS, Llama
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
-from minipar.train.report import Report
 from tests.elsewhere import environment
 from tests.patience import busy
 from tests.train.runs import save
@@ -182,13 +181,6 @@ def test_resume_finds_a_checkpoint_of_a_run(tmp_path, monkeypatch, capsys):
     (blank := tmp_path / "a run").mkdir()
     shutil.copytree(folder / "checkpoints", blank / "checkpoints")
     assert training.how_to_go_on(blank).endswith(f" --resume '{blank}'")  # as a shell reads it
-
-
-def test_the_table_names_the_files_that_are_there(tmp_path):
-    numbers = dict.fromkeys((f.name for f in dataclasses.fields(Report)), 1.0)
-    report = Report(**numbers | {"folder": str(tmp_path), "peak_memory": [1]})
-    (tmp_path / "loss.png").touch()
-    assert training.summary(report).endswith(f"files  {tmp_path}/: loss.png")
 
 
 def test_flags_beat_a_file_which_beats_the_run_that_is_resumed(tmp_path):

@@ -11,12 +11,11 @@ import uuid
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 
 from minipar.lab import publish
 from tests.elsewhere import PYTEST, environment
-from tests.patience import until
+from tests.patience import carriers, until
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -51,24 +50,12 @@ def run(path: Path, cell_timeout: int = 120, limit: int = 900) -> tuple[bool, st
 
 def left_over(mark: str, patience: float = 10.0) -> list[str]:
     """End the processes that carry the mark; return those that were still there after a while."""
-    until(lambda: not marked(mark), patience)
-    found = marked(mark)
+    until(lambda: not carriers(MARK, mark), patience)
+    found = carriers(MARK, mark)
     names = [f"{process.pid} {process.name()}" for process in found]
     for process in found:
         process.kill()
     return names
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """Return the living processes that inherited the mark, children of whomever."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 # ---------------------------------------------------------------------- the notebooks

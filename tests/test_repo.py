@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,30 +78,6 @@ def test_conda_environment_has_the_versions_of_the_lock():
     assert conda_pins == {name: lock[name] for name in direct_dependencies()}
 
 
-def test_every_installed_dependency_is_locked():
-    """Catches a lock file that forgets what our dependencies depend on."""
-    pins = parse_lock(read("requirements.lock"))
-    todo, seen = [(name, "") for name in direct_dependencies()], set()
-    while todo:
-        name, extra = todo.pop()
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        try:
-            requirements = distribution(name).requires or []
-        except PackageNotFoundError:
-            continue
-        for requirement in map(Requirement, requirements):
-            if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
-                continue
-            child = canonical(requirement.name)
-            todo += [(child, extra) for extra in ("", *requirement.extras)]
-    # torch's build for CUDA brings NVIDIA's wheels along; it names their versions itself.
-    needed = {name for name, _ in seen if not re.match(r"nvidia|cuda|triton", name)}
-    assert len(needed) > 50
-    assert needed <= set(pins)
-
-
 def test_the_lock_suits_the_oldest_python():
     """Catches a pin that asks for 3.11.5 while distributions ship 3.11.2."""
     checked = 0
@@ -144,17 +119,6 @@ def test_trap_11_no_gpu_only_code_on_the_cpu_path():
 # ------------------------------------------------------------------------------- traps, paths
 
 
-def traps_by_number(names: list[str]) -> dict[int, set[str]]:
-    """Names of tests by the number that they carry; one without a number raises."""
-    found: dict[int, set[str]] = {}
-    for name in names:
-        match = re.match(r"test_trap_(\d\d)_\w", name)
-        if not match:
-            raise ValueError(f"{name}: a test of a trap is named test_trap_NN_what_it_refuses")
-        found.setdefault(int(match[1]), set()).add(name)
-    return found
-
-
 def test_every_trap_of_the_list_is_refused_by_the_tests_that_it_names():
     names = []
     for path in (ROOT / "tests").rglob("*.py"):
@@ -162,10 +126,9 @@ def test_every_trap_of_the_list_is_refused_by_the_tests_that_it_names():
     names.remove("test_every_trap_of_the_list_is_refused_by_the_tests_that_it_names")
     rows = re.findall(r"^\| T(\d+) \|.*\| (.*) \|$", read("tests/TRAPS.md"), re.MULTILINE)
     listed = {int(number): set(re.findall(r"`(test_\w+)`", row)) for number, row in rows}
-    assert list(listed) == list(range(1, 40))
-    assert listed == traps_by_number(names)
-    with pytest.raises(ValueError, match="test_trap_NN"):
-        traps_by_number(["test_some_trap_without_a_number"])
+    assert [*listed] == [*range(1, 40)] and set(names) == set().union(*listed.values())
+    for number, tests in listed.items():
+        assert tests and all(name.startswith(f"test_trap_{number:02}_") for name in tests), number
 
 
 # A folder of somebody's machine, where a path starts: not `a/home/b`, not part of a web address.
