@@ -105,3 +105,15 @@ def test_numbers_in_prose_are_carried(path):
     for claim, expression in known.items():
         value = eval(compile(ast.parse(expression, mode="eval"), claim, "eval"), dict(KNOWN))
         assert is_close(value, claim), f"{claim}, but {expression} is {value}"
+
+
+def test_a_number_that_nothing_carries_is_found():
+    cell = nbformat.v4.new_code_cell("print(1234)")
+    cell.outputs = [nbformat.v4.new_output("stream", text="17.25 ms, 12,288 bytes, 0.043\n")]
+    prose = "It takes 17.3 ms for 12,288 bytes: 4.3 % of $99$ % and `98 ms`, 3 times."
+    assert without_carrier([cell, nbformat.v4.new_markdown_cell(prose)]) == []
+    for claim, other in (("17.3", "17.4"), ("12,288", "12,289"), ("4.3", "4.4")):
+        wrong = nbformat.v4.new_markdown_cell(prose.replace(claim, other))
+        assert without_carrier([cell, wrong]) == [(1, other)]
+    far = [nbformat.v4.new_markdown_cell("")] * NEAR
+    assert len(without_carrier([cell, *far, nbformat.v4.new_markdown_cell(prose)])) == 3

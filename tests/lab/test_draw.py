@@ -102,6 +102,17 @@ def test_copies_run_in_a_lane_of_their_own():
         assert max(b[3] for b in bars[lower]) <= min(b[1] for b in bars[upper])
 
 
+def test_all_blocks_have_a_number_or_none():
+    """Mutants: numbers where they fit; a short call after a block takes its number away."""
+    calls = [Span("forward", "forward", 0, 1e-3 * t, 1e-3 * t + 1e-5) for t in (10, 20)]
+    for spans in (step(True, ranks=1).spans, [*step(True, ranks=1).spans, *calls]):
+        said = words(draw.timeline(Timeline(spans)))
+        assert [w for w in said if w.isdigit()] == list("01233210") and "number: layer" in said
+    short = Span("forward", "layers.9", 0, 0.141, 0.143)
+    crowded = words(draw.timeline(Timeline([*step(True, ranks=1).spans, short])))
+    assert not [w for w in crowded if w.isdigit()] and "number: layer" not in crowded
+
+
 @pytest.mark.slow
 def test_a_hundred_thousand_kernels_are_drawn_as_what_can_be_seen():
     """Catches a drawing of every kernel by itself, and a merging that loses their time."""
