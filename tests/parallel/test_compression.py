@@ -16,6 +16,7 @@ from minipar.observe import timeline
 from minipar.parallel import ddp
 from minipar.parallel.compression.codecs import Fp8, Int8, Sign, TopK
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
+from tests.on_ranks import on_ranks
 from tests.parallel.layers import random
 
 pytestmark = pytest.mark.trains
@@ -120,9 +121,15 @@ def _residues(reduce, parameters) -> Tensor:
     return torch.cat([reduce.residues.get(p, p.new_zeros(p.numel())) for p in parameters])
 
 
-def _nothing_is_lost(names, size):
+@pytest.mark.slow
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks("size")
+def test_sent_plus_residue_is_the_truth(size):
+    """Mutants: the second rounding's error dropped; a residue of the gradient alone; a weight on
+    the sum alone; ranks that add in different orders."""
     mesh, numel = Mesh(dp=size), sum(math.prod(shape) for shape in SMALL)
-    for name in names:
+    for name in ALL if size < 4 else ["int8", "sign", "top-k", "powersgd"]:
         for op, weight in {"sum": 1, "avg": 1 / size}.items():
             bucket, reduce = _bucket(ALL[name], shapes=SMALL, error_feedback=True)
             before = torch.zeros(numel, dtype=torch.float64)
@@ -140,16 +147,6 @@ def _nothing_is_lost(names, size):
                 left = (got - truth).norm() / truth.norm()
                 assert 1e-5 < left < 2, (name, left)  # something was left out, not everything
                 before = sum(residues)
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_sent_plus_residue_is_the_truth(ranks, size):
-    """Mutants: the second rounding's error dropped; a residue of the gradient alone; a weight on
-    the sum alone; ranks that add in different orders."""
-    names = list(ALL) if size < 4 else ["int8", "sign", "top-k", "powersgd"]
-    ranks(size).run(_nothing_is_lost, names, size)
 
 
 def _sent(make, size):
@@ -189,9 +186,12 @@ def test_bytes_follow_the_formula(ranks, size, name):
         assert sent <= 1.005 * at_most * factor * 4 * NUMEL
 
 
-def _overflow(names, size):
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_an_overflow_shows_on_all_ranks_and_spoils_one_step(size):
+    """Mutants: a residue or a warm start that keeps the nan; a cast that hides it."""
     mesh = Mesh(dp=size)
-    for name in names:
+    for name in ALL:
         bucket, _ = _bucket(ALL[name], torch.float32)
         for step in range(3):
             gradients = random(NUMEL, seed=10 * step + mesh.rank, dtype=torch.float32)
@@ -200,9 +200,3 @@ def _overflow(names, size):
             found = _reduce(bucket, mesh.dp, "avg", gradients)
             every = all_gather_object(found.isfinite().all().item(), mesh.dp)
             assert every == [step != 1] * size, (name, step, every)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_overflow_shows_on_all_ranks_and_spoils_one_step(ranks, size):
-    """Mutants: a residue or a warm start that keeps the nan; a cast that hides it."""
-    ranks(size).run(_overflow, list(ALL), size)

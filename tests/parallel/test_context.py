@@ -29,21 +29,6 @@ ORDERS = list(context.ORDERS)
 
 
 # ---------------------------------------------------------------------- who holds which tokens
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_the_ring_multiplies_every_causal_pair_once(size, order):
-    """Mutants: a step that looks at the keys of rank + s; a diagonal left out."""
-    per_rank, pairs, counts = context.ORDERS[order], [], []
-    for axis in _ranks_of(on_paper("cp", size)):
-        steps = context.blocks_of(None, torch.empty(1, 1, per_rank, 1), axis, order)
-        own = context.chunks_of(axis.rank, size, order)
-        for step, blocks in enumerate(steps):
-            theirs = context.chunks_of((axis.rank - step) % size, size, order)
-            pairs += [(own[b.mine.start], theirs[b.theirs.start]) for b in blocks]
-        counts.append([len(blocks) for blocks in steps])
-    assert sorted(pairs) == [(q, k) for q in range(per_rank * size) for k in range(q + 1)]
-    if order == "zigzag":  # balanced: 2n+1 on every rank
-        assert counts == [[3] + [2] * (size - 1)] * size
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -302,28 +287,23 @@ def test_what_does_not_fit_is_refused_with_the_nearest_good_values(call, said):
         call()
 
 
-def _refused(seq_len, mask_shape, exchange):
-    model, axis = models.llama(0, max_seq_len=64), Mesh(cp=2).cp
-    context.apply(model, axis, exchange=exchange)
-    mask = None if mask_shape is None else torch.ones(mask_shape, dtype=torch.bool)
-    with timeline.record() as recorded, pytest.raises(ValueError) as caught:
-        model(torch.zeros(1, seq_len, dtype=torch.int64), mask=mask)
-    assert not recorded.spans
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     "seq_len, mask_shape, message",
     [
         (5, None, "into 4 chunks, which do not divide 10 tokens; pad them to 12"),
         (34, None, "a sequence of 68 tokens is longer than max_seq_len=64"),
-        (4, (1, 1, 8, 8), "it must be [B, 1, 4, 8]"),
+        (4, (1, 1, 8, 8), r"it must be \[B, 1, 4, 8\]"),
     ],
 )
-def test_bad_inputs_are_refused_before_anything_is_sent(ranks, seq_len, mask_shape, message):
+@on_ranks(2)
+def test_bad_inputs_are_refused_before_anything_is_sent(seq_len, mask_shape, message):
     for exchange in context.EXCHANGES:
-        for said in ranks(2).run(_refused, seq_len, mask_shape, exchange):
-            assert message in said
+        model = models.llama(0, max_seq_len=64)
+        context.apply(model, Mesh(cp=2).cp, exchange=exchange)
+        mask = None if mask_shape is None else torch.ones(mask_shape, dtype=torch.bool)
+        with timeline.record() as recorded, pytest.raises(ValueError, match=message):
+            model(torch.zeros(1, seq_len, dtype=torch.int64), mask=mask)
+        assert not recorded.spans
 
 
 @on_ranks(2)

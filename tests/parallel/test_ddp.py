@@ -5,8 +5,6 @@ gradients of *all* ranks on a plain copy of the model (`expected`), and compares
 """
 
 import copy
-import math
-import re
 from contextlib import nullcontext
 from unittest import mock
 
@@ -311,23 +309,6 @@ def test_ranks_start_equal_and_the_state_is_a_copy(version):
     assert model.plain.abs().min() > 0 and model.mask.any()
 
 
-# ---------------------------------------------------------------------- errors and failures
-@VERSIONS
-@on_ranks(2)
-def test_a_step_that_is_left_out(version):
-    """A batch of NaNs, dropped after or before the end. Mutant: it comes back from its bucket."""
-    rank, model = Mesh(dp=2).rank, Layers(seed=0)
-    strategy = attach(model, Mesh(dp=2).dp, version)
-    for step in range(4):
-        (math.nan * loss_of(model, rank, step)).backward()
-        if step % 2:
-            model.zero_grad()
-        strategy.finish_backward()
-        assert step % 2 == 0 or all(p.grad is None for p in model.parameters())
-        check_step(model, strategy, rank, step, divide_by=2)
-        model.zero_grad()
-
-
 # ---------------------------------------------------------------------- overlap
 def _timed(version, bucket_seconds, count=3):
     mesh = Mesh(dp=2)
@@ -373,7 +354,7 @@ def _tuned(wire):
             model.zero_grad()
             model(x).sum().backward()
             strategy.finish_backward()
-        return [len(bucket.parameters) for bucket in strategy.buckets], strategy.explain()
+        return [len(bucket.parameters) for bucket in strategy.buckets]
     finally:
         link.use("none")
 
@@ -391,10 +372,8 @@ def test_buckets_tune_themselves_to_the_link(ranks):
     """
     cuts = []
     for wire in (SLOW_CALLS, SLOW_BYTES):
-        (cut, said), (other, _) = ranks(2, "link").run(_tuned, wire)
+        cut, other = ranks(2, "link").run(_tuned, wire)
         assert cut == other and sum(cut) == 8
-        chosen, rule = (float(line.split()[1]) for line in said.splitlines()[:2])
-        assert chosen <= rule and re.match(r"chosen: .* ms after the last gradient; .* MB", said)
         cuts.append(cut)
     assert len(cuts[0]) < len(cuts[1])
 
@@ -443,28 +422,6 @@ def test_a_penalty_on_gradients(version):
 
     for step in range(2):
         check_step(model, strategy, rank, step, penalised)
-
-
-@VERSIONS
-@on_ranks(2)
-def test_layers_frozen_for_a_while_and_hooks_from_before(version):
-    """Mutants: buckets that wait for what is frozen; hooks that change what has been sent."""
-    rank, model = Mesh(dp=2).rank, Layers(seed=0)
-
-    def weigh(p: nn.Parameter) -> None:
-        p.grad *= 1 + rank
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(weigh)
-    strategy = attach(model, Mesh(dp=2).dp, version, average=False)
-
-    def loss(m: nn.Module, rank: int, step: int) -> Tensor:
-        return loss_of(m, rank, step) * (1 if m is model else 1 + rank)
-
-    for step in range(3):
-        model.layers[5].requires_grad_(step % 2 == 0)
-        check_step(model, strategy, rank, step, loss)
-        model.layers[5].requires_grad_(True)
 
 
 @on_ranks(2)

@@ -487,17 +487,13 @@ def test_other_methods_run_as_forwards_if_they_are_named():
 # ---------------------------------------------------------------------- refused
 @on_ranks(2)
 def test_bad_options_are_refused_before_the_first_collective():
-    mesh = Mesh(dp=2)
-    hooked = Layers()
+    mesh, hooked = Mesh(dp=2), Layers()
     hooked.head.weight.register_hook(lambda g: 2 * g)
-    refused = [
-        (Layers(), dict(blocks=(nn.Conv2d,)), "the model has none of them"),
-        (hooked, {}, "head.weight has a hook on its gradient"),
-    ]
     with timeline.record() as recorded:
-        for model, options, message in refused:
-            with pytest.raises(ValueError, match=message):
-                fsdp.apply(model, mesh.dp, **options)
+        with pytest.raises(ValueError, match="the model has none of them"):
+            fsdp.apply(Layers(), mesh.dp, blocks=(nn.Conv2d,))
+        with pytest.raises(ValueError, match="head.weight has a hook on its gradient"):
+            fsdp.apply(hooked, mesh.dp)
     assert not recorded.spans
 
 

@@ -4,7 +4,6 @@ What they compute is proved by tests/law/test_local_sgd.py.
 """
 
 import time
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import token_loss
 from minipar.model.moe import MoEConfig
@@ -23,7 +21,6 @@ from minipar.parallel.local_sgd import DelayedGradients
 from minipar.train.optim import make_optimizer
 from tests.law import models
 from tests.on_ranks import on_ranks
-from tests.parallel.timed import fastest
 
 pytestmark = pytest.mark.trains
 
@@ -120,56 +117,15 @@ def test_a_model_that_is_loaded_begins_anew():
 
 
 # ---------------------------------------------------------------------- overlap
-COMPUTE = 0.1  # seconds per step
-
-
-def _timed(method: str, comm_seconds: float, steps: int, **options) -> tuple[float, float]:
-    """Seconds, and the hidden share of communication."""
-    mesh = Mesh(dp=2)
-    model, x = nn.Linear(64, 64), torch.ones(2, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    strategy = local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)
-
-    def train_for_a_while() -> None:
-        for _ in range(steps):
-            # As the training step does: it counts tokens, and the loss waits for the number.
-            counting = all_reduce(torch.ones(()), mesh.dp, async_op=True)
-            with timeline.span("forward", "model"):
-                time.sleep(COMPUTE)
-            counting.wait()
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            strategy.finish_backward()
-            optimizer.step()
-
-    bandwidth = sizes_of(model)[0] / comm_seconds
-    return fastest(train_for_a_while, mesh.dp, bandwidth, count=1)
-
-
-@pytest.mark.timed
-@pytest.mark.slow
-def test_delayed_diloco_hides_its_all_reduce(ranks):
-    """It takes two and a half steps. Mutants: waiting at once; the group of the axis, where the
-    count of tokens would queue behind it and the loss wait for that."""
-    run = partial(ranks(2, "link").run, _timed, comm_seconds=0.25, steps=7, every=4)
-    for seconds, hidden in run("diloco"):
-        assert hidden < 0.2 and seconds > 7 * COMPUTE + 0.25
-    for _, hidden in run("diloco delayed", delay=3):
-        assert hidden > 0.75
 
 
 # ---------------------------------------------------------------------- errors
 @on_ranks(2)
 def test_bad_options_are_refused_before_the_first_collective():
     mesh = Mesh(dp=2)
-    model = models.llama(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for method, options in {
-        "diloco delayed": dict(every=4, delay=5),
-        "diloco streaming": dict(every=3),
-    }.items():
+    for method, options in ("diloco delayed", dict(delay=5)), ("diloco streaming", {}):
         with timeline.record() as recorded, pytest.raises(ValueError, match="use at most every="):
-            local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)
+            start(method, mesh, every=3, **options)
         assert not recorded.spans
 
 

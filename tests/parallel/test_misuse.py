@@ -325,7 +325,7 @@ def test_others_train_as_they_like_beside_a_shared_model():
 
 
 # ---------------------------------------------------------------------- what real models need
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(SIZE)
 def test_layers_that_are_frozen_for_a_while(kind):
     """As in adversarial training. Mutant: what is frozen is trained."""

@@ -1,6 +1,5 @@
 """Two jobs with one baton: whose turn it is, what each keeps to itself, and how they end."""
 
-import signal
 import threading
 import time
 
@@ -47,21 +46,6 @@ def nothing_is_left():
     assert not calls.taps and threading.active_count() <= before
 
 
-@pytest.mark.parametrize(
-    ("waits", "turns"),
-    [
-        ((2, 2), "B0 F0 B1 F1 B ends F ends"),
-        ((1, 3), "B0 F0 B1 F ends B2 B ends"),
-        ((2, 0), "B ends F0 F1 F ends"),
-        ((0, 1), "B0 F ends B ends"),
-    ],
-)
-def test_the_turn_changes_at_every_wait_for_an_all_to_all(waits, turns):
-    log: list[str] = []
-    found = pairs.side_by_side(*(job(name, log, n) for name, n in zip("FB", waits, strict=True)))
-    assert found == ("F", "B") and " ".join(log) == turns
-
-
 def test_other_collectives_are_waited_for_at_once():
     log: list[str] = []
     pairs.side_by_side(job("F", log, 2, "all_reduce"), job("B", log, 1))
@@ -77,22 +61,6 @@ def test_an_error_of_one_reaches_the_caller_and_ends_the_other(who):
         pairs.side_by_side(*jobs)
     other = "B" if who == "F" else "F"
     assert f"{who} ends" in log and f"{other} ends" not in log
-
-
-def test_an_interrupt_ends_both():
-    """It comes where the caller waits for its turn."""
-    log: list[str] = []
-
-    def backward() -> None:
-        threading.Timer(0.05, signal.pthread_kill, (caller, signal.SIGINT)).start()
-        time.sleep(0.2)
-        wait(7)
-        log.append("B went on")
-
-    caller = threading.get_ident()
-    with pytest.raises(KeyboardInterrupt):
-        pairs.side_by_side(job("F", log, 1), backward)
-    assert log == []
 
 
 def test_each_has_its_own_spans_and_only_one_computes():

@@ -41,16 +41,6 @@ def test_text_is_read_back(schedule, with_messages):
         assert all(a.twin.twin == a for a in row if not a.computes)
 
 
-def test_one_f_one_b_by_hand():
-    """Catches a warm-up that is one too long or too short, which stays valid but costs memory."""
-    assert str(make("1f1b", 3, 4)) == (
-        "1f1b: microbatches 4; stages on ranks 0 1 2; live at most 3 2 1\n"
-        "rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n"
-        "rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n"
-        "rank 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
-    )
-
-
 # ---------------------------------------------------------------------- every schedule is valid
 @settings(max_examples=80, deadline=None)
 @given(drawn())
@@ -60,27 +50,6 @@ def test_any_p_m_and_v_is_valid_with_and_without_messages(schedule):
     lowered = lower(schedule)
     validate(lowered)
     assert lowered.without_messages() == schedule
-
-
-@quick
-@given(drawn())
-def test_receives_are_posted_ahead_of_need(schedule):
-    """Before the action that its rank is busy with when the message departs.
-
-    Catches receives put right before their use, where a rank would wait for every message.
-    """
-    ends = {span.name: span.end for span in simulate(schedule)}
-    for row in lower(schedule).actions:
-        for i, action in enumerate(row):
-            if action.kind[0] == "R":
-                kinds = "F" if action.kind == "RF" else "BI"
-                maker = replace(action.twin, kind="F")
-                names = [str(replace(maker, kind=kind)) for kind in kinds]
-                departs = next(ends[name] for name in names if name in ends)
-                after = [a for a in row[i:] if a.computes]
-                assert ends[str(after[0])] >= departs
-                before = [a for a in row[:i] if a.computes]
-                assert all(ends[str(a)] <= departs for a in before)
 
 
 @quick
@@ -216,7 +185,6 @@ FLAT = {
     "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1W1": "1B1 on rank 1 is I and W in one",
     "0F0 0F1 0B0 0B1 | 1F0 1I0 1F1 1B1": "1W0 is missing on rank 1: the optimizer would",
     "0F0 0F1 0B0 0B1 | 1F0 1W0 1I0 1F1 1B1": "rank 1 at 1W0 for 1I0 on rank 1",
-    "0F0 0F1 0B0 0B1 | 1F0 1F1 1B1 1B0 2F0": "2F0 on rank 1: microbatch 0 goes through",
     "0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1": (
         "deadlock: rank 0 at 0B0 for 1B0 on rank 1; rank 1 at 1F1 for 0F1 on rank 0"
     ),
@@ -257,12 +225,10 @@ ERRORS = [
     (lambda: make("gpipes", 2, 2), "no schedule 'gpipes'; use one of naive, gpipe"),
     (lambda: make("zb_v", 2, 4, 3), "v=3: zb_v has v=2; use v=2, or one of interleaved_1f1b"),
     (lambda: make("interleaved_1f1b", 0, 1), "p=0; a pipeline has at least 1"),
-    (lambda: make("interleaved_1f1b", 1, 1, 0), "v=0; a pipeline has at least 1"),
     (
         lambda: validate(replace(make("gpipe", 2, 4), max_live=(2, 1))),
         "0F2 on rank 0 makes 3 live .* most 2",
     ),
-    (lambda: validate(replace(make("gpipe", 2, 4), rank_of=(0, 2))), "its stage is on rank 2"),
     (lambda: validate(with_action(Action(0, "F", -1))), "0F-1 on rank 0: there are 2 microbatches"),
 ]
 

@@ -5,8 +5,6 @@ That training equals one device is proved by tests/law/test_law.py.
 
 import copy
 import math
-import time
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,13 +18,12 @@ from minipar.lab.memory import LiveBytes
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
 from minipar.observe import timeline
-from minipar.parallel import matrices, overlap, tensor
+from minipar.parallel import matrices, tensor
 from minipar.parallel.base.norm import clip_grad_norm
 from minipar.parallel.pipeline import split_backward
 from minipar.train.optim import make_optimizer
 from tests.law import models
 from tests.parallel.layers import on_paper
-from tests.parallel.timed import fastest
 
 pytestmark = pytest.mark.trains
 
@@ -293,40 +290,6 @@ def test_sampling_works_as_ever(ranks, mode):
         assert torch.equal(found, expected)
 
 
-def _saved_per_layer(size: int, mode: str):
-    """Bytes that one layer keeps for its backward: two layers more, halved."""
-    axis = Mesh(tp=size).tp
-    found = []
-    for num_layers in (1, 3):
-        model = models.llama(0, num_layers=num_layers, hidden_size=64, intermediate_size=160)
-        tensor.apply(model, axis, **MODES[mode])
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        kept: dict[int, Tensor] = {}
-
-        def keep(t: Tensor, own=own, kept=kept) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = t  # kept alive: no address is used twice
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            model(torch.ones(2, 32, dtype=torch.int64))
-        found.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
-    return (found[1] - found[0]) / 2
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_activations_of_a_layer_take_the_bytes_of_the_docstring(ranks, mode):
-    """Within 5 %; mutants: gathered inputs kept (sequence in place of overlap), a view of more."""
-    size, tokens, width, hidden, heads, kv_heads, head_dim = 2, 2 * 32, 64, 160, 4, 2, 16
-    inside = (2 * heads + 2 * kv_heads) * head_dim + 4 * hidden
-    outside = {"plain": 4.0, "sequence": 2 + 2 / size, "overlap": 4 / size}[mode] * width
-    outside += 2 * width / (1 if mode == "plain" else size)  # RMSNorm on a CPU: x / rms
-    expected = 4 * tokens * (outside + inside / size)
-    for found in ranks(size).run(_saved_per_layer, size, mode):
-        assert found == pytest.approx(expected, rel=0.05)
-
-
 # ---------------------------------------------------------------------- overlap
 def _autocast(size: int, mode: str):
     model = models.llama(0)
@@ -346,38 +309,6 @@ def test_overlap_computes_in_the_dtype_of_autocast(ranks):
             assert gradients[name].dtype == torch.float32
             error = (gradients[name] - theirs).abs().max() / theirs.abs().max()
             assert error < 0.05, name  # eight bits of mantissa
-
-
-STEP = 0.05  # seconds: of the link for one piece, of the rank for one product
-
-
-def _timed_ring(size: int):
-    """Seconds of a gather and of a scatter with products in between, the fastest of three."""
-    axis, x = Mesh(tp=size).tp, torch.ones(2, 500)
-
-    def product(target: int) -> Tensor:
-        time.sleep(STEP)
-        return x
-
-    def gather() -> None:
-        for source, _ in overlap.ring_gather(x, axis):
-            product(source)
-
-    scatter = partial(overlap.ring_reduce_scatter, product, axis)
-    return [fastest(work, axis, x.nbytes / STEP)[0] for work in (gather, scatter)]
-
-
-@pytest.mark.timed
-@pytest.mark.slow
-def test_a_ring_sends_while_products_are_computed(ranks):
-    """n products and n-1 messages, of the same length: only the products take time.
-
-    Mutants: waiting for a message before the product that could hide it.
-    """
-    n = 3
-    for gather, scatter in ranks(n, "link").run(_timed_ring, n):
-        for seconds in (gather, scatter):
-            assert n * STEP <= seconds < (n + 0.5 * (n - 1)) * STEP
 
 
 @pytest.mark.parametrize("mode", ["plain", "sequence"])
@@ -401,25 +332,6 @@ def test_a_pipeline_that_splits_backward_puts_off_all_matrices(mode):
 
 
 # ---------------------------------------------------------------------- refusals
-@pytest.mark.parametrize(
-    ("model", "options", "says"),
-    [
-        (dict(), dict(n=3), "tp=3 does not divide num_heads=4; use one of 1, 2, 4"),
-        (dict(intermediate_size=22), dict(n=4), "tp=4 does not divide intermediate_size=22; use "),
-        (
-            dict(num_heads=12, num_kv_heads=4, head_dim=4),
-            dict(n=3),
-            "tp=3 neither divides num_kv_heads=4 nor is a multiple of it",
-        ),
-        (dict(), dict(overlap=True), "set both"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_with_what_can(model, options, says):
-    model = models.llama(0, **model) if isinstance(model, dict) else model
-    options, n = dict(options), options.get("n", 2)
-    options.pop("n", None)
-    with pytest.raises(ValueError, match=says):
-        tensor.check(model, on_paper("tp", n), **options)
 
 
 def test_trap_14_a_bias_that_all_ranks_would_add_is_refused():

@@ -3,8 +3,6 @@
 That training equals one device is proved by tests/law/test_law.py.
 """
 
-import copy
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from minipar.model.masks import document_mask
 from minipar.observe import timeline
 from minipar.parallel import ulysses
 from tests.law import models
-from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper, random
 
 # ---------------------------------------------------------------------- tokens <-> heads
@@ -72,15 +69,6 @@ def test_trap_13_any_number_of_key_value_heads(ranks, size, heads, kv_heads):
             assert [span.name for span in spans] == ["all_to_all"] * 4
             one_way = (size - 1) * (2 * heads + 2 * copies) * head_bytes // size**2
             assert sum(span.num_bytes for span in spans) == 2 * one_way
-
-
-@on_ranks(2)
-def test_a_model_can_be_copied():
-    """Mutant: the copy wants copies of process groups."""
-    axis, model = Mesh(cp=2).cp, models.llama(3)
-    ulysses.apply(model, axis)
-    twin, mine = copy.deepcopy(model), ulysses.shard(torch.arange(8)[None], axis)
-    assert torch.equal(model(mine), twin(mine))
 
 
 # ---------------------------------------------------------------------- refusals

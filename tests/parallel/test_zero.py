@@ -130,7 +130,6 @@ REFUSED = [
     ("zero.apply(model, Mesh().tp, optimizer=fine)", "sharded along dp, not tp"),
     ("apply(make(own[:2], AdamW))", r"lacks \['layers.1.weight'"),
     ("apply(make([*own, *Layers(0).parameters()], AdamW))", "it lacks none"),
-    ("make(own, torch.optim.LBFGS)", "LBFGS may look at whole"),
     ("make(own, torch.optim.Muon)", "Muon may look at whole"),
     ("fine.load_state_dict(make(own[:2], AdamW).state_dict())", "here are .12."),
 ]
@@ -230,6 +229,7 @@ def _trains(stage, size, uses, microbatches=1, make=Layers, average=False, bucke
         optimizer.step()
         optimizer.synchronize()
         assert_same(model, twin)
+    _assert_same_state(optimizer.state_dict(), plain.state_dict())
 
 
 @pytest.mark.mostly_slow
@@ -297,49 +297,23 @@ def test_trap_15_tied_weights(stage):
     assert state["layers.3.weight"] is state["embedding.weight"]
 
 
+class Few(Layers):
+    """Three numbers, each of them in a bucket of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, 0)
+        self.factors = nn.ParameterList([torch.full((1,), seed + i + 0.5) for i in range(3)])
+        self.double()
+
+    def forward(self, x: Tensor, uses: None = None) -> Tensor:
+        return x * self.factors[0] + self.factors[1] * self.factors[2]
+
+
 @STAGES
 @on_ranks(4)
 def test_fewer_numbers_than_ranks(stage):
     """Mutant: a rank without a piece skips a collective, or fails."""
-    mesh = Mesh(dp=4)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1)).double()
-    twin, options = copy.deepcopy(model), dict(lr=0.1, fused=True)
-    strategy, optimizer = attach(model, mesh.dp, stage, bucket_mb=1e-5, **options)
-    assert sum(p.numel() > 0 for p in strategy.with_gradients()) == (3, 2, 0, 0)[mesh.rank]
-    plain = AdamW(twin.parameters(), **options)
-    x = torch.arange(8.0, dtype=torch.float64).view(4, 2, 1)
-    for _ in range(3):
-        for m, o, rows in ((model, optimizer, x[mesh.rank]), (twin, plain, x.flatten(0, 1))):
-            o.zero_grad()
-            m(rows).square().sum().backward()
-            if m is model:
-                strategy.finish_backward()
-            o.step()
-        optimizer.synchronize()
-        assert_same(model, twin)
-    _assert_same_state(optimizer.state_dict(), plain.state_dict())
-
-
-@on_ranks(2)
-def test_a_backward_outside_of_no_sync_need_not_be_the_last():
-    """As in a pipeline that has two stages on a rank; a rank without samples takes part."""
-    axis = Mesh(dp=2).dp
-    model, twin = Layers(seed=0), Layers(seed=0)
-    strategy, optimizer = attach(model, axis, 2)
-    for step in range(2):
-        optimizer.zero_grad()
-        twin.zero_grad()
-        for uses in ((0, 1), (3, 4)):
-            loss_of(twin, 0, step, uses).backward()
-        if axis.rank == 0:
-            loss_of(model, 0, step, (0, 1)).backward()
-        with strategy.no_sync():
-            if axis.rank == 0:
-                loss_of(model, 0, step, (3, 4)).backward()
-        strategy.finish_backward()
-        for name, gradient in strategy.full_gradients().items():
-            torch.testing.assert_close(gradient, twin.get_parameter(name).grad)
+    _trains(stage, 4, lambda *_: None, make=Few, bucket_mb=1e-5)
 
 
 @on_ranks(2)
@@ -414,8 +388,8 @@ class DirectReader(Layers):
         return super().forward(x, (1, 2, 3, 4)) @ self.layers[5].weight
 
 
-def _reads_weights(make, how: str) -> bool:
-    axis, model, twin = Mesh(dp=2).dp, make(seed=0), make(seed=0)
+def _reads_weights(how: str) -> bool:
+    axis, model, twin = Mesh(dp=2).dp, DirectReader(seed=0), DirectReader(seed=0)
     strategy, optimizer = attach(model, axis)
     plain = AdamW(twin.parameters(), lr=0.01)
     link.check_calls(False)
@@ -432,15 +406,13 @@ def _reads_weights(make, how: str) -> bool:
             plain.step()
             stale = [bucket.weights.clone() for bucket in optimizer.buckets]
             if how == "forward":
-                assert torch.allclose(model(data(1)), twin(data(1)), rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(model(data(1)), twin(data(1)))
             elif how == "load_state_dict":  # not to be overwritten by what arrives later
                 changed = {k: v + 1 for k, v in twin.state_dict().items()}
                 model.load_state_dict(changed)
                 twin.load_state_dict(changed)
             else:
-                state = getattr(model if how == "state_dict" else strategy, how)()
-                for name, theirs in twin.named_parameters():
-                    assert torch.allclose(state[name], theirs, rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(model.state_dict(), twin.state_dict())
             optimizer.synchronize()
             assert_same(model, twin)
         pairs = zip(optimizer.buckets, stale, strict=True)
@@ -451,11 +423,10 @@ def _reads_weights(make, how: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["forward", "state_dict", "full_state_dict", "load_state_dict"])
+@pytest.mark.parametrize("how", ["forward", "state_dict", "load_state_dict"])
 def test_nobody_reads_weights_before_they_arrive(ranks, how):
     """Mutants: no wait before a module, before one that reads others' weights, or before a read."""
-    for make in (Layers, DirectReader):
-        assert all(ranks(2, "link").run(_reads_weights, make, how))
+    assert all(ranks(2, "link").run(_reads_weights, how))
 
 
 @on_ranks(2)
@@ -478,16 +449,3 @@ def test_weights_are_read_and_written_when_they_are_here():
             for p in each.parameters():
                 p.data.clamp_(-0.1, 0.1)
         assert_same(model, alone)
-
-
-@on_ranks(2)
-def test_a_model_can_be_copied():
-    """As averaged weights are. Mutant: hooks that hold a process group, which cannot be copied."""
-    model = Layers(seed=0)
-    strategy, optimizer = attach(model, Mesh(dp=2).dp)
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(data(0)), model(data(0)))
-    loss_of(model, 0).backward()
-    strategy.finish_backward()
-    optimizer.step()
-    assert not torch.equal(twin(data(0)), model(data(0)))
