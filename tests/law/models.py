@@ -1,6 +1,5 @@
 """Small models for parity tests: Llamas in all variants, and modules that are no Llamas."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -8,16 +7,6 @@ from torch.utils.checkpoint import checkpoint
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel.fsdp import FullySharded
-
-
-def crossed(rows: list, columns: list, every: int = 3) -> list:
-    """Pairs for `parametrize`: all rows and all columns are met, and only each `every`-th pair of
-    them outside of `make test-all`."""
-    return [
-        pytest.param(a, b, marks=[pytest.mark.exhaustive] if (i - j) % every else [])
-        for i, a in enumerate(rows)
-        for j, b in enumerate(columns)
-    ]
 
 
 def llama(seed: int, **changes) -> Llama:

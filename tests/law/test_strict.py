@@ -3,7 +3,6 @@
 A sample; with MINIPAR_TESTS_STRICT=1 all tests of this folder run there, as in `make test-all`.
 """
 
-import contextlib
 import itertools
 import re
 import sys
@@ -15,15 +14,13 @@ import pytest
 
 from minipar.comm import calls
 from minipar.comm.background import Background
-from minipar.comm.hostcopy import HostCopy
-from minipar.comm.mesh import Mesh
 from minipar.emulate import strict
 from minipar.observe import timeline
-from minipar.parallel import compose, fsdp, offload
 from minipar.parallel.plan import Plan
 from minipar.ranks.launch import RankError
 from tests.law import models
-from tests.law.harness import Outcome, Task, make_optimizer, parallel
+from tests.law.harness import Outcome, Task, attach_plan, parallel
+from tests.law.table import attach_on_host
 
 PLANS = {
     "ddp": Plan(dp=4),
@@ -34,8 +31,6 @@ PLANS = {
     "ring": Plan(cp=4),
     "ulysses": Plan(cp=4, context="ulysses"),
     "pipeline": Plan(pp=4, microbatches=4),
-    "zb": Plan(pp=2, dp=2, zero=1, microbatches=4, schedule="zb_h1"),
-    "all": Plan(pp=2, tp=2, sequence_parallel=True, microbatches=2),
 }
 
 
@@ -46,27 +41,10 @@ def task_of(plan: Plan) -> Task:
     return Task(build, num_sequences=5, steps=2, microbatches=plan.microbatches)
 
 
-def attach(model, mesh: Mesh, plan: Plan) -> list:
-    model.composed = compose.apply(model, mesh, plan, make_optimizer, bucket_mb=0.004)
-    return [model.composed]
-
-
-def train(plan: Plan, slip: Callable = contextlib.nullcontext) -> Outcome:
-    run = partial(parallel, task_of(plan), plan.mesh_sizes(), partial(attach, plan=plan))
+def train(plan: Plan, slip: Callable, attach: Callable | None = None) -> Outcome:
+    run = partial(parallel, task_of(plan), plan.mesh_sizes())
     with slip(), strict.watching():  # losses, norms and weights say enough
-        return run(gradients=lambda model: {})
-
-
-def attach_offloaded(model, mesh: Mesh) -> list:
-    strategy = fsdp.apply(model, mesh.dp, average=False)
-    offload.shards_on_host(strategy, HostCopy())
-    return [strategy]
-
-
-def train_offloaded(plan: Plan, slip: Callable = contextlib.nullcontext) -> Outcome:
-    with slip(), strict.watching():
-        axes, found = {"dp": plan.dp}, lambda model: {}
-        return parallel(task_of(plan), axes, attach_offloaded, gradients=found)
+        return run(attach or partial(attach_plan, plan=plan), gradients=lambda model: {})
 
 
 # ---------------------------------------------------------------------- slips
@@ -95,19 +73,7 @@ def wait_left_out(beside: bool = False) -> mock._patch:
     return mock.patch.object(calls.Pending, "wait", wait)
 
 
-def buffer_reused(verb: str) -> mock._patch:
-    """A strategy writes into what it has handed over, right after the call."""
-    usual = calls.Pending.__init__
-
-    def handed_over(pending, work, result, *more):
-        usual(pending, work, result, *more)
-        inner = getattr(work, "_work", work)  # the ledger is told of its end
-        if getattr(inner, "verb", "") == verb and called_by_a_strategy():
-            result.detach().zero_()
-
-    return mock.patch.object(calls.Pending, "__init__", handed_over)
-
-
+on_host = partial(train, attach=attach_on_host)
 INT8 = Plan(dp=4, compression="int8")
 SLIPS = [  # name, what runs, what goes wrong in it, the call that is to be named
     ("ddp", train, PLANS["ddp"], wait_left_out, "all_reduce at parallel/ddp.py"),
@@ -120,23 +86,7 @@ SLIPS = [  # name, what runs, what goes wrong in it, the call that is to be name
     ("pipeline", train, PLANS["pipeline"], wait_left_out, r"\w+ at pipeline/messages.py"),
     ("compression", train, INT8, wait_left_out, r"all_\w+ at compression/\w+.py"),
     ("beside", train, INT8, partial(wait_left_out, True), "compression at compression/feedback.py"),
-    (
-        "shards on the host",
-        train_offloaded,
-        PLANS["ddp"],
-        wait_left_out,
-        "all_gather at parallel/fsdp",
-    ),
-    *(
-        (f"{name} reuses", train, plan, partial(buffer_reused, verb), f"{verb} at {place}")
-        for name, plan, verb, place in (
-            ("ddp", PLANS["ddp"], "all_reduce", "parallel/ddp.py"),
-            ("zero2", PLANS["zero2"], "reduce_scatter", "parallel/zero.py"),
-            ("fsdp", PLANS["fsdp"], "all_gather", r"(parallel/fsdp|base/shards).py"),
-            ("pipeline", PLANS["pipeline"], "send", "pipeline/messages.py"),
-            ("compression", INT8, "all_to_all", "compression/codecs.py"),
-        )
-    ),
+    ("on the host", on_host, PLANS["ddp"], wait_left_out, "all_gather at parallel/fsdp"),
 ]
 
 
