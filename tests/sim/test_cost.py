@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel.pipeline import schedules, simulate, stages
+from minipar.parallel.pipeline import schedules, simulate
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
 from minipar.sim.asked import model_config
-from minipar.sim.job import Job, _cut
+from minipar.sim.job import Job
 from tests.sim.jobs import ANY, H100, held, job
 
 
@@ -177,20 +177,6 @@ def test_zero_2_reduces_each_microbatch(mesh):
     assert dp[2, 2] > 1.3 * dp[2, 1]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
-def test_stages_are_cut_where_a_real_pipeline_cuts(parts):
-    """Of the slowest stage; `stages.balance` needs seconds for large models."""
-    for name in ("llama-3.2-1b", "llama-3-8b"):
-        costs = stages.estimate_costs(PRESETS[name])
-        slowest = []
-        for cut in (_cut(PRESETS[name], parts), stages.balance(costs, parts)):
-            assert sum(cut) == PRESETS[name].num_layers and len(cut) == parts
-            slowest.append(
-                max(n * costs[1] + costs[-1] * (i == parts - 1) for i, n in enumerate(cut))
-            )
-        assert slowest[0] <= slowest[1] * (1 + 1e-9)
-
-
 def test_whole_experts_are_computed_on_own_tokens():
     """Cut over tp, or whole for a part of the tokens: as many FLOPs; and tp times the memory."""
     moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
@@ -265,20 +251,6 @@ def test_the_family_minipar_is_its_own_code(plan):
     simulated = planner.simulate(one)
     assert -0.1 < simulated.seconds / step(one) - 1 < 0.13
     assert -0.1 < simulated.peak_bytes / held(one) - 1 < 0.1
-
-
-def test_a_forward_beside_a_backward_hides_what_travels():
-    """As far as measured, and no longer than they compute. Mutant: nothing of it, or all."""
-    text = "dp=2,pp=4,ep=8,schedule=dualpipe_v,microbatches=16"
-    plain, paired = (
-        job(f"{text},dispatch={how}", config=SPARSE) for how in ("all_to_all", "paired")
-    )
-    shown = cost.seconds(paired)["ep"] / cost.seconds(plain)["ep"]
-    assert shown == pytest.approx(1 - cost.PAIRED_HIDDEN)
-    slow = replace(H100, inside=replace(H100.inside, bandwidth=1e9))
-    layers = [cost.layer(replace(one, machine=slow), False) for one in (plain, paired)]
-    hidden = layers[0]["ep"] - layers[1]["ep"]
-    assert hidden == pytest.approx(1.5 * layers[1]["compute"])
 
 
 def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port():

@@ -133,24 +133,6 @@ def test_deepseek_v3_beyond_276_gib_does_not_fit(fix):
 
 
 # ---------------------------------------------------------------------- the words
-@pytest.mark.slow
-def test_the_words_say_why(found):
-    """Mutant: a line without its plan."""
-    config = replace(SMALL, gpus=16, global_batch=32)
-    text, plans = planner.answer(config)
-    for words in ("The best, by part:", "Others:", "To paste:", "MFU", f"{planner.NOT_VARIED}."):
-        assert words in text
-    assert "error 15%: 90 % of published runs, and more, are within 15%" in text
-    assert all(str(one) in text for one in plans) and len(plans) == 5
-    shown = planner.where_time_goes(plans)
-    assert len(shown) == len(plans) and all(sum(parts.values()) > 0 for parts in shown.values())
-
-    def whole(one):
-        return one.job.plan.dp == 8 and one.job.plan.zero == 0
-
-    assert "nothing fits:" in planner.lost(found, found.best(), whole)
-
-
 def test_flags_are_read_by_our_own_training_and_are_torchtitans_degrees():
     one = ranked(replace(EIGHT, model="small", gpus=4, seq=512), "dp=2,tp=2,zero=1")
     given = planner.flags(one.job)
@@ -284,9 +266,6 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
     (tmp_path / "tiny" / "config.json").write_text(text, encoding="utf-8")
     for where in (tmp_path / "tiny", tmp_path / "tiny" / "config.json"):
         assert asked.model_config(str(where)) == tiny
-    (tmp_path / "tiny" / "other.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"other.json: name a config.json"):  # which is beside it
-        asked.model_config(str(tmp_path / "tiny" / "other.json"))
     assert asked.model_config("tiny") == PRESETS["tiny"]
     sizes = {"llama-3-70b": 70.6e9, "llama-3-405b": 405.9e9, "mixtral-8x7b": 46.7e9}
     for name, size in sizes.items():
@@ -307,7 +286,6 @@ def call(capfd, *words):
         ("--hardware h101", "nearest names are h100"),
         ("--out nowhere/plan.png", "name a file in a folder that exists"),
         ("--hardware nowhere.toml", "nowhere.toml is not a machine"),
-        ("--gpus 0", "--gpus 0"),
         ("--global-batch 0", "--global-batch 0"),
         ("--seq 9000", "sees 1 to 8,192 tokens"),
         ("--software megaton", "no software 'megaton'; there are any"),

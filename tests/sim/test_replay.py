@@ -163,14 +163,3 @@ def test_attention_may_be_slower_than_its_kernel_by_itself():
     works = [e for e in found.ranks[0].events() if getattr(e, "work", "") == "attention"]
     kernels = sum(operations.seconds_of(work, FAST) for work in works)
     assert three - one == pytest.approx(2 * kernels) and kernels > 0
-
-
-@pytest.mark.slow
-def test_memory_is_that_of_the_fullest_rank():
-    """Of 1F1B the first: it holds the most microbatches."""
-    found = traced("pp=4,microbatches=8", seq_len=512)
-    step = replay(found, FAST)
-    peaks = [sum(rank.at_peak().values()) for rank in found.ranks.values()]
-    assert step.peak_bytes == max(peaks) == peaks[0]
-    held = found.at_peak()
-    assert held["activations"] > held["parameters"]

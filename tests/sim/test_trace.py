@@ -177,14 +177,19 @@ def test_memory_is_that_of_the_closed_forms(zero):
 
 # ---------------------------------------------------------------------- beside other ranks
 class Diary(comm_calls.Tap):
-    """What a rank launches, in order."""
+    """What a rank launches, in order: calls of each group, and messages with each other rank."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, rank):
+        self.rank, self.calls = rank, defaultdict(list)
 
     def begin(self, call):
         peers = [call.axis.ranks[peer] for peer in call.peers or ()]
-        self.calls.append((call.verb, call.axis, call.num_bytes, peers))
+        if not peers:
+            self.calls[call.axis.name, call.axis.ranks].append((call.verb, call.num_bytes))
+        for peer in peers:
+            ends = (peer, self.rank) if call.verb == "recv" else (self.rank, peer)
+            what = call.verb if call.verb == "exchange" else ends  # which goes both ways at once
+            self.calls[f"messages on {call.axis.name}", tuple(sorted(ends))].append(what)
 
 
 @pytest.mark.slow
@@ -206,41 +211,23 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
     plan = Plan.parse(text)
     moe = MoEConfig(8, 2, 32, balance="batch") if plan.ep > 1 else None
     config = replace(CONFIG, num_layers=2 * max(2, plan.pp), moe=moe)
-    groups, pairs = defaultdict(list), defaultdict(list)
+    found = defaultdict(list)
     for rank in range(plan.num_ranks):
-        diary = Diary()
+        diary = Diary(rank)
         with pretend(plan, rank=rank) as mesh, Tracer():
             actor = Actor(config, plan, mesh, 1, 32)
             actor.step()
             monkeypatch.setattr(comm_calls, "taps", [diary])
             actor.step()
             monkeypatch.undo()
-        own, with_peer = defaultdict(list), defaultdict(list)
-        for verb, axis, num_bytes, peers in diary.calls:
-            if not peers:
-                own[axis.name, axis.ranks].append((verb, num_bytes))
-            elif verb == "exchange":  # all at once, both ways
-                for peer in peers:
-                    with_peer[axis.name, frozenset((rank, peer))].append(verb)
-            else:
-                way = (peers[0], rank) if verb == "recv" else (rank, peers[0])
-                with_peer[axis.name, frozenset(way)].append(way)
-        for found, mine in ((groups, own), (pairs, with_peer)):
-            for key, calls in mine.items():
-                found[key].append(calls)
-    assert groups and (pairs or plan.pp == 1)
-    for (_, ranks), every in groups.items():
-        assert len(every) == len(ranks) and all(calls == every[0] for calls in every), ranks
-    for pair, every in pairs.items():
-        assert len(every) == 2 and every[0] == every[1], pair
+        for key, calls in diary.calls.items():
+            found[key].append(calls)
+    assert found
+    for key, every in found.items():
+        assert len(every) == len(key[1]) and all(calls == every[0] for calls in every), key
 
 
 # ---------------------------------------------------------------------- the rest
-def test_bad_sizes_are_refused():
-    with pytest.raises(ValueError, match="does not divide num_heads"):
-        trace(CONFIG, Plan(tp=3), seq_len=32)
-
-
 def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was():
     """Mutants: it looks at all, which takes longer than a small trace; at nothing; what was there
     before is never collected again."""

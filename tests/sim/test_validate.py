@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minipar.lab import predicted
 from minipar.sim import cost, footprint, hardware, validate
 
 DATA = Path(__file__).with_name("data")
@@ -84,14 +83,6 @@ def test_what_ran_is_predicted_to_fit(runs):
     """The largest microbatches that did. Mutant: logits in float32, of a loss in 16 bits."""
     for source, share in (("mosaic_llmfoundry_fsdp", 0.9), ("ultrascale_nanotron_h100", 0.95)):
         assert np.mean([run.fits for run in runs if run.source == source]) > share
-
-
-@pytest.mark.slow
-def test_the_picture_is_drawn_from_the_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(predicted, "OUT", str(tmp_path / "predicted.png"))
-    predicted.main([str(DATA / "measured_public_check.csv")])
-    assert (tmp_path / "predicted.png").stat().st_size > 5000
-    assert "drawn into" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- tables

@@ -11,16 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minipar.comm import calls, collectives
+from minipar.comm import calls
 from minipar.comm.calls import Pending
-from minipar.comm.values import lane, look, send_to_host, to_host
+from minipar.comm.values import lane, send_to_host, to_host
 from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
@@ -33,7 +32,7 @@ from minipar.parallel.expert import DispatchPlan
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan
 from minipar.sim import trace as sim_trace
-from minipar.sim.trace import Actor, pretend, trace
+from minipar.sim.trace import Actor, pretend
 from minipar.sim.tracer import Tracer
 from minipar.train import shards
 from minipar.train.optim import make_optimizer
@@ -190,27 +189,6 @@ def test_trains_without_values_beside_any_plan(attach, how, strict):
                 model, strategies, optimizer, [(tokens, tokens)], mesh.dp, max_norm=1.0
             )
         assert result.loss.is_meta and result.grad_norm.is_meta
-
-
-def test_the_harness_sees_what_it_is_for(strict):
-    """Each way to look at a value, or to move one, fails."""
-    tensor = torch.empty(2, device="meta")
-    for see in (Tensor.tolist, Tensor.cpu, bool, lambda t: t[0].item()):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            see(tensor if see is not bool else tensor[0])
-    assert look(tensor, on_meta="nothing") == "nothing"
-    with pretend(Plan(dp=8)) as mesh:
-        with pytest.raises(AssertionError, match="pickled"):
-            collectives.all_gather_object(tensor, mesh.dp)
-        with pytest.raises(AssertionError, match="all_reduce along dp"):
-            collectives.all_reduce(torch.zeros(2), mesh.dp)
-
-
-def test_a_rank_of_a_group_plays_no_other():
-    """The group that there is would be gone."""
-    with pretend(Plan(dp=2)), pytest.raises(ValueError, match="twice"):
-        trace(CONFIG, Plan(dp=4), seq_len=64)
-    assert not dist.is_initialized()
 
 
 # ---------------------------------------------------------------------- on the way to the host
