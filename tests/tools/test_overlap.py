@@ -152,11 +152,8 @@ def refusal(path) -> str:
 
 NO_TRACES = [  # the content of a file, and what is said of it
     (b"", "not a readable trace"),
-    (b"\xff\xfe\x00", "not a readable trace"),
-    (b'{"traceEvents": [1', "not a readable trace"),
     (b"[" * 200_000, "not a readable trace"),
     (b"null", "no list `traceEvents`"),
-    (b'{"traceEvents": {}}', "no list `traceEvents`"),
     (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
     (b'{"traceEvents": [1]}', "is not what torch.profiler writes"),
     (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "was not written by Timeline.save"),
