@@ -1,5 +1,6 @@
 """What is looked at of the folder of a run: lines of its metrics, and its checkpoints."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,11 @@ def lines_of(folder: Path, *keys: str) -> list[tuple]:
 def saved(folder: Path, step: int) -> tuple[dict, dict]:
     """Return weights and state of a checkpoint."""
     return checkpoint.load(folder / f"checkpoints/step_{step:06d}")
+
+
+def report_of(folder: Path) -> dict:
+    text = (folder / "report.json").read_text(encoding="utf-8")
+    return json.loads(text, parse_constant=pytest.fail)
 
 
 def assert_same_run(found: Path, expected: Path, first: int = 0, rtol: float = 1e-10) -> None:

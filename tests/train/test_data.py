@@ -33,7 +33,7 @@ def test_each_token_is_a_target_once_and_follows_its_input(num_tokens, data):
 def test_trap_21_targets_are_shifted_before_the_sequence_is_split():
     """A rank that holds one piece of a sequence has the target of its last token.
 
-    Caught: the mutant that splits the tokens first and shifts each piece, here beside it.
+    Caught: the mutant that splits the tokens first and shifts each piece.
     """
     tokens = torch.arange(1, 18)
     inputs, targets = Sequences(tokens, seq_len=16)[0]
@@ -41,8 +41,6 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_split():
     for (_, piece_targets), (next_inputs, _) in zip(pieces, pieces[1:], strict=False):
         assert piece_targets[-1] == next_inputs[0]
     assert torch.cat([t for _, t in pieces]).equal(tokens[1:])
-    mutant = torch.cat([piece[1:] for piece in tokens[:16].chunk(4)])
-    assert len(mutant) == 12  # one target per piece is gone
 
 
 # --------------------------------------------------------------------------------------- batches
@@ -155,9 +153,6 @@ def test_trap_23_an_uneven_last_batch_neither_hangs_nor_biases_the_loss():
     assert [len(steps) for steps in per_rank] == [2, 2, 2]
     assert per_rank[2][1] == (0.0, 0)  # the last batch has one sample: this rank has no part in it
     assert mean(per_rank) == pytest.approx(truth, rel=1e-12)
-    # the usual remedy, repeating samples until the ranks are even, gives another number
-    repeated = [total(1, 0), total(1, 0)[:1]]
-    assert mean(repeated) != pytest.approx(truth, rel=1e-3)
 
 
 def test_trap_23_changed_run_is_refused_unless_it_continues_exactly():

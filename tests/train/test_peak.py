@@ -25,10 +25,8 @@ def test_boards_with_the_same_chip_have_peaks_of_their_own(monkeypatch):
     for name, expected in {
         "NVIDIA H200": (989e12, 67e12),
         "NVIDIA H200 NVL": (835e12, 60e12),
-        "NVIDIA H200 PCIe": (835e12, 60e12),
         "NVIDIA H100 PCIe": (756e12, 51e12),
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb": (None, None),
-        "NVIDIA H100XM-80C": (None, None),
         "NVIDIA T4": (None, None),
     }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)

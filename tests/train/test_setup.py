@@ -3,7 +3,6 @@
 Unless a test says otherwise runs are in float64: what agrees to 1e-10 is the same computation.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.trainer import Trainer
-from tests.train.runs import SAME, assert_same_run, lines_of, saved
+from tests.train.runs import SAME, assert_same_run, lines_of, report_of, saved
 
 PLAIN = TrainConfig(
     steps=6,
@@ -30,10 +29,6 @@ PLAIN = TrainConfig(
     save_every=3,
     record_steps=0,
 )
-
-
-def report_of(folder: Path) -> dict:
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 # ---------------------------------------------------------------------- any plan

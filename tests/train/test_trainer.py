@@ -4,7 +4,6 @@ Unless a test says otherwise runs are in float64, where the order in which numbe
 nothing: what agrees to 1e-10 is the same computation.
 """
 
-import json
 import shutil
 import time
 from dataclasses import replace
@@ -26,7 +25,7 @@ from minipar.train.data import IGNORE
 from minipar.train.metrics import read
 from minipar.train.report import StepRecorder, figures
 from minipar.train.step import train_step
-from tests.train.runs import assert_same_run, lines_of, saved
+from tests.train.runs import assert_same_run, lines_of, report_of, saved
 
 PLAIN = TrainConfig(
     steps=6,
@@ -39,11 +38,6 @@ PLAIN = TrainConfig(
     save_every=100,
     record_steps=0,
 )
-
-
-def report_of(folder: Path) -> dict:
-    text = (folder / "report.json").read_text(encoding="utf-8")
-    return json.loads(text, parse_constant=pytest.fail)
 
 
 @pytest.fixture(scope="module")
