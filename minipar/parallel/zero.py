@@ -163,6 +163,13 @@ def make_room(p: nn.Parameter) -> None:
         p.grad = None
 
 
+@torch.compiler.disable
+def make_rooms(model: nn.Module, *_: Any) -> None:
+    """Drop each `InPieces` before a forward of evaluation: torch.compile would look at them."""
+    for p in () if model.training else model.parameters():
+        make_room(p)
+
+
 def room_maker(p: nn.Parameter) -> Callable[[Tensor], None]:
     """Return a hook that calls `make_room`, and does not keep the parameter alive."""
     its = weakref.ref(p)
@@ -203,6 +210,7 @@ class Stage1(Strategy):
             p.stepped_elsewhere = "step the ShardedOptimizer, which has their gradients"
             p.piece.claimed_by = p.claimed_by
             p.register_hook(room_maker(p))
+        model.register_forward_pre_hook(make_rooms)
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         # After a skipped step, `model.zero_grad()` drops each InPieces, and no gradient.

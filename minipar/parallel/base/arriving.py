@@ -33,7 +33,8 @@ def let_modules_wait(model: nn.Module, waits: Mapping[nn.Parameter, Wait]) -> No
     """Make each module call ``waits[p]`` for its parameters p, before it runs.
 
     A weight may be used without a call of its module, as `nn.MultiheadAttention` uses `out_proj`.
-    So `model` itself waits for the weights of modules that were never called.
+    So `model` itself waits for the weights of modules that were never called. States are read when
+    all weights are there: a rank's own slices lie in the buffers that are filled.
     """
     needs: WeakKeyDictionary[nn.Module, list[Wait]] = WeakKeyDictionary()
     for module in model.modules():
@@ -52,6 +53,11 @@ def let_modules_wait(model: nn.Module, waits: Mapping[nn.Parameter, Wait]) -> No
         for arrives in chain(*never_called.values()) if module.training else waits.values():
             arrives()
 
+    def wait_for_all(*_: Any) -> None:
+        for arrives in waits.values():
+            arrives()
+
     model.register_forward_pre_hook(torch.compiler.disable(wait_for_uncalled))
     for module in needs:
         module.register_forward_pre_hook(wait)
+    model.register_state_dict_pre_hook(wait_for_all)
