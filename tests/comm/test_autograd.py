@@ -164,25 +164,6 @@ def test_uneven_all_to_all_returns_gradients_to_where_rows_came_from():
     assert y.shape == (sum(recv), 2) and x.grad[:, 0].tolist() == wanted
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@on_ranks("size")
-def test_column_and_row_product_equals_one_device_up_to_second_derivatives(size):
-    """x -> tanh(x A) B with A cut by columns, B by rows; and its gradient differentiated again."""
-    axis = Mesh(tp=size).tp
-    x = draw("I", (4, 3), 0, seed=4).requires_grad_()
-    a, b = draw("I", (3, 6), 0, seed=5), draw("I", (6, 3), 0, seed=6)
-    serial = torch.tanh(x @ a) @ b
-    hidden = torch.tanh(autograd.convert(x, axis) @ a.chunk(size, 1)[axis.rank])
-    split = autograd.all_reduce(hidden @ b.chunk(size, 0)[axis.rank], axis, to="I")
-    found = []
-    for y in (serial, split):
-        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.pow(3).sum(), x)
-        found.append((y, first, second))
-    for theirs, ours in zip(*found, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
 @on_ranks(3)
 def test_trap_14_a_sum_that_all_ranks_use_alike_does_not_scale_gradients():
     """The same loss on every rank: P->I gives its gradient, P->R that of n losses."""

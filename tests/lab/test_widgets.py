@@ -1,6 +1,5 @@
 """Widgets without a browser: moving a slider by hand is setting its value."""
 
-import ipywidgets
 import pytest
 from matplotlib.figure import Figure
 
@@ -35,25 +34,6 @@ def test_picture_and_text_follow_the_sliders():
     box.sliders["height"].value, box.sliders["colour"].value = 4, "black"
     assert picture(box) == first
     assert box.values == {"height": 4, "colour": "black"}
-
-
-def test_each_kind_of_control_and_a_picture_as_high_as_the_highest():
-    """Catches a page that jumps; a control that means nothing, and looks as if it did."""
-
-    def tall(inches=1, b=0.5, c="two", f=1):
-        return Figure(figsize=(2, inches))
-
-    choices, only = {"one": "one", "both": "two"}, {"b": lambda inches, **_: inches > 1}
-    box = widgets.explore(
-        tall, inches=(1, 9), b=(0.0, 1.0, 0.25), c=choices, f=(2, 3), only_if=only
-    )
-    assert box.values == {"inches": 1, "b": 0.5, "c": "two", "f": 2}
-    assert isinstance(box.sliders["b"], ipywidgets.FloatSlider) and box.sliders["b"].disabled
-    heights = []
-    for inches in (1, 3, 2):
-        box.sliders["inches"].value = inches
-        heights.append(box.image.layout.height)
-    assert heights == ["96px", "288px", "288px"] and not box.sliders["b"].disabled
 
 
 def test_an_error_while_drawing_is_seen():

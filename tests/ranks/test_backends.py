@@ -14,7 +14,6 @@ from minipar.comm import collectives, gloo
 from minipar.comm.mesh import Mesh
 from minipar.observe import timeline
 from minipar.ranks import backends
-from minipar.ranks.launch import Ranks
 from tests.on_ranks import on_ranks
 
 
@@ -36,16 +35,6 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "link")
     assert backends.compute_device() == torch.device("cpu")
-
-
-@pytest.mark.slow
-def test_ranks_behind_the_emulated_link_leave_gpus_alone(ranks, tmp_path, monkeypatch):
-    ranks(1)  # so that the fork server runs, and only the ranks of this test import the spy
-    spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
-    (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with Ranks(2, backend="link", preload=("no_gpu_please",)) as pair:
-        assert pair.run(lambda: 1) == [1, 1]
 
 
 def test_nccl_needs_a_gpu_per_rank(four_gpus):
