@@ -5,8 +5,6 @@ rate.
 """
 
 import socket
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,17 +74,6 @@ def test_collectives_take_what_the_formula_says(hosts):
             model = seconds(formula, int(num_bytes), 2, wire(MEGABITS))
             print(f"{verb:15}{num_bytes:>9} B  {1e3 * model:6.0f} ms, really {1e3 * found:6.0f} ms")
             assert 0.9 * model < found < 1.25 * model, (verb, num_bytes, model, found)
-
-
-def keep_talking(signal: str) -> float:
-    """Seconds of ten all-reduces; a file tells that the first is over."""
-    axis = Mesh(dp=2).dp
-    start = time.monotonic()
-    for turn in range(10):
-        total = comm.all_reduce(torch.full((250_000,), axis.rank + 1.0), axis)
-        assert total.eq(3).all()
-        Path(signal).write_text(str(turn), encoding="utf-8")
-    return time.monotonic() - start
 
 
 # ---------------------------------------------------------------------- two torchruns
