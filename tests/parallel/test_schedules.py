@@ -41,6 +41,16 @@ def test_text_is_read_back(schedule, with_messages):
         assert all(a.twin.twin == a for a in row if not a.computes)
 
 
+def test_one_f_one_b_by_hand():
+    """Catches a warm-up that is one too long or too short, which stays valid but costs memory."""
+    assert str(make("1f1b", 3, 4)) == (
+        "1f1b: microbatches 4; stages on ranks 0 1 2; live at most 3 2 1\n"
+        "rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n"
+        "rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n"
+        "rank 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    )
+
+
 # ---------------------------------------------------------------------- every schedule is valid
 @settings(max_examples=80, deadline=None)
 @given(drawn())
@@ -50,6 +60,27 @@ def test_any_p_m_and_v_is_valid_with_and_without_messages(schedule):
     lowered = lower(schedule)
     validate(lowered)
     assert lowered.without_messages() == schedule
+
+
+@quick
+@given(drawn())
+def test_receives_are_posted_ahead_of_need(schedule):
+    """Before the action that its rank is busy with when the message departs.
+
+    Catches receives put right before their use, where a rank would wait for every message.
+    """
+    ends = {span.name: span.end for span in simulate(schedule)}
+    for row in lower(schedule).actions:
+        for i, action in enumerate(row):
+            if action.kind[0] == "R":
+                kinds = "F" if action.kind == "RF" else "BI"
+                maker = replace(action.twin, kind="F")
+                names = [str(replace(maker, kind=kind)) for kind in kinds]
+                departs = next(ends[name] for name in names if name in ends)
+                after = [a for a in row[i:] if a.computes]
+                assert ends[str(after[0])] >= departs
+                before = [a for a in row[:i] if a.computes]
+                assert all(ends[str(a)] <= departs for a in before)
 
 
 @quick
