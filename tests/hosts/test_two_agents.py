@@ -114,7 +114,7 @@ def test_a_killed_worker_goes_on_in_the_same_folder_to_the_bit(ranks, text, tmp_
         psutil.Process(agent.process.pid).children()[-1].send_signal(signal.SIGKILL)
         assert agent.process.wait(PATIENCE * busy()) == 0, agent.said
         said = agent.said
-    assert re.search(rf"^Resuming {folder}/checkpoints/step_0000\d\d with", said, re.M), said
+    assert re.search(rf"^Resuming {folder}/checkpoints/step_0000\d\d on ", said, re.M), said
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["mine"]
     assert lines_of(folder, *SAME) == lines_of(tmp_path / "whole", *SAME)
     assert not (folder / "lock").exists()
