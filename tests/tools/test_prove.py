@@ -151,7 +151,7 @@ UNKNOWN = {
     "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
     "an axis": (job(gallery.plain.parallelize), {"gpus": 2},
         "do the ranks of axis 'gpus' have sam"),
-    "an axis that is misspelt": (job(gallery.plain.parallelize, shares=["gpu"]), {"gpus": 2},
+    "an axis that is misspelt": (job(gallery.plain.parallelize, shares=["dp", "gpu"]), {"gpus": 2},
         "do the ranks of axis 'gpus' have sam"),
     "a trial": (job(lambda model, mesh: NoSync(model)), DP,
         r"RuntimeError: not now \(in the trial of 2 steps of 3 microbatches; equal by then: 3 ste"),

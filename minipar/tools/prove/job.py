@@ -110,8 +110,9 @@ class Job:
             return []
         by_name = self.shares == "batch"
         own = [a for a in sizes if (a.startswith(DATA) if by_name else a in self.shares)]
-        strange = [axis for axis in sizes if not axis.startswith(DATA * by_name + MODEL)]
-        if strange and (by_name or not own):
+        strange = [axis for axis in sizes if axis not in own and not axis.startswith(MODEL)]
+        # A name in the list that is no axis of this mesh may be misspelt.
+        if strange and (by_name or {*self.shares} - {*sizes}):
             raise WrongFile(
                 f"do the ranks of axis {strange[0]!r} have samples of their own? Say so in the "
                 f'file: shares = ["{strange[0]}"] if they do, shares = [] if all have all, or a '
