@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,12 @@ class Overlap:
 class Timeline:
     """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
-    Spans that were read from files of others have `notes`, sentences on missing or guessed parts,
-    and `steps`: by rank, the name, start and end of every step that a profiler was told of.
+    Of spans that were read from files of others, `notes` say what is missing or guessed.
     """
 
     def __init__(
         self, spans: Iterable[Span] = (), label: str = "", notes: Iterable[str] = ()
     ) -> None:
-        self.steps: dict[int, list[tuple[int, float, float]]] = {}
         self.spans = sorted(spans, key=lambda span: (span.start, span.rank, span.end))
         self.label, self.notes = label, tuple(notes)
 
@@ -93,6 +92,22 @@ class Timeline:
     def duration(self) -> float:
         """Return the seconds from the first start to the last end, over all ranks."""
         return self.end - self.start
+
+    @property
+    def steps(self) -> dict[int, list[tuple[str, float, float]]]:
+        """Return by rank the name, start and end of each step that a profiler was told of.
+
+        A step lasts from its first span until the next step's, or until its own last one ends.
+        """
+        found: dict[int, dict[str, list[float]]] = defaultdict(dict)
+        for span in self.spans:
+            if name := span.meta.get("step"):
+                times = found[span.rank].setdefault(name, [span.start, span.end])
+                times[1] = max(times[1], span.end)
+        for steps in found.values():
+            for times, after in pairwise(steps.values()):
+                times[1] = max(times[1], after[0])
+        return {r: [(name, *times) for name, times in found[r].items()] for r in sorted(found)}
 
     def shifted(self) -> "Timeline":
         """Return the same spans, moved so that the first one starts at 0 seconds."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from operator import add
 
 from minipar.observe.spans import Interval, Span, measure, union
 from minipar.observe.timeline import Timeline
@@ -96,12 +96,11 @@ def breakdown(timeline: Timeline) -> Breakdown:
 def _parts(timeline: Timeline, key: Callable[[Span], str]) -> dict[str, Part]:
     """Return communication by its key: `Timeline.overlap`, with keys in the place of axes."""
     spans = (replace(span, axis=key(span)) if span.kind == "comm" else span for span in timeline)
-    rows: dict[str, list[Any]] = defaultdict(list)
+    sums, n = defaultdict(lambda: [0.0] * 4), len(timeline.ranks)
     for row in Timeline(spans).overlap():
-        rows[row.axis].append(row)
-    fields, n = ("total", "exposed", "count", "num_bytes"), len(timeline.ranks)
-    means = {k: [sum(getattr(row, f) for row in of) / n for f in fields] for k, of in rows.items()}
-    return {name: Part(name, timeline.duration, *values) for name, values in means.items()}
+        values = row.total, row.exposed, row.count, row.num_bytes
+        sums[row.axis] = list(map(add, sums[row.axis], values))
+    return {k: Part(k, timeline.duration, *(x / n for x in total)) for k, total in sums.items()}
 
 
 def _steps(timeline: Timeline) -> list[Part]:

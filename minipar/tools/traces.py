@@ -5,44 +5,36 @@
 
 import re
 import statistics
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.spans import Span, moved, read_json
+from minipar.observe.spans import Span, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
 from minipar.tools import kineto
 from minipar.tools.kernels import looks_like_communication
-from minipar.tools.kineto import HOST, Event, about, seconds, usable, whole
 
 _MESSAGES = "send", "recv", "exchange", "peer_copy"
 _ROOTED = "broadcast", "reduce", "gather", "scatter"  # which end earlier on some ranks
 
-Step = tuple[str, float, float]  # "ProfilerStep#7", and from when until when, in seconds
-
 
 @dataclass
 class _Trace:
-    """One device of one file: its spans and steps."""
+    """One device of one file: its spans; its rank, as far as it is known, and its clock."""
 
     file: Path
-    document: Event
+    rank: int | None
+    host: str
+    base: int  # nanoseconds from which its times count
     spans: list[Span]
-    steps: list[Step]
-    rank: int = -1
-
-    @property
-    def host(self) -> str:
-        return printable(self.document.get("host_name", self.file))
 
     def move(self, by: float) -> None:
-        """Move all spans and steps by so many seconds."""
-        self.spans = moved(self.spans, by)
-        self.steps = [(name, start + by, end + by) for name, start, end in self.steps]
+        """Move all spans by so many seconds, and tell them their rank."""
+        for span in self.spans:
+            span.start, span.end, span.rank = span.start + by, span.end + by, self.rank
 
 
 def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
@@ -66,34 +58,25 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     for a file that is not a trace, holds no work, or lacks the GPU of its job; for two of one rank,
     and for none.
     """
-    files = _trace_files(paths)
     notes: list[str] = []
-    found = [_read(file, notes) for file in files]
+    found = [_read(file, notes) for file in _trace_files(paths)]
     traces = [devices[0] for devices in found]
-    ranks = _trace_ranks(traces)
-    for trace in (trace for devices in found for trace in devices[1:]):
-        ranks.append(1 + max(ranks))
-        notes.append(f"rank {ranks[-1]} is a further device of {printable(trace.file)}")
-        traces.append(trace)
-    bases = [whole(trace.document.get("baseTimeNanoseconds")) for trace in traces]
-    for trace, rank, base in zip(traces, ranks, bases, strict=True):
-        trace.rank = rank
-        for span in trace.spans:
-            span.rank = rank
-        trace.move(1e-9 * (base - min(bases)))  # of integers: floats lack the digits
-    if len({trace.host for trace in traces}) > 1 or len(set(bases)) > 1:
+    _number(traces)
+    for further in (trace for devices in found for trace in devices[1:]):
+        further.rank = 1 + max(trace.rank for trace in traces)
+        notes.append(f"rank {further.rank} is a further device of {printable(further.file)}")
+        traces.append(further)
+    first = min(trace.base for trace in traces)
+    for trace in traces:
+        trace.move(1e-9 * (trace.base - first))  # of integers: floats lack the digits
+    if len({(trace.host, trace.base) for trace in traces}) > 1:
         notes.append(_align(traces))
     spans = [span for trace in traces for span in trace.spans]
     alike = sorted({s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)})
     if alike:
         what = "these names look like communication and were counted as computing"
         notes.append(f"{what}: {_some([name[:60] for name in alike], 5)}")
-    first = min(span.start for span in spans)
-    for trace in traces:
-        trace.move(-first)
-    result = Timeline((span for trace in traces for span in trace.spans), notes=notes)
-    result.steps = {trace.rank: trace.steps for trace in traces}
-    return result
+    return Timeline(spans, notes=notes).shifted()
 
 
 # ---------------------------------------------------------------------- files and ranks
@@ -108,60 +91,57 @@ def _trace_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     return files
 
 
-def _trace_ranks(traces: Sequence[_Trace]) -> list[int]:
-    """Return ranks by what works for every file: distributedInfo, the name, the order.
-
-    Torch's own name, HOST_PID.TIME.pt.trace.json, tells a process: two of one are two cycles.
-    """
-    files = [trace.file for trace in traces]
-    said = [whole(about(trace.document).get("rank"), None) for trace in traces]
-    found = [re.search(r"(?:rank|worker)\D?(\d+)", file.name) for file in files]
-    named = [match and int(match[1]) for match in found]
-    processes = [re.sub(r"\.\d+(?=\.pt\.trace\.json)", "", file.name) for file in files]
-    order = [[*dict.fromkeys(processes)].index(process) for process in processes]
-    ranks = next(numbers for numbers in (said, named, order) if None not in numbers)
-    for i, rank in enumerate(ranks):
-        if (first := ranks.index(rank)) != i:
-            both = f"{files[first]} and {files[i]} are both of rank {rank}"
-            raise ValueError(f"{both}; give one file per rank")
-    return ranks
-
-
 def _read(file: Path, notes: list[str]) -> list[_Trace]:
     """Return a trace for each device of the file, the busiest first."""
     document = read_json(file)
     try:
-        good = usable(document.pop("traceEvents"))
-        if any(event["cat"] == "kernel" for event in good):
-            devices = kineto.gpu_spans(good)
-            for spans in devices.values():
-                notes += [f"{printable(file)}: {note}" for note in kineto.cut_short(spans)]
-        else:
-            devices = {0: kineto.cpu_spans(good, document)}
-    except (AttributeError, KeyError, TypeError) as error:
+        devices, told = kineto.read(document)
+        rank = kineto.whole((document.get("distributedInfo") or {}).get("rank"), None)
+    except (AttributeError, KeyError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{file} is not what torch.profiler writes: {error!r:.150}") from None
     except ValueError as error:
         raise ValueError(f"{file} is a trace, but {error}") from None
+    notes += [f"{printable(file)}: {note}" for note in told]
     # A device that only copies has no rank of its own.
-    working = [spans for spans in devices.values() if any(s.kind != "copy" for s in spans)]
+    working = [spans for spans in devices if any(span.kind != "copy" for span in spans)]
     if not working:
         raise ValueError(f"{file} is a trace, but holds no operator and no kernel")
     working.sort(key=lambda spans: sum(span.duration for span in spans), reverse=True)
-    return [_Trace(file, document, spans, _steps(good, spans)) for spans in working]
+    host = printable(document.get("host_name", file))
+    base = kineto.whole(document.get("baseTimeNanoseconds"))
+    return [_Trace(file, rank, host, base, spans) for spans in working]
 
 
-# ---------------------------------------------------------------------- clocks and steps
+def _number(traces: Sequence[_Trace]) -> None:
+    """Give ranks by what works for every file: distributedInfo, the name, the order.
+
+    Torch's own name, HOST_PID.TIME.pt.trace.json, tells a process: two of one are two cycles.
+    """
+    names = [trace.file.name for trace in traces]
+    said = [trace.rank for trace in traces]
+    found = [re.search(r"(?:rank|worker)\D?(\d+)", name) for name in names]
+    named = [match and int(match[1]) for match in found]
+    processes = [re.sub(r"\.\d+(?=\.pt\.trace\.json)", "", name) for name in names]
+    order = [[*dict.fromkeys(processes)].index(process) for process in processes]
+    ranks = next(numbers for numbers in (said, named, order) if None not in numbers)
+    for i, (trace, rank) in enumerate(zip(traces, ranks, strict=True)):
+        trace.rank = rank
+        if (first := ranks.index(rank)) != i:
+            both = f"{traces[first].file} and {trace.file} are both of rank {rank}"
+            raise ValueError(f"{both}; give one file per rank")
+
+
+# ---------------------------------------------------------------------- clocks
 def _align(traces: list[_Trace]) -> str:
     """Move the clocks of traces so that common collectives end together, and say by how much.
 
     Ranks whose clocks cannot be aligned keep theirs; nothing is told of who waits for them.
     """
-    shared = matched((span for trace in traces for span in trace.spans), _ROOTED)
+    shared = matched((span for trace in traces for span in trace.spans), _ROOTED).values()
     offsets, apart = {traces[0].rank: 0.0}, [0.0]
-    placed = list(offsets)
-    for known in placed:  # which grows: group by group, as far as groups connect
+    for known in (placed := list(offsets)):  # which grows, as far as groups connect
         gaps: dict[int, list[float]] = defaultdict(list)
-        for spans in shared.values():
+        for spans in shared:
             for rank in spans.keys() - offsets.keys() if known in spans else ():
                 gaps[rank].append(spans[known].end - spans[rank].end)
         for rank, those in sorted(gaps.items()):
@@ -169,19 +149,20 @@ def _align(traces: list[_Trace]) -> str:
             offsets[rank] = offsets[known] + gap
             apart += [abs(other - gap) for other in those]
             placed.append(rank)
-    told = []
     for trace in traces:
-        if trace.rank in offsets:
-            trace.move(offsets[trace.rank])
-            told.append(f"rank {trace.rank} ({trace.host}) {1e3 * offsets[trace.rank]:+.3f} ms")
-        else:
-            for span in trace.spans:
-                span.meta["clock"] = trace.host
-    if len(told) == 1:
+        trace.move(offsets.get(trace.rank, 0.0))
+        for span in trace.spans if trace.rank not in offsets else ():
+            span.meta["clock"] = trace.host
+    told = [
+        f"rank {trace.rank} ({trace.host}) {1e3 * offsets[trace.rank]:+.3f} ms"
+        for trace in traces[1:]
+        if trace.rank in offsets
+    ]
+    if not told:
         return "clocks that may differ, and no common collective to align them by"
-    left = len(traces) - len(told)
-    said = f"clocks moved: {_some(told[1:], 8)}, so that common collectives end together; they do "
+    said = f"clocks moved: {_some(told, 8)}, so that common collectives end together; they do "
     said += f"within {1e3 * statistics.median(apart):.3f} ms (median)"
+    left = len(traces) - len(offsets)
     return said + f"; {left} ranks share no collective with rank {traces[0].rank}" * bool(left)
 
 
@@ -195,38 +176,17 @@ def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[in
 
     Neither messages nor the verbs of `but` are collectives that begin or end together.
     """
-    count: dict[Any, int] = defaultdict(int)
-    found: dict[Any, dict[int, Span]] = defaultdict(dict)
+    calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in sorted(spans, key=lambda span: span.start):
         if span.kind == "comm" and span.name not in (*_MESSAGES, *but):
             group = span.axis, span.meta.get("group"), span.meta.get("clock")
-            count[span.rank, group] += 1
-            number = span.meta.get("seq")
-            number = (count[span.rank, group],) if number is None else number
-            found[group, span.name, number][span.rank] = span
-    counts: dict[Any, set[int]] = defaultdict(set)
-    for (_, group), calls in count.items():
-        counts[group].add(calls)
-    # Where one rank recorded more than another, the nth of both need not be the same call.
-    return {key: s for key, s in found.items() if type(key[2]) is int or len(counts[key[0]]) == 1}
-
-
-def _steps(events: list[Event], spans: list[Span]) -> list[Step]:
-    """Return the ProfilerStep#N of the host, each from its first span on until the next one's.
-
-    Each span is told the step that launched it; without a launch, the step in which it begins.
-    """
-    host = (e for e in events if e["cat"] in HOST)  # the profiler repeats them for the GPU
-    marks = sorted({(*seconds(e), e["name"]) for e in host if e["name"].startswith("ProfilerStep")})
-    inside: list[list[Span]] = [[] for _ in marks]
-    for span in spans:
-        at = span.meta.get("launched", span.start)
-        i = bisect_right(marks, at, key=lambda mark: mark[0]) - 1
-        if i >= 0 and at < marks[-1][1]:
-            span.meta["step"] = printable(marks[i][2])
-            inside[i].append(span)
-    inside = [mine for mine in inside if mine]
-    starts = [min(span.start for span in mine) for mine in inside]
-    ends = [max(span.end for span in mine) for mine in inside]
-    steps = zip(inside, starts, ends, starts[1:] + ends[-1:], strict=True)
-    return [(mine[0].meta["step"], start, max(end, after)) for mine, start, end, after in steps]
+            calls[group][span.rank].append(span)
+    found: dict[Any, dict[int, Span]] = defaultdict(dict)
+    for group, ranks in calls.items():
+        # Where one rank recorded more than another, the nth of both need not be the same call.
+        is_alike = len(set(map(len, ranks.values()))) == 1
+        for rank, nth, span in ((r, i, s) for r in ranks for i, s in enumerate(ranks[r])):
+            seq = span.meta.get("seq")
+            if seq is not None or is_alike:
+                found[group, span.name, seq is None, nth if seq is None else seq][rank] = span
+    return found
