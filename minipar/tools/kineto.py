@@ -51,14 +51,19 @@ class Event:
 
 
 def read(document: dict[str, Any]) -> tuple[list[list[Span]], list[str]]:
-    """Return the spans of each device of a trace, and notes on what was done to them.
+    """Return the spans of each device of a trace, the busiest first, and how many were cut.
 
     Raises `ValueError` for a trace that lacks the GPU of its job, and as `_events` does.
     """
-    events = _events(document["traceEvents"])
-    if any(event.cat == "kernel" for event in events):
-        return _gpu_spans(events)
-    return [_cpu_spans(events, document.get("distributedInfo") or {})], []
+    events, info = _events(document["traceEvents"]), document.get("distributedInfo") or {}
+    if not any(event.cat == "kernel" for event in events):
+        return [_talking(events, info, is_on_cpu=True) + _computing(events)], []
+    devices, notes = _gpu_spans(events)
+    # A device that only copies has no rank of its own.
+    devices = [spans for spans in devices if any(span.kind != "copy" for span in spans)]
+    devices.sort(key=lambda spans: sum(span.duration for span in spans), reverse=True)
+    devices[0] += _talking(events, info, is_on_cpu=False)
+    return devices, notes
 
 
 def _events(listed: list[Any]) -> list[Event]:
@@ -148,8 +153,9 @@ def _phase(calls: Sequence[Event]) -> str:
     return "backward" if is_backward else "forward" if calls else "compute"
 
 
-_NOT_MINE = re.compile(
-    r"(torch|site-packages|dist-packages|threading|<frozen)\b.*\(\d+\)|<built-in|nn\.Module"
+_NOT_MINE = re.compile(  # as "torch/autograd/function.py(581): apply", "<frozen runpy>(88): _run"
+    r"(^|/)(torch|(site|dist)-packages)/|(^|/)(threading|contextlib|typing_extensions)\.py\("
+    r"|^<(frozen|built-in)|nn\.Module"
 )
 
 
@@ -196,26 +202,28 @@ def _bytes(verb: str, args: dict[str, Any]) -> int:
 
 
 # ---------------------------------------------------------------------- a CPU
-def _cpu_spans(events: list[Event], info: dict[str, Any]) -> list[Span]:
-    """Return the spans of a job on CPUs; `info`: what the trace says of the job."""
+def _talking(events: list[Event], info: dict[str, Any], is_on_cpu: bool) -> list[Span]:
+    """Return what the host itself sends; `info`: what the trace says of the job."""
     comm = [event for event in events if event.name.startswith("gloo:")]
     calls = [event for event in events if event.name.startswith("c10d::")]
     backend = str(info.get("backend", ""))
     is_elsewhere = "ccl" in backend and ("gloo" not in backend or len(calls) > len(comm))
-    if is_elsewhere or any(re.match(r"[a-z]+ccl:", event.name) for event in events):
+    is_elsewhere = is_elsewhere or any(re.match(r"[a-z]+ccl:", event.name) for event in events)
+    if is_elsewhere and is_on_cpu:
         raise ValueError(
             f"it lacks the GPU of its job (backend {printable(backend) or 'nccl'}): it has no "
             f"kernel, and the host's times are not the times of its collectives; profile with "
             f"ProfilerActivity.CUDA (other devices are not known here)"
         )
     groups = info.get("pg_config") or [{}]
-    # gloo does not say which group: known only where there is but one
-    axis = _axis(groups[0].get("pg_desc")) if len(groups) == 1 else "gloo"
-    comm = comm or calls
+    # gloo does not say which group: known only where all have the same ranks
+    is_one = len({str(group.get("ranks")) for group in groups}) == 1
+    axis = _axis(groups[0].get("pg_desc")) if is_one else "gloo"
+    comm = comm or calls * is_on_cpu
     if len(calls) == len(comm):  # gloo works in threads of its own, in the order of the calls
         for event, call in zip(comm, calls, strict=True):
-            event.around = call.around
-    return [event.span("comm", _verb(event.name), axis) for event in comm] + _computing(events)
+            event.around, event.step = call.around, call.step
+    return [event.span("comm", _verb(event.name), axis) for event in comm]
 
 
 def _is_work(event: Event) -> bool:

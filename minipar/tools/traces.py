@@ -61,7 +61,7 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     notes: list[str] = []
     found = [_read(file, notes) for file in _trace_files(paths)]
     traces = [devices[0] for devices in found]
-    _number(traces)
+    notes += _number(traces)
     for further in (trace for devices in found for trace in devices[1:]):
         further.rank = 1 + max(trace.rank for trace in traces)
         notes.append(f"rank {further.rank} is a further device of {printable(further.file)}")
@@ -81,18 +81,21 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
 
 # ---------------------------------------------------------------------- files and ranks
 def _trace_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    if len(files) == 1 and (folder := files[0]).is_dir():
-        files = [f for f in sorted(folder.iterdir()) if f.name.endswith((".json", ".json.gz"))]
-        if not files:
-            raise ValueError(f"no .json or .json.gz in the folder {folder}")
+    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    files = []
+    for path in given:
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+        found = [file for file in inside if file.name.endswith((".json", ".json.gz"))]
+        if path.is_dir() and not found:
+            raise ValueError(f"no .json or .json.gz in the folder {path}")
+        files += found or [path]
     if missing := [str(file) for file in files if not file.exists()]:
         raise ValueError(f"no such trace: {', '.join(missing)}")
     return files
 
 
 def _read(file: Path, notes: list[str]) -> list[_Trace]:
-    """Return a trace for each device of the file, the busiest first."""
+    """Return a trace for each device of the file."""
     document = read_json(file)
     try:
         devices, told = kineto.read(document)
@@ -102,26 +105,23 @@ def _read(file: Path, notes: list[str]) -> list[_Trace]:
     except ValueError as error:
         raise ValueError(f"{file} is a trace, but {error}") from None
     notes += [f"{printable(file)}: {note}" for note in told]
-    # A device that only copies has no rank of its own.
-    working = [spans for spans in devices if any(span.kind != "copy" for span in spans)]
-    if not working:
+    if not any(devices):
         raise ValueError(f"{file} is a trace, but holds no operator and no kernel")
-    working.sort(key=lambda spans: sum(span.duration for span in spans), reverse=True)
     host = printable(document.get("host_name", file))
     base = kineto.whole(document.get("baseTimeNanoseconds"))
-    return [_Trace(file, rank, host, base, spans) for spans in working]
+    return [_Trace(file, rank, host, base, spans) for spans in devices]
 
 
-def _number(traces: Sequence[_Trace]) -> None:
-    """Give ranks by what works for every file: distributedInfo, the name, the order.
+def _number(traces: Sequence[_Trace]) -> list[str]:
+    """Give ranks by what works for every file: distributedInfo, the name, the order; say a guess.
 
     Torch's own name, HOST_PID.TIME.pt.trace.json, tells a process: two of one are two cycles.
     """
     names = [trace.file.name for trace in traces]
     said = [trace.rank for trace in traces]
-    found = [re.search(r"(?:rank|worker)\D?(\d+)", name) for name in names]
+    found = [re.search(r"(?i:rank|worker)\D?(\d+)", name) for name in names]
     named = [match and int(match[1]) for match in found]
-    processes = [re.sub(r"\.\d+(?=\.pt\.trace\.json)", "", name) for name in names]
+    processes = [re.sub(r"\.\d+(?=\.pt\.trace\.json)", "", str(trace.file)) for trace in traces]
     order = [[*dict.fromkeys(processes)].index(process) for process in processes]
     ranks = next(numbers for numbers in (said, named, order) if None not in numbers)
     for i, (trace, rank) in enumerate(zip(traces, ranks, strict=True)):
@@ -129,6 +129,8 @@ def _number(traces: Sequence[_Trace]) -> None:
         if (first := ranks.index(rank)) != i:
             both = f"{traces[first].file} and {trace.file} are both of rank {rank}"
             raise ValueError(f"{both}; give one file per rank")
+    is_guess = ranks is order and len(ranks) > 1
+    return ["no file tells its rank: they are numbered in the order given"] if is_guess else []
 
 
 # ---------------------------------------------------------------------- clocks
@@ -178,7 +180,8 @@ def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[in
     """
     calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in sorted(spans, key=lambda span: span.start):
-        if span.kind == "comm" and span.name not in (*_MESSAGES, *but):
+        # of several groups, gloo does not say which one it is
+        if span.kind == "comm" and span.name not in (*_MESSAGES, *but) and span.axis != "gloo":
             group = span.axis, span.meta.get("group"), span.meta.get("clock")
             calls[group][span.rank].append(span)
     found: dict[Any, dict[int, Span]] = defaultdict(dict)

@@ -225,6 +225,7 @@ def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
     [
         (["rank1.json", "rank3.json"], [1, 3]),
         (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
+        (["Rank10.json", "Rank2.json"], [10, 2]),
         (["job-master-0_77.16.pt.trace.json", "job-worker-0_78.17.pt.trace.json"], [0, 1]),
         (["node7_42.168.pt.trace.json", "node7_42.169.pt.trace.json"], "both of rank 0; give one"),
     ],
@@ -237,7 +238,9 @@ def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
         with pytest.raises(ValueError, match=f"{names[0]} and .*{names[1]} are {ranks}"):
             from_profiler(files)
     else:
-        assert from_profiler(files).ranks == sorted(ranks)
+        t = from_profiler(files)
+        assert t.ranks == sorted(ranks)
+        assert ("no file tells its rank" in str(t.notes)) == (ranks == [0, 1])
         assert from_profiler(files[:1]).ranks == ranks[:1]
 
 

@@ -150,12 +150,16 @@ def refusal(path) -> str:
     return ""
 
 
+AT = b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm", "ts": %s}]}'
 NO_TRACES = [  # the content of a file, and what is said of it
     (b"", "not a readable trace"),
     (b"[" * 200_000, "not a readable trace"),
     (b"null", "no list `traceEvents`"),
     (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
     (b'{"traceEvents": [1]}', "is not what torch.profiler writes"),
+    (AT % b"NaN", "an event of it begins at nan us and takes 0.0 us"),
+    (AT % b"1e999", "an event of it begins at inf us"),
+    (AT % (b"1" + b"0" * 400), "is not what torch.profiler writes"),
     (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "was not written by Timeline.save"),
     (b'{"minipar": 2, "spans": [], "traceEvents": [], "label": ""}', "a timeline without spans"),
     (gzip.compress(b"{}")[:-6], "not a readable trace"),
@@ -241,3 +245,34 @@ def test_a_job_on_gpus_is_not_read_from_its_host_alone(tmp_path, info, calls, is
     events += [_host(name, 40 + 50 * i, 40, 9 + i) for i, name in enumerate(calls)]
     path = write(tmp_path / "r0.json", {"traceEvents": events, "distributedInfo": info})
     assert ("lacks the GPU of its job" in refusal(path)) == is_refused
+
+
+def test_what_a_job_on_gpus_sends_by_gloo_is_communication(tmp_path):
+    """60 us beside a kernel of 40. Mutant: it sends nothing, as its GPU sends nothing."""
+    calls = [_host("c10d::allreduce_", 20, 5, 1), _host("gloo:all_reduce", 22, 60, 5)]
+    t = read(tmp_path, *launched("gemm", 10, 12, 50, 1), *calls)
+    (row,) = t.overlap()
+    assert row.total == pytest.approx(60e-6) and row.hidden == pytest.approx(40e-6)
+
+
+@pytest.mark.parametrize("others, axis", [([2, 3], "gloo"), ([0, 1], "world")])
+def test_clocks_are_not_aligned_at_calls_of_groups_that_are_not_known(tmp_path, others, axis):
+    """gloo does not say in which of several groups it works, but where all have the same ranks."""
+    groups = [{"pg_desc": "default_pg", "ranks": [0, 1]}, {"pg_desc": "other", "ranks": others}]
+    for rank in range(2):
+        events = [_host("aten::mm", 0, 9, 1), _host("gloo:all_reduce", 20 + 500 * rank, 60, 5)]
+        info = {"backend": "gloo", "rank": rank, "pg_config": groups}
+        document = {"traceEvents": events, "distributedInfo": info, "host_name": f"n{rank}"}
+        write(tmp_path / f"r{rank}.json", document)
+    t = from_profiler(tmp_path)
+    assert {row.axis for row in t.overlap()} == {axis}
+    assert ("clocks moved" in t.notes[0]) == (axis == "world")
+
+
+def test_the_place_of_a_call_is_a_line_of_the_job(tmp_path):
+    """Mutants: what torch decorates its functions with is the job's, or a folder "pytorch" not."""
+    lines = ["<frozen runpy>(88): _run_code", "/home/me/pytorch/train.py(7): step"]
+    lines += ["typing_extensions.py(3137): wrapper", "torch/distributed/c10d.py(9): all_gather"]
+    around = [_host(line, i, 90, 1, "python_function") for i, line in enumerate(lines)]
+    t = read(tmp_path, *around, *launched(NCCL, 20, 30, 9, 1))
+    assert t.spans[0].meta["site"] == lines[1]
