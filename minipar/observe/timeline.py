@@ -147,9 +147,8 @@ class Timeline:
     def bytes_by_axis(self) -> dict[str, int]:
         """Return the bytes sent along each axis, summed over the ranks."""
         result: dict[str, int] = defaultdict(int)
-        for span in self.spans:
-            if span.kind == "comm":
-                result[span.axis] += span.num_bytes
+        for row in self.overlap():
+            result[row.axis] += row.num_bytes
         return dict(sorted(result.items()))
 
     def busy(self) -> dict[int, list[Interval]]:
@@ -162,9 +161,8 @@ class Timeline:
 
     def table(self) -> str:
         """Return `overlap()` as a table in plain text, in milliseconds and megabytes."""
-        rows = [
-            ("rank", "axis", "calls", "MB sent", "total ms", "hidden ms", "exposed ms", "hidden")
-        ]
+        head = "rank", "axis", "calls", "MB sent", "total ms", "hidden ms", "exposed ms", "hidden"
+        rows = [head]
         for o in self.overlap():
             times = (f"{1e3 * t:.1f}" for t in (o.total, o.hidden, o.exposed))
             part = f"{o.hidden / o.total:.0%}" if o.total else "-"

@@ -162,11 +162,11 @@ _NOT_MINE = re.compile(  # as "torch/autograd/function.py(581): apply", "<frozen
 def _site(asked: Sequence[Event]) -> str:
     """Return where a collective was called: the job's own line, else the operators around it."""
     lines = [call.name for call in asked if call.cat == "python_function"]
-    names = [call.name for call in asked if call.cat != "python_function"]
     own = [line for line in lines if not _NOT_MINE.search(line)]
-    names = [name.removeprefix(_BACKWARD + ": ") for name in names if not _WAITS.match(name)]
-    names = [name for name in names if not name.startswith("ProfilerStep")]
-    return printable(own[-1] if own else " > ".join(names[-2:]) or "not recorded")
+    names = [call.name for call in asked if call.cat != "python_function"]
+    names = [name for name in names if not re.match(f"ProfilerStep|{_WAITS.pattern}", name)]
+    around = " > ".join(name.removeprefix(_BACKWARD + ": ") for name in names[-2:])
+    return printable(own[-1] if own else around or "not recorded")
 
 
 def _verb(name: str) -> str:
@@ -196,8 +196,8 @@ def _bytes(verb: str, args: dict[str, Any]) -> int:
     num_bytes = items * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)  # byte, char
     size = whole(args.get("Group size"))
     if verb != "exchange":
-        known = size > 1 and verb in _VERBS.values()
-        num_bytes = wire_bytes(verb, num_bytes, size) if known else 0
+        is_known = size > 1 and verb in _VERBS.values()
+        num_bytes = wire_bytes(verb, num_bytes, size) if is_known else 0
     return num_bytes or whole(args.get("bytes"))
 
 
@@ -236,12 +236,11 @@ def _computing(events: list[Event]) -> list[Span]:
 
     A call that blocks inside of an operator is not computing: it is cut out.
     """
-    waits = defaultdict(list)
+    waits, spans = defaultdict(list), []
     for event in events:
         if _WAITS.match(event.name):
             waits[event.tid].append((event.start, event.end))
     waits = {tid: union(times) for tid, times in waits.items()}
-    spans = []
     for event in events:
         if _is_work(event) and not any(map(_is_work, event.around)):
             name = printable(event.name).removeprefix(_BACKWARD + ": ")

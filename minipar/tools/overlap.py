@@ -6,7 +6,7 @@ before wait inside of theirs.
 """
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -126,7 +126,7 @@ def _waited(timeline: Timeline) -> list[Waited]:
     Only collectives of a known group count. Time in which a rank waits in two counts once.
     """
     waits: dict[int, dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
-    last, count = defaultdict(int), defaultdict(int)
+    last, count = Counter(), Counter()
     for spans in matched(timeline).values():
         any_one = next(iter(spans.values()))
         if len(spans) > 1 and (any_one.meta.get("group") or any_one.axis == "world"):
@@ -135,8 +135,8 @@ def _waited(timeline: Timeline) -> list[Waited]:
             for rank, span in spans.items():
                 if span.end > came:  # who left before, as the root of a broadcast, did not wait
                     waits[late][rank].append((span.start, came))
-                count[rank] += 1
             last[late] += 1
+            count.update(spans.keys())
     found = [
         Waited(late, sum(measure(union(times)) for times in of.values()), last[late], count[late])
         for late, of in waits.items()

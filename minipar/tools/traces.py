@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from minipar.observe.spans import Span, read_json
@@ -40,16 +41,14 @@ class _Trace:
 def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     """Read chrome traces of `torch.profiler` (Kineto), plain or gzipped, one file per rank.
 
-    `paths` is a file, a folder, or several files. The rank is what a file says
-    (`distributedInfo`), else the number in its name, else its place. Each further device of a file
-    is a rank of its own.
+    `paths`: files, or folders of them. The rank is what a file says (`distributedInfo`), else the
+    number in its name, else its place. Each further device of a file is a rank of its own.
 
-    With GPU kernels: communication = those that `kernels.KERNELS` names or the profiler calls a
-    collective, in their args or by a `record_param_comms` around the launch, and copies from
-    GPU to GPU; compute = every other kernel; other memcpys and memset are of kind copy. Without:
-    communication = what gloo timed (else the `c10d` calls); compute = outermost operators less
-    blocking calls. `axis` is the description of the process group, `num_bytes` 0 where the trace
-    does not tell, ``meta["step"]`` the step that launched a call.
+    Communication = what gloo timed; kernels that `kernels.KERNELS` names or the profiler calls a
+    collective, in their args or by a `record_param_comms` around the launch; copies from GPU to
+    GPU. Compute = every other kernel; other memcpys and memset are of kind copy. Without kernels,
+    compute = outermost operators less blocking calls. `axis` is the description of the process
+    group, `num_bytes` 0 where it is not told, ``meta["step"]`` the step that launched a call.
 
     Clocks: files of one host share one. Others are aligned at the ends of common collectives:
     the nth all-reduce of a group ends on all of its ranks together (median over n).
@@ -75,22 +74,20 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     alike = sorted({s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)})
     if alike:
         what = "these names look like communication and were counted as computing"
-        notes.append(f"{what}: {_some([name[:60] for name in alike], 5)}")
+        notes.append(f"{what}: {shorten(', '.join(name[:60] for name in alike), 300)}")
     return Timeline(spans, notes=notes).shifted()
 
 
 # ---------------------------------------------------------------------- files and ranks
 def _trace_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    files = []
-    for path in given:
-        inside = sorted(path.iterdir()) if path.is_dir() else []
-        found = [file for file in inside if file.name.endswith((".json", ".json.gz"))]
-        if path.is_dir() and not found:
+    files: list[Path] = []
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
+        if not path.exists():
+            raise ValueError(f"no such trace: {path}")
+        inside = [*path.glob("*.json"), *path.glob("*.json.gz")] if path.is_dir() else [path]
+        if not inside:
             raise ValueError(f"no .json or .json.gz in the folder {path}")
-        files += found or [path]
-    if missing := [str(file) for file in files if not file.exists()]:
-        raise ValueError(f"no such trace: {', '.join(missing)}")
+        files += sorted(inside)
     return files
 
 
@@ -107,8 +104,8 @@ def _read(file: Path, notes: list[str]) -> list[_Trace]:
     notes += [f"{printable(file)}: {note}" for note in told]
     if not any(devices):
         raise ValueError(f"{file} is a trace, but holds no operator and no kernel")
-    host = printable(document.get("host_name", file))
     base = kineto.whole(document.get("baseTimeNanoseconds"))
+    host = printable(document.get("host_name", file))
     return [_Trace(file, rank, host, base, spans) for spans in devices]
 
 
@@ -162,15 +159,10 @@ def _align(traces: list[_Trace]) -> str:
     ]
     if not told:
         return "clocks that may differ, and no common collective to align them by"
-    said = f"clocks moved: {_some(told, 8)}, so that common collectives end together; they do "
-    said += f"within {1e3 * statistics.median(apart):.3f} ms (median)"
+    said = f"clocks moved: {shorten(', '.join(told), 300)}, so that common collectives end together"
+    said += f"; they do within {1e3 * statistics.median(apart):.3f} ms (median)"
     left = len(traces) - len(offsets)
     return said + f"; {left} ranks share no collective with rank {traces[0].rank}" * bool(left)
-
-
-def _some(words: list[str], most: int) -> str:
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
 
 
 def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[int, Span]]:

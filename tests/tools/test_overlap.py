@@ -28,8 +28,9 @@ def steps_trace(rank, host="a", skew=0.0, late=0.0):
         t, number = 1000.0 * i, 10 * i
         events += [
             _host(f"ProfilerStep#{i + 3}", t, 990, 1, cat="user_annotation"),
-            _host("train.py(12): step", t + 1, 900, 1, cat="python_function"),
+            _host("/my/pytorch/train.py(12): step", t + 1, 900, 1, cat="python_function"),
             _host("torch/nn/modules/module.py(9): f", t + 2, 90, 1, cat="python_function"),
+            _host("typing_extensions.py(9): wrapper", t + 3, 90, 1, cat="python_function"),
             _host("record_param_comms", t + 40, 50, 1, **said, Seq=i),
             *launched("gemm", t + 10, t + 100, 200, number + 1),
             # No table names these two: the annotation says what they are, and torch's own are not.
@@ -65,7 +66,7 @@ def test_steps_call_sites_and_who_is_waited_for(two_hosts):
     assert second.exposed == pytest.approx(150e-6)  # with the copy to the other GPU
     names = {kind: {row.name for row in rows} for kind, rows in parts.parts.items()}
     assert names["collective"] == {"all_gather", "peer_copy"}
-    assert names["call site"] == {"train.py(12): step"}
+    assert names["call site"] == {"/my/pytorch/train.py(12): step"}
     (dp,) = (row for row in parts.parts["group"] if row.name == "dp")
     assert dp.calls == 2 and dp.num_bytes == 2 * 100
     (copied,) = t.select(kind="comm", rank=0, name="peer_copy")
@@ -158,7 +159,6 @@ NO_TRACES = [  # the content of a file, and what is said of it
     (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
     (b'{"traceEvents": [1]}', "is not what torch.profiler writes"),
     (AT % b"NaN", "an event of it begins at nan us and takes 0.0 us"),
-    (AT % b"1e999", "an event of it begins at inf us"),
     (AT % (b"1" + b"0" * 400), "is not what torch.profiler writes"),
     (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "was not written by Timeline.save"),
     (b'{"minipar": 2, "spans": [], "traceEvents": [], "label": ""}', "a timeline without spans"),
@@ -256,23 +256,14 @@ def test_what_a_job_on_gpus_sends_by_gloo_is_communication(tmp_path):
 
 
 @pytest.mark.parametrize("others, axis", [([2, 3], "gloo"), ([0, 1], "world")])
-def test_clocks_are_not_aligned_at_calls_of_groups_that_are_not_known(tmp_path, others, axis):
+def test_calls_of_groups_that_are_not_known_move_no_clock(tmp_path, others, axis):
     """gloo does not say in which of several groups it works, but where all have the same ranks."""
     groups = [{"pg_desc": "default_pg", "ranks": [0, 1]}, {"pg_desc": "other", "ranks": others}]
     for rank in range(2):
         events = [_host("aten::mm", 0, 9, 1), _host("gloo:all_reduce", 20 + 500 * rank, 60, 5)]
-        info = {"backend": "gloo", "rank": rank, "pg_config": groups}
-        document = {"traceEvents": events, "distributedInfo": info, "host_name": f"n{rank}"}
+        document = gpu_trace(rank, f"n{rank}") | {"traceEvents": events}
+        document["distributedInfo"] = {"backend": "gloo", "rank": rank, "pg_config": groups}
         write(tmp_path / f"r{rank}.json", document)
     t = from_profiler(tmp_path)
     assert {row.axis for row in t.overlap()} == {axis}
     assert ("clocks moved" in t.notes[0]) == (axis == "world")
-
-
-def test_the_place_of_a_call_is_a_line_of_the_job(tmp_path):
-    """Mutants: what torch decorates its functions with is the job's, or a folder "pytorch" not."""
-    lines = ["<frozen runpy>(88): _run_code", "/home/me/pytorch/train.py(7): step"]
-    lines += ["typing_extensions.py(3137): wrapper", "torch/distributed/c10d.py(9): all_gather"]
-    around = [_host(line, i, 90, 1, "python_function") for i, line in enumerate(lines)]
-    t = read(tmp_path, *around, *launched(NCCL, 20, 30, 9, 1))
-    assert t.spans[0].meta["site"] == lines[1]
