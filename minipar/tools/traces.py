@@ -5,7 +5,7 @@
 
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,26 +152,23 @@ def _align(traces: list[_Trace]) -> str:
         trace.move(offsets.get(trace.rank, 0.0))
         for span in trace.spans if trace.rank not in offsets else ():
             span.meta["clock"] = trace.host
-    told = [
-        f"rank {trace.rank} ({trace.host}) {1e3 * offsets[trace.rank]:+.3f} ms"
-        for trace in traces[1:]
-        if trace.rank in offsets
-    ]
-    if not told:
+    moved = [trace for trace in traces[1:] if trace.rank in offsets]
+    if not moved:
         return "clocks that may differ, and no common collective to align them by"
-    said = f"clocks moved: {shorten(', '.join(told), 300)}, so that common collectives end together"
-    said += f"; they do within {1e3 * statistics.median(apart):.3f} ms (median)"
+    told = ", ".join(f"rank {t.rank} ({t.host}) {1e3 * offsets[t.rank]:+.3f} ms" for t in moved)
+    said = f"clocks moved: {shorten(told, 300)}, so that common collectives end together; they do "
+    said += f"within {1e3 * statistics.median(apart):.3f} ms (median)"
     left = len(traces) - len(offsets)
     return said + f"; {left} ranks share no collective with rank {traces[0].rank}" * bool(left)
 
 
-def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[int, Span]]:
+def matched(timeline: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[int, Span]]:
     """Return collectives by group, verb and number: the span of each rank.
 
     Neither messages nor the verbs of `but` are collectives that begin or end together.
     """
     calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span in sorted(spans, key=lambda span: span.start):
+    for span in sorted(timeline, key=lambda span: span.start):
         # of several groups, gloo does not say which one it is
         if span.kind == "comm" and span.name not in (*_MESSAGES, *but) and span.axis != "gloo":
             group = span.axis, span.meta.get("group"), span.meta.get("clock")
@@ -180,8 +177,11 @@ def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[in
     for group, ranks in calls.items():
         # Where one rank recorded more than another, the nth of both need not be the same call.
         is_alike = len(set(map(len, ranks.values()))) == 1
-        for rank, nth, span in ((r, i, s) for r in ranks for i, s in enumerate(ranks[r])):
-            seq = span.meta.get("seq")
-            if seq is not None or is_alike:
-                found[group, span.name, seq is None, nth if seq is None else seq][rank] = span
+        for rank, spans in ranks.items():
+            count = Counter()  # coalesced calls share a number
+            for span in spans:
+                seq = span.meta.get("seq")
+                count[seq] += 1
+                if seq is not None or is_alike:
+                    found[group, span.name, seq, count[seq]][rank] = span
     return found

@@ -224,8 +224,7 @@ def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
     ("names", "ranks"),
     [
         (["rank1.json", "rank3.json"], [1, 3]),
-        (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
-        (["Rank10.json", "Rank2.json"], [10, 2]),
+        (["node7_Rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
         (["job-master-0_77.16.pt.trace.json", "job-worker-0_78.17.pt.trace.json"], [0, 1]),
         (["node7_42.168.pt.trace.json", "node7_42.169.pt.trace.json"], "both of rank 0; give one"),
     ],

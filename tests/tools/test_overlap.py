@@ -92,10 +92,11 @@ def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
 
 
 def test_time_in_which_several_collectives_wait_counts_once(tmp_path):
-    """Three wait at once for rank 1, which comes 500 us late. Mutant: 1,500 us are told."""
+    """Three wait at once for rank 1, 500 us late; two are coalesced, of one number.
+    Mutants: 1,500 us are told; of one number only the last call counts."""
     for rank in range(2):
-        named = {"Process Group Description": "default_pg", "Process Group Ranks": "[0, 1]"}
-        events = [_kernel(NCCL, 500 * rank, 600 - 500 * rank, i, Seq=i, **named) for i in range(3)]
+        at, dur = 500 * rank, 600 - 500 * rank
+        events = [_kernel(NCCL, at, dur, i, Seq=i // 2, **WORLD) for i in range(3)]
         write(tmp_path / f"r{rank}.json", gpu_trace(rank) | {"traceEvents": events})
     (waited,) = breakdown(from_profiler(tmp_path)).waited
     assert (waited.rank, waited.calls) == (1, 3) and waited.seconds == pytest.approx(500e-6)
