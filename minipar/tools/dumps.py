@@ -12,6 +12,7 @@ import json
 import pickle
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -63,9 +64,9 @@ class Recording:
 
     @property
     def has_all_messages(self) -> bool:
-        """True if no message is missing before the last one."""
-        numbers = [entry.number for entry in self.entries if entry.peer is not None]
-        return not self.has_turned and len(numbers) >= max(numbers, default=0)
+        """True if no message is missing before the last one. Those of a batch have one number."""
+        numbers = {entry.number for entry in self.entries if entry.peer is not None}
+        return len(numbers) >= max(numbers, default=0)
 
 
 class _Plain(pickle.Unpickler):
@@ -81,22 +82,20 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     Raises `ValueError`, which names the file, for a named file that is no dump, for two of one
     rank, and where no call was recorded. Says on stderr which files of a folder are no dumps.
     """
-    folders = [path for path in map(Path, paths) if path.is_dir()]
-    named = [path for path in map(Path, paths) if path not in folders]
-    inside = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
     found: dict[int, tuple[Path, Recording]] = {}
-    for file in [*named, *inside]:
-        try:
-            recordings = _recordings(file)
-        except ValueError as error:
-            if file in named:
-                raise
-            print(f"skipped: {printable(str(error))}", file=sys.stderr)
-            continue
-        for recording in recordings:
-            first, _ = found.setdefault(recording.rank, (file, recording))
-            if first != file:
-                raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
+    for path in map(Path, paths):
+        for file in sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]:
+            try:
+                recordings = _recordings(file)
+            except ValueError as error:
+                if file == path:
+                    raise
+                print(f"skipped: {printable(error)}", file=sys.stderr)
+                continue
+            for recording in recordings:
+                first, _ = found.setdefault(recording.rank, (file, recording))
+                if first != file:
+                    raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
@@ -141,22 +140,14 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
         if name != "":  # as gloo calls whichever group was made last
             groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
     ids: dict[str, str] = {}  # pg_id -> group
-    together: dict[tuple, list[Entry]] = {}  # by group and numbers: the calls of a coalesced one
+    together: dict[tuple, list[Entry]] = defaultdict(list)  # by group and numbers
     for values in dump["entries"]:
         name, desc = map(printable, values["process_group"])
         groups.setdefault(name, (desc, ()))
         ids[printable(values.get("pg_id", ""))] = name
-        entry = _entry(values, name)
         at_once = name, values["collective_seq_id"], values.get("p2p_seq_id")
-        if _END_OF_GROUP.fullmatch(entry.verb) and at_once in together:
-            # Torch updates the state of this entry alone: it holds for all calls in the group.
-            for call in together[at_once]:
-                call.done, call.begun = call.done or entry.done, call.begun or entry.begun
-        else:
-            together.setdefault(at_once, []).append(entry)
-    entries: list[Entry] = []
-    for calls in together.values():
-        entries += calls if calls[0].peer is not None else [_joined(calls)]
+        together[at_once].append(_entry(values, name))
+    entries = [entry for calls in together.values() for entry in _joined(calls)]
     first = dump["entries"][0].get("record_id", 0) if dump["entries"] else 0
     status = dump.get("pg_status", {})
     last = _status(status, ids, groups)
@@ -202,16 +193,26 @@ def _entry(values: dict[str, Any], group: str) -> Entry:
     )
 
 
-def _joined(calls: list[Entry]) -> Entry:
-    """Return the calls of one number as one: "2 x _broadcast_oop", of "16 Float + 25 Float"."""
+def _joined(calls: list[Entry]) -> list[Entry]:
+    """Return messages of one number as they are, and its other calls as one.
+
+    That is "2 x _broadcast_oop", of "16 Float + 25 Float".
+    """
+    if len(calls) > 1 and _END_OF_GROUP.fullmatch(calls[-1].verb):
+        # Torch updates the state of this entry alone: it holds for all calls in the group.
+        *calls, end = calls
+        calls = [replace(c, done=c.done or end.done, begun=c.begun or end.begun) for c in calls]
+    if calls[0].peer is not None:
+        return calls
     runs = [(verb, len([*run])) for verb, run in groupby(call.verb for call in calls)]
-    return replace(
+    one = replace(
         calls[0],
         verb=" + ".join(f"{count} x {verb}" if count > 1 else verb for verb, count in runs),
         data=" + ".join(call.data for call in calls) if all(c.data for c in calls) else "",
         done=all(call.done for call in calls),
         begun=any(call.begun for call in calls),
     )
+    return [one]
 
 
 def _of_watchdog(values: Any) -> Recording:
@@ -226,7 +227,6 @@ def _of_watchdog(values: Any) -> Recording:
         verb, ends = printable(call.verb), [call.ranks.index(peer) for peer in call.peers]
         if ends and verb not in ("recv", "exchange"):
             verb = "send"  # which may have a name of its own
-        ends = ends if waiting else ends[:1]  # calls that have ended are one call
         entries += [
             Entry(verb, name, int(call.number), not waiting, peer=end) for end in ends or [None]
         ]

@@ -13,8 +13,9 @@ Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import permutations
 from typing import NamedTuple
 
@@ -30,34 +31,36 @@ _FOREIGN = re.compile(r"(site|dist)-packages/|/torch/|/(threading|runpy|contextl
 
 @dataclass(eq=False)
 class Group:
-    """The collectives of one process group, as ``calls[rank][number]``."""
+    """The calls of one process group: collectives as ``calls[number][rank]``, messages apart."""
 
     name: str
     key: str  # in the recordings
     ranks: tuple[int, ...]
     calls: dict[int, dict[int, Entry]] = field(default_factory=dict)
-    odd: set[tuple[int, int]] = field(default_factory=set)  # (rank, number) unlike the others'
+    messages: dict[tuple[int, int], list[Entry]] = field(default_factory=dict)  # by rank and peer
 
-    def open_calls(self, rank: int) -> list[int]:
-        """Return the numbers of the calls of `rank` that have not ended."""
-        return [n for n, entry in self.calls.get(rank, {}).items() if not entry.done]
+    @property
+    def oldest(self) -> dict[int, Entry]:
+        """The oldest open call of each rank that has one."""
+        backwards = sorted(self.calls, reverse=True)
+        return {r: e for n in backwards for r, e in self.calls[n].items() if not e.done}
 
     def place(self, rank: int, number: int, recording: Recording | None) -> str:
         """Return where `rank` is at call `number`: "in", "past", "absent" or "unknown"."""
-        if recording is None or recording.silence:
+        if recording is None:
             return "unknown"
-        calls, waiting = self.calls.get(rank, {}), self.open_calls(rank)
+        calls = {n: of_ranks[rank] for n, of_ranks in self.calls.items() if rank in of_ranks}
         enqueued, completed = recording.last.get(self.key, (-1, -1))
         if number in calls:
-            return "in" if number in waiting else "past"
-        if max([enqueued, *calls]) < number:
+            return "past" if calls[number].done else "in"
+        if number > max([enqueued, *calls]):
             # An empty ring that has turned proves nothing: the call may have fallen out of it.
             is_sure = calls or enqueued >= 0 or not recording.has_turned
             return "absent" if is_sure else "unknown"
         if enqueued >= 0:
             return "past" if completed >= number else "in"
-        has_ended = any(n > number for n in {*calls} - {*waiting}) or not recording.has_turned
-        return "past" if has_ended else "unknown"
+        has_ended = any(n > number and e.done for n, e in calls.items())
+        return "past" if has_ended or not recording.has_turned else "unknown"
 
 
 class Wait(NamedTuple):
@@ -73,8 +76,9 @@ class Wait(NamedTuple):
 class Finding(NamedTuple):
     """The kind of a verdict, its ranks, and the sentence that says it.
 
-    "sure": the ranks are to blame. "accused": they are, unless they wait elsewhere. "stuck": all
-    have called, which tells something only where nobody is to blame. "unknown": no dump tells.
+    "unlike" and "behind": the ranks are to blame. "absent": they are, unless they wait elsewhere.
+    "stuck": all have called, which tells something only where nobody is to blame. "unknown": no
+    dump tells.
     """
 
     kind: str
@@ -88,7 +92,8 @@ class Report:
 
     recordings: dict[int, Recording]
     groups: list[Group]
-    findings: list[str] = field(default_factory=list)
+    said: list[Finding] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)  # those that count
     waits: list[Wait] = field(default_factory=list)
     blamed: list[int] = field(default_factory=list)  # the ranks that are to blame
     culprits: list[int] = field(default_factory=list)  # and others worth a look
@@ -106,9 +111,18 @@ class Report:
             lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
         return "\n".join(lines)
 
-    def knows(self, rank: int) -> bool:
-        """Return True if anything can be said of the calls of that rank."""
-        return rank in self.recordings and not self.recordings[rank].silence
+    def add(self, group: Group, said: list[Finding], waiting: dict[int, str], **more: bool) -> None:
+        """Note what is said of a call, and that ranks wait, each in its call, for those named."""
+        self.said += said
+        named = {rank for finding in said if finding.kind != "stuck" for rank in finding.ranks}
+        for rank, call in waiting.items():
+            missing = named - {other for other in waiting if waiting[other] == call}
+            self.waits.append(Wait(rank, call, missing, group.name, **more))
+
+    @cached_property
+    def heard(self) -> dict[int, Recording]:
+        """The recordings that tell anything of the calls of their ranks."""
+        return {rank: told for rank, told in self.recordings.items() if not told.silence}
 
     def _victims(self) -> list[str]:
         """Return a line for each call that ranks wait in, and one for all messages of a group."""
@@ -119,7 +133,7 @@ class Report:
             whom[call] |= wait.missing
         lines = []
         for call, ranks in who.items():
-            sure = sorted(rank for rank in whom[call] if self.knows(rank))
+            sure = [rank for rank in sorted(whom[call]) if rank in self.heard]
             unsure = sorted(whom[call] - {*sure})
             missing = [names(sure)] * bool(sure) + [f"perhaps {names(unsure)}"] * bool(unsure)
             end = " and ".join(missing) or "its end"
@@ -129,12 +143,12 @@ class Report:
     def _whereabouts(self, rank: int) -> str:
         """Return the oldest open call of a rank, or its last one, and its lines of code."""
         recording = self.recordings[rank]
-        waiting = [entry for entry in recording.entries if not entry.done]
-        last = next(iter(waiting or recording.entries[-1:]), None)
+        entries = recording.entries
+        last = next((e for e in entries if not e.done), entries[-1] if entries else None)
         # A dump may hold open calls alone, and a status of the others.
         ended = "it has ended all its calls" if recording.last else "it has called nothing"
         said = recording.silence or ended
-        if last is not None:
+        if last:
             verb = "its last was" if last.done else "it waits in"
             said = f"{verb} {last.verb} #{last.number} on {recording.title(last.group)}"
         stack = recording.stack or (last.stack if last else ())
@@ -152,18 +166,18 @@ def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
 # ---------------------------------------------------------------------- explaining
 def explain(recordings: dict[int, Recording]) -> Report:
     """Say who is to blame for a hang, and who waits for whom."""
-    groups = _grouped(recordings)
-    report = Report(recordings, list(dict.fromkeys(groups.values())))
-    said = [finding for group in report.groups for finding in _explain_group(group, report)]
-    said += _explain_messages(groups, report)
+    report = Report(recordings, _groups(recordings))
+    for explaining in (_explain_calls, _explain_messages):
+        for group in report.groups:
+            explaining(group, report)
     report.waits.sort(key=lambda wait: wait.rank)
     waits: dict[int, set[int]] = defaultdict(set)
     for wait in report.waits:
         waits[wait.rank] |= wait.missing - {wait.rank}
     ranks: dict[str, set[int]] = defaultdict(set)
-    for finding in said:
+    for finding in report.said:
         ranks[finding.kind] |= {*finding.ranks}
-    blamed = ranks["sure"] | (ranks["accused"] - waits.keys())
+    blamed = ranks["unlike"] | ranks["behind"] | (ranks["absent"] - waits.keys())
     silent = ranks["unknown"] - blamed
     if not blamed | silent and (circle := _circle(waits)):
         links = ", which waits for ".join(f"rank {rank}" for rank in circle)
@@ -172,79 +186,78 @@ def explain(recordings: dict[int, Recording]) -> Report:
     stuck = set() if blamed else ranks["stuck"]
     report.blamed = sorted(blamed)
     report.culprits = [*sorted(blamed | stuck), *sorted(silent)]
-    for kind, those in dict(sure=blamed, accused=blamed, stuck=stuck, unknown=silent).items():
-        report.findings += [f.text for f in said if f.kind == kind and {*f.ranks} & those]
-    report.findings = report.findings or [f.text for f in said]  # some call is open: a hang
+    look = dict(unlike=blamed, behind=blamed, absent=blamed, stuck=stuck, unknown=silent)
+    for kind, those in look.items():
+        report.findings += [f.text for f in report.said if f.kind == kind and {*f.ranks} & those]
+    report.findings = report.findings or [f.text for f in report.said]  # some call is open: a hang
     return report
 
 
-def _grouped(recordings: dict[int, Recording]) -> dict[tuple[int, str], Group]:
-    """Return the group that each rank means by each name.
+def _groups(recordings: dict[int, Recording]) -> list[Group]:
+    """Return all groups, with the calls and messages of their ranks.
 
     A call that splits a group gives all parts one name, so name *and* members make a group.
     Members that are not recorded are all ranks of the default group, else the ranks that called.
     """
     everyone = tuple(range(max(recordings) + 1))
     groups: dict[tuple, Group] = {}
-    found: dict[tuple[int, str], Group] = {}
     for rank, recording in recordings.items():
-        for name, (desc, ranks) in recording.groups.items():
+        mine: dict[str, Group] = {}
+        for key, (desc, ranks) in recording.groups.items():
             members = everyone if desc == "default_pg" and not ranks else ranks
-            group = Group(recording.title(name), name, members)
-            found[rank, name] = groups.setdefault((name, ranks), group)
+            group = Group(recording.title(key), key, members)
+            mine[key] = groups.setdefault((key, ranks), group)
         for entry in recording.entries:
-            group = found[rank, entry.group]
+            group = mine[entry.group]
             group.ranks = tuple(sorted({*group.ranks, rank}))
             if entry.peer is None:
-                group.calls.setdefault(rank, {})[entry.number] = entry
-    titles = [group.name for group in groups.values()]
+                group.calls.setdefault(entry.number, {})[rank] = entry
+            else:
+                group.messages.setdefault((rank, entry.peer), []).append(entry)
+    titles = Counter(group.name for group in groups.values())
     for group in groups.values():
-        group.name += f" of {names(group.ranks)}" * (titles.count(group.name) > 1)
-    return found
+        group.name += f" of {names(group.ranks)}" * (titles[group.name] > 1)
+    return [*groups.values()]
 
 
-def _explain_group(group: Group, report: Report) -> list[Finding]:
+def _explain_calls(group: Group, report: Report) -> None:
     """Find who is to blame at the oldest open call of the group. What comes later follows."""
-    oldest = {r: min(group.open_calls(r)) for r in group.ranks if group.open_calls(r)}
-    if not oldest:
-        return []
-    number = min(oldest.values())
+    if not (oldest := group.oldest):
+        return
+    number = min(entry.number for entry in oldest.values())
     at: dict[str, list[int]] = defaultdict(list)
     for rank in group.ranks:
-        at[group.place(rank, number, report.recordings.get(rank))].append(rank)
-    inside, unknown = at["in"], at["unknown"]
-    here = {r: calls[number] for r, calls in group.calls.items() if number in calls}
+        at[group.place(rank, number, report.heard.get(rank))].append(rank)
+    said = [*_verdicts(group, number, at)]
+    blamed = {rank for f in said if f.kind in ("behind", "absent") for rank in f.ranks}
+    victims = {r: f"{e.verb} #{e.number}" for r, e in oldest.items() if r not in blamed}
+    report.add(group, said, victims)
+
+
+def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[Finding]:
+    """Find what is wrong with a call, where `at` says who is in it, past it, absent or unknown."""
+    here = group.calls[number]
     usual = _commonest(entry.verb for entry in here.values())
     call = f"{usual} #{number} on {group.name}"
-    said = _unlike(group, here, number, call)
-    # A call that is no longer in the ring counts as begun: nothing says otherwise.
-    begun = [r for r in inside if r in here and here[r].begun]
-    idle = [r for r in inside if r in here and not here[r].begun]
-    blamed, kind, text = [], "accused", ""
-    if at["absent"]:
-        blamed, text = at["absent"], f"{names(at['absent'])} did not come to {call}."
-    elif at["past"] and not said:
-        blamed, kind = inside, "accused" if _ROOTED.fullmatch(usual) else "sure"
-        text = f"behind: {names(inside)}, still in {call}, which {names(at['past'])} ended."
-    elif begun and idle and not said:
-        blamed = idle
+    yield from (unlike := [*_unlike(group, here, call)])
+    idle = [rank for rank in at["in"] if rank in here and not here[rank].begun]
+    begun = [rank for rank in at["in"] if rank in here and here[rank].begun]
+    if absent := at["absent"]:
+        yield Finding("absent", absent, f"{names(absent)} did not come to {call}.")
+    elif unlike:
+        pass
+    elif at["past"]:
+        kind = "absent" if _ROOTED.fullmatch(usual) else "behind"
+        text = f"behind: {names(at['in'])}, still in {call}, which {names(at['past'])} ended."
+        yield Finding(kind, at["in"], text)
+    elif begun and idle:
         text = f"behind: {names(idle)}, where {call} has not begun, as it has on {names(begun)}."
-    if blamed:
-        said.append(Finding(kind, blamed, text))
-    if unknown:
-        text = f"Whether {names(unknown)} came to {call} is unknown."
-        said.append(Finding("unknown", unknown, text))
-    if not said:
+        yield Finding("absent", idle, text)
+    elif not at["unknown"]:
         alone = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
-        text = f"All have called {call}, and it does not end.{alone}"
-        said.append(Finding("stuck", inside, text))
-    for rank in sorted({*inside, *oldest} - {*blamed}):
-        n = oldest.get(rank, number)
-        verb = group.calls[rank][n].verb if rank in oldest else usual
-        others = {r for r in here if here[r].verb != verb} if n == number else set()
-        missing = {*blamed, *unknown} | others
-        report.waits.append(Wait(rank, f"{verb} #{n}", missing, group.name))
-    return said
+        yield Finding("stuck", at["in"], f"All have called {call}, and it does not end.{alone}")
+    if unknown := at["unknown"]:
+        yield Finding("unknown", unknown, f"Whether {names(unknown)} came to {call} is unknown.")
 
 
 def _commonest(values: Iterable[str]) -> str:
@@ -252,94 +265,75 @@ def _commonest(values: Iterable[str]) -> str:
     return Counter(values).most_common(1)[0][0]
 
 
-def _unlike(group: Group, here: dict[int, Entry], number: int, call: str) -> list[Finding]:
+def odd_ones(here: dict[int, Entry], what: str) -> tuple[list[int], list[int]]:
+    """Return the ranks that give the usual "verb" or "data", and those that give another."""
+    gave = {rank: getattr(entry, what) for rank, entry in here.items()}
+    usual = _commonest(gave.values())
+    # Data are empty where they may differ, or are not known.
+    odd = [rank for rank in gave if gave[rank] and usual and gave[rank] != usual]
+    return [rank for rank in gave if gave[rank] == usual], odd
+
+
+def _unlike(group: Group, here: dict[int, Entry], call: str) -> Iterator[Finding]:
     """Find ranks that call another verb, give other data, or split an all-to-all otherwise."""
-    said: list[Finding] = []
-    for what in ("verb", "data"):
-        gave = {rank: getattr(entry, what) for rank, entry in here.items()}
-        usual = _commonest(gave.values())
-        like = [rank for rank in gave if gave[rank] == usual]
-        # Data are empty where they may differ, or are not known.
-        for rank in [r for r in gave if gave[r] and usual and gave[r] != usual]:
-            group.odd.add((rank, number))
-            blamed = [like[0], rank] if what == "verb" else [rank]
-            text = f"rank {rank} gave {gave[rank]} to {call}, {names(like)} gave {usual}."
-            if what == "verb":
-                text = f"rank {rank} called {gave[rank]} where {names(like)} called {call}."
-            said.append(Finding("sure", blamed, text))
-        if said:
-            return said
+    like, odd = odd_ones(here, "verb")
+    for rank in odd:
+        text = f"rank {rank} called {here[rank].verb} where {names(like)} called {call}."
+        yield Finding("unlike", [like[0], rank], text)
+    if odd:
+        return
+    like, odd = odd_ones(here, "data")
+    for rank in odd:
+        text = f"rank {rank} gave {here[rank].data} to {call}, {names(like)} gave "
+        yield Finding("unlike", [rank], text + f"{here[like[0]].data}.")
     for a, b in permutations([rank for rank in here if here[rank].splits], 2):
         (sent, _), (_, taken) = here[a].splits, here[b].splits
         i, j = group.ranks.index(a), group.ranks.index(b)
         if len(sent) == len(taken) == len(group.ranks) and sent[j] != taken[i]:
-            text = f"rank {a} sends {sent[j]} items to rank {b} in {call}, which expects {taken[i]}"
-            said.append(Finding("sure", [a, b], f"{text}."))
-    return said
+            text = f"rank {a} sends {sent[j]} items to rank {b} in {call}, which expects "
+            yield Finding("unlike", [a, b], text + f"{taken[i]}.")
 
 
 # ---------------------------------------------------------------------- messages
 _TO = {"send": "to", "recv": "from", "exchange": "with"}
 
 
-def _explain_messages(groups: dict[tuple[int, str], Group], report: Report) -> list[Finding]:
-    """For each open message, look for an open other end at the other rank."""
-    open_ends: dict[tuple, list[Entry]] = defaultdict(list)  # by rank, its peer, and the group
-    exchanged: dict[tuple, int] = {}  # number of the latest exchange that has ended
-    ended: Counter[tuple] = Counter()  # other messages, by rank, its peer, the group, and the verb
-    said: list[Finding] = []
-    for rank, recording in report.recordings.items():
-        for e in [e for e in recording.entries if e.peer is not None]:
-            group = groups[rank, e.group]
-            peer = group.ranks[e.peer] if e.peer < len(group.ranks) else rank
-            if e.done and e.verb == "exchange":
-                exchanged[rank, group.name] = e.number
-            elif e.done:
-                ended[rank, peer, group.name, e.verb] += 1
-            elif peer == rank:
+def _explain_messages(group: Group, report: Report) -> None:
+    """For each open message, look for its other end at the other rank."""
+    for (rank, number), mine in group.messages.items():
+        peer = group.ranks[number] if number < len(group.ranks) else None
+        theirs = group.messages.get((peer, group.ranks.index(rank)), [])
+        is_known = all(r in report.heard and report.heard[r].has_all_messages for r in (rank, peer))
+        for i, e in [(i, e) for i, e in enumerate(mine) if not e.done]:
+            others = [m for m in theirs if m.verb != e.verb or m.verb == "exchange"]
+            # A small message leaves before it is received: the nth there is the nth here.
+            nth = sum(m.verb == e.verb for m in mine[:i])
+            twin = others[nth] if is_known and nth < len(others) else None
+            # Both ends of an exchange have one number.
+            has_ended = any(m.verb == e.verb and m.number >= e.number for m in others)
+            does, call = "waits", f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
+            if peer is None:
                 call = f"{e.verb} #{e.number}"
-                report.waits.append(Wait(rank, call, set(), group.name, is_message=True))
-                text = f"rank {rank} waits in {call} on {group.name}; with which rank is unknown."
-                said.append(Finding("stuck", [rank], text))
+                kind, named, end = "stuck", [rank], "; with which rank is unknown."
+            elif twin and e.verb == "send" and twin.data != e.data:
+                does, end = f"sends {e.data}", f", which expects {twin.data}."
+                kind, named = "unlike", [rank, peer]
+            elif twin or has_ended or any(not m.done for m in others):
+                kind, named, end = "stuck", [rank], f", and rank {peer} has called it."
+            elif peer in report.heard:
+                kind, named, end = "absent", [peer], f"; the other end is not open on rank {peer}."
             else:
-                open_ends[rank, peer, group.name].append(e)
-    for (rank, peer, group), e in [(key, e) for key, mine in open_ends.items() for e in mine]:
-        others = open_ends.get((peer, rank, group), ())
-        has_come = any(e.verb == "exchange" or other.verb != e.verb for other in others)
-        call = f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
-        if e.verb == "exchange":
-            has_ended = exchanged.get((peer, group), 0) >= e.number
-        else:  # a small message leaves before it is received: the nth there is the nth here
-            other = "recv" if e.verb == "send" else "send"
-            nth = [m for m in open_ends[rank, peer, group] if m.verb == e.verb].index(e)
-            nth += ended[rank, peer, group, e.verb] - ended[peer, rank, group, other]
-            is_known = all(report.recordings[r].has_all_messages for r in (rank, peer))
-            has_ended = is_known and nth < 0
-            ends = [m.data for m in others if m.verb == other]
-            if e.verb == "send" and is_known and 0 <= nth < len(ends) and ends[nth] != e.data:
-                text = (
-                    f"rank {rank} sends {e.data} in {call} on {group}, which expects {ends[nth]}."
-                )
-                said.append(Finding("sure", [rank, peer], text))
-        missing = set() if has_come or has_ended else {peer}
-        report.waits.append(Wait(rank, call, missing, group, is_message=True))
-        waits = f"rank {rank} waits in {call} on {group}"
-        if not missing:
-            said.append(Finding("stuck", [rank], f"{waits}, and rank {peer} has called it."))
-        elif report.knows(peer):
-            text = f"{waits}; the other end is not open on rank {peer}."
-            said.append(Finding("accused", [peer], text))
-        else:
-            said.append(Finding("unknown", [peer], f"{waits}; nothing is known of rank {peer}."))
-    return said
+                kind, named, end = "unknown", [peer], f"; nothing is known of rank {peer}."
+            text = f"rank {rank} {does} in {call} on {group.name}{end}"
+            report.add(group, [Finding(kind, named, text)], {rank: call}, is_message=True)
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:
     """Return a circle of ranks that wait, the first again at the end; empty if there is none."""
     for start in sorted(waits):
         way = [start]
-        while others := waits.get(way[-1]):
-            if (after := min(others)) in way:
-                return [*way[way.index(after) :], after]
-            way.append(after)
+        while waits.get(way[-1]) and way[-1] not in way[:-1]:
+            way.append(min(waits[way[-1]]))
+        if way[-1] in way[:-1]:
+            return way[way.index(way[-1]) :]
     return []
