@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import psutil
@@ -25,6 +26,7 @@ from minipar.ranks.launch import Ranks
 from minipar.train.out_of_memory import free_bytes
 
 RANKS = 4
+PACKAGES = "matplotlib", "jupyterlab", "ipywidgets", "safetensors", "tokenizers", "tqdm"
 NEEDED_BYTES = 1.5e9  # by these ranks and their notebook, with some room
 
 
@@ -55,11 +57,14 @@ def run(config: DoctorConfig) -> None:
 
 
 def software() -> Line:
-    """Return the versions of Python and PyTorch."""
+    """Return the versions of Python and PyTorch, and which packages are missing."""
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     is_good = sys.version_info >= (3, 11) and version >= (2, 13)
     says = f"Python {platform.python_version()}, PyTorch {torch.__version__}"
-    return Line("ok" if is_good else "FAIL", "software", says + "; 3.11 and 2.13 are needed")
+    says += "; 3.11 and 2.13 are needed"
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        is_good, says = False, f"{says}; missing: pip install {' '.join(missing)}"
+    return Line("ok" if is_good else "FAIL", "software", says)
 
 
 def memory() -> Line:

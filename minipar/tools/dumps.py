@@ -222,14 +222,12 @@ def _of_watchdog(values: Any) -> Recording:
     entries, groups = [], {}
     # The latest call stands last, behind it the call in which the rank waits.
     for key, call in sorted(calls.items(), key=lambda c: (c[0] in waits, -c[1].seconds)):
-        name, waiting = f"{printable(call.axis)} {call.ranks}", key in waits
+        name, done = f"{printable(call.axis)} {call.ranks}", key not in waits
         groups[name] = printable(call.axis), tuple(map(int, call.ranks))
         verb, ends = printable(call.verb), [call.ranks.index(peer) for peer in call.peers]
         if ends and verb not in ("recv", "exchange"):
             verb = "send"  # which may have a name of its own
-        entries += [
-            Entry(verb, name, int(call.number), not waiting, peer=end) for end in ends or [None]
-        ]
+        entries += [Entry(verb, name, int(call.number), done, peer=end) for end in ends or [None]]
     stack = tuple(printable(line).strip() for line in reversed(state.stack.splitlines()))
     host = printable(state.label).partition(" on host ")[2]
     return Recording(int(state.rank), host, entries, groups, stack, printable(state.silence))

@@ -13,7 +13,7 @@ Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
@@ -25,7 +25,7 @@ from minipar.tools.dumps import Entry, Recording
 MOST_LINES = 8  # of each part of the page
 
 _ROOTED = re.compile(r"_?(broadcast|reduce|gather|scatter)(_oop)?")
-"""Verbs that end earlier on some ranks than on others."""
+"""Verbs that end earlier on some ranks than on others. No dump tells the root."""
 _FOREIGN = re.compile(r"(site|dist)-packages/|/torch/|/(threading|runpy|contextlib)\.py:|^<")
 
 
@@ -146,8 +146,7 @@ class Report:
         entries = recording.entries
         last = next((e for e in entries if not e.done), entries[-1] if entries else None)
         # A dump may hold open calls alone, and a status of the others.
-        ended = "it has ended all its calls" if recording.last else "it has called nothing"
-        said = recording.silence or ended
+        said = "it has ended all its calls" if recording.last else "it has called nothing"
         if last:
             verb = "its last was" if last.done else "it waits in"
             said = f"{verb} {last.verb} #{last.number} on {recording.title(last.group)}"
@@ -155,7 +154,7 @@ class Report:
         own = [line for line in stack if not _FOREIGN.search(line)] or list(stack)
         where = f" on {recording.host}" if recording.host else ""
         here = ("; it is here:" if recording.stack else ", called here:") if own else ""
-        return "\n    ".join([f"\nrank {rank}{where}: {said}{here}", *own[:8]])
+        return "\n    ".join([f"\nrank {rank}{where}: {recording.silence or said}{here}", *own[:8]])
 
 
 def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
@@ -170,10 +169,9 @@ def explain(recordings: dict[int, Recording]) -> Report:
     for explaining in (_explain_calls, _explain_messages):
         for group in report.groups:
             explaining(group, report)
-    report.waits.sort(key=lambda wait: wait.rank)
     waits: dict[int, set[int]] = defaultdict(set)
     for wait in report.waits:
-        waits[wait.rank] |= wait.missing - {wait.rank}
+        waits[wait.rank] |= wait.missing
     ranks: dict[str, set[int]] = defaultdict(set)
     for finding in report.said:
         ranks[finding.kind] |= {*finding.ranks}
@@ -181,7 +179,10 @@ def explain(recordings: dict[int, Recording]) -> Report:
     silent = ranks["unknown"] - blamed
     if not blamed | silent and (circle := _circle(waits)):
         links = ", which waits for ".join(f"rank {rank}" for rank in circle)
-        report.findings.append(f"They wait in a circle: {links}.")
+        in_messages = {wait.rank for wait in report.waits if wait.is_message} & {*circle}
+        has_turned = any(recordings[rank].has_turned for rank in in_messages)
+        perhaps = ", unless a message has left that the dumps no longer hold" * has_turned
+        report.findings.append(f"They wait in a circle{perhaps}: {links}.")
         blamed = {*circle}
     stuck = set() if blamed else ranks["stuck"]
     report.blamed = sorted(blamed)
@@ -189,7 +190,6 @@ def explain(recordings: dict[int, Recording]) -> Report:
     look = dict(unlike=blamed, behind=blamed, absent=blamed, stuck=stuck, unknown=silent)
     for kind, those in look.items():
         report.findings += [f.text for f in report.said if f.kind == kind and {*f.ranks} & those]
-    report.findings = report.findings or [f.text for f in report.said]  # some call is open: a hang
     return report
 
 
@@ -237,7 +237,7 @@ def _explain_calls(group: Group, report: Report) -> None:
 def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[Finding]:
     """Find what is wrong with a call, where `at` says who is in it, past it, absent or unknown."""
     here = group.calls[number]
-    usual = _commonest(entry.verb for entry in here.values())
+    usual = here[odd_ones(here, "verb")[0][0]].verb
     call = f"{usual} #{number} on {group.name}"
     yield from (unlike := [*_unlike(group, here, call)])
     idle = [rank for rank in at["in"] if rank in here and not here[rank].begun]
@@ -254,21 +254,20 @@ def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[F
         text = f"behind: {names(idle)}, where {call} has not begun, as it has on {names(begun)}."
         yield Finding("absent", idle, text)
     elif not at["unknown"]:
-        alone = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
-        yield Finding("stuck", at["in"], f"All have called {call}, and it does not end.{alone}")
+        hint = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
+        hint += " With which root, the dumps do not say." * bool(_ROOTED.fullmatch(usual))
+        yield Finding("stuck", at["in"], f"All have called {call}, and it does not end.{hint}")
     if unknown := at["unknown"]:
         yield Finding("unknown", unknown, f"Whether {names(unknown)} came to {call} is unknown.")
 
 
-def _commonest(values: Iterable[str]) -> str:
-    """Return what most ranks give; of two, what the lowest rank gives."""
-    return Counter(values).most_common(1)[0][0]
-
-
 def odd_ones(here: dict[int, Entry], what: str) -> tuple[list[int], list[int]]:
-    """Return the ranks that give the usual "verb" or "data", and those that give another."""
+    """Return the ranks that give the usual "verb" or "data", and those that give another.
+
+    The usual is what most ranks give; of two, what the lowest rank gives.
+    """
     gave = {rank: getattr(entry, what) for rank, entry in here.items()}
-    usual = _commonest(gave.values())
+    usual = Counter(gave.values()).most_common(1)[0][0]
     # Data are empty where they may differ, or are not known.
     odd = [rank for rank in gave if gave[rank] and usual and gave[rank] != usual]
     return [rank for rank in gave if gave[rank] == usual], odd

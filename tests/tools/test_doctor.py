@@ -28,6 +28,7 @@ def fails(*args, **kwargs):
         (doctor, "RANKS", 2, "Nothing will fail."),
         (doctor, "free_bytes", lambda ranks: 10**8, "FAIL +memory .*end other programs"),
         (torch, "__version__", "2.9.1", "FAIL +software .*2.13 are needed"),
+        (doctor, "PACKAGES", ("torch", "matplotlip"), "FAIL +software .*pip install matplotlip"),
         (doctor, "Ranks", fails, "FAIL +ranks .*Too many open files"),
         (socket, "create_connection", fails, "FAIL +network .*does not answer.*ip link set lo up"),
     ],

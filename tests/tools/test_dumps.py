@@ -7,7 +7,7 @@ import pytest
 
 from minipar.lab.draw.hang import hang as picture
 from minipar.tools import dumps
-from tests.tools.test_hang import call, dump, many, run, told, waits, write
+from tests.tools.test_hang import WORLD, call, dump, many, run, told, waits, write
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,20 @@ def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):
     assert run(write(tmp_path / "none", many((0, 1)))) == 2
     said = capfd.readouterr().err
     assert "no call of ranks 0, 1 was recorded" in said and "TORCH_FR_BUFFER_SIZE must be" in said
+
+
+UNTOLD = {
+    "nothing is known of rank 1.": {0: dump(waits("send 0->1", 1), members=WORLD)},
+    "in a circle, unless a message has left": {
+        r: dump(waits(f"recv {r}<-{1 - r}", 9, record_id=5), members=WORLD) for r in (0, 1)
+    },
+    "With which root, the dumps do not say.": many((0, 1), waits("broadcast", 3)),
+}
+
+
+@pytest.mark.parametrize("said", UNTOLD)
+def test_what_dumps_do_not_tell_is_said(tmp_path, said):
+    assert said in told(tmp_path, UNTOLD[said]).findings[0]
 
 
 def test_names_from_dumps_are_shown_and_nothing_more(tmp_path):
