@@ -10,12 +10,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minipar.comm.mesh import coordinates, rank_at
-from minipar.tools.prove.compare import Form, forms, is_close, join
+from minipar.tools.prove.compare import Form, forms, is_close
 from minipar.tools.prove.job import DATA, WrongFile
 from minipar.tools.prove.observe import Seen, Trial
 
@@ -162,34 +163,33 @@ def _factor(s: Suspect) -> Cause | None:
     factors = s.solve(s.expected - s.bias(), s.bias()) or s.solve(s.expected)
     if factors is None:
         return None
+    is_exactly = partial(math.isclose, rel_tol=max(1e-9, s.rtol))
     factor, biases = factors[0], factors[-1]
-
-    def is_exactly(value: float) -> bool:
-        return math.isclose(factor, value, rel_tol=max(1e-9, s.rtol))
-
-    m = s.trial.microbatches
-    if m > 1 and is_exactly(m):
-        return "not divided by microbatches", f"{m} times too large: of {m} microbatches"
-    if m > 1 and is_exactly(1 / m):
-        return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
+    m, known = s.trial.microbatches, dict[float, Cause]()
+    if m > 1:
+        known[m] = "not divided by microbatches", f"{m} times too large: of {m} microbatches"
+        why = f"exactly 1/{m}, only where {m} are accumulated"
+        known[1 / m] = "divided by microbatches twice", why
+    losses = [loss for shares in s.device.parts for loss, _ in shares]
+    is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9) and len(losses) > m
     sizes = s.sizes | {" x ".join(s.sizes): math.prod(s.sizes.values())}  # and all together
     for axis, n in sizes.items():
-        names = "counted on every rank", "averaged, not summed"
-        if any(map(s.over_data, axis.split(" x "))):
-            names = "summed, not averaged", "divided once too often"
         over = " or ".join(a for a, size in sizes.items() if size == n)
-        if is_exactly(1) and math.isclose(biases, n):
+        if is_exactly(factor, 1) and is_exactly(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
-        if is_exactly(n):
-            return names[0], f"exactly {n} times too large: summed over {over}"
-        if is_exactly(1 / n):
-            losses = [loss for shares in s.device.parts for loss, _ in shares]
-            is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9)
-            if is_sum and len(losses) > m:
-                why = f"exactly 1/{n}: a batch's loss() is the sum of its shares' losses"
-                return "a sum where a mean is meant", why
-            return names[1], f"exactly 1/{n}: divided by the ranks of {over} once more"
-    if not s.expected.ndim or is_exactly(1):
+        more, less = "counted on every rank", "averaged, not summed"
+        if any(map(s.over_data, axis.split(" x "))):
+            more, less = "summed, not averaged", "divided once too often"
+        why = f"exactly 1/{n}: divided by the ranks of {over} once more"
+        if is_sum:
+            less = "a sum where a mean is meant"
+            why = f"exactly 1/{n}: a batch's loss() is the sum of its shares' losses"
+        known.setdefault(n, (more, f"exactly {n} times too large: summed over {over}"))
+        known.setdefault(1 / n, (less, why))
+    for value, cause in known.items():
+        if is_exactly(factor, value):
+            return cause
+    if not s.expected.ndim or is_exactly(factor, 1):
         return None
     if abs(factor) > 1e-12:  # any number is some multiple of another
         return ("a factor", f"{factor:.9g} x") if s.expected.numel() > 1 else None
@@ -198,17 +198,17 @@ def _factor(s: Suspect) -> Cause | None:
 
 
 def _summands(s: Suspect) -> Cause | None:
-    """Return a missing all-reduce if ranks of an axis have summands of the right value."""
-    hows = [(axis, "sum") for axis in s.sizes if not s.over_data(axis)]
-    for axis, how in hows + [(axis, "mean") for axis in s.sizes]:
-        n = s.sizes[axis]
+    """Return a missing all-reduce if what ranks have sums up to the right value, or its mean is."""
+    for form, joined in forms(s.found, s.sizes, s.expected.shape, "sum", "mean"):
+        n = math.prod(s.sizes[axis] for axis, how in form.items() if how == "sum")
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
-        if all(is_close(each, right, s.rtol) for each in join(s.found, s.sizes, {axis: how})):
-            if s.bias().any() and s.is_alike_after():
-                return "bias on every rank", f"the sum over {axis} has it {n} times: add it after"
-            why = f"each rank of {axis} has a part, and their {how} is right: no all-reduce, here "
-            why += "or of the gradient that enters a later module"
-            return "unfinished sum" if s.stage == "output" else "missing all-reduce", why
+        if all(is_close(each, right, s.rtol) for each in joined):
+            over = " and the ".join(f"{how} over {axis}" for axis, how in form.items())
+            if n > 1 and s.bias().any() and s.is_alike_after():
+                return "bias on every rank", f"the {over} has it {n} times: add it after"
+            why = f"each rank has a part, and the {over} is right: no all-reduce, here or of the "
+            names = {"output": "unfinished sum", "buffer": "a buffer of own samples"}
+            return names.get(s.stage, "missing all-reduce"), f"{why}gradient of a later module"
     return None
 
 
@@ -357,13 +357,6 @@ def _update(s: Suspect) -> Cause | None:
     return None
 
 
-def _own_samples(s: Suspect) -> Cause | None:
-    joined = join(s.found, s.sizes, dict.fromkeys(s.device.data, "mean"))
-    if s.device.data and all(is_close(mean, s.expected, s.rtol) for mean in joined):
-        return "a buffer of own samples", "forward fills it from them; the mean over ranks is right"
-    return None
-
-
 # ---------------------------------------------------------------------- outputs
 def _ran_before(s: Suspect) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
@@ -402,7 +395,7 @@ SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "gradient": [_rounding, _tie_lost, _unused, _kept, _factor, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_rounding, _tie_lost, _update],
-    "buffer": [_rounding, _own_samples],
+    "buffer": [_rounding, _summands],
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),

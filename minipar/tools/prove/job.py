@@ -1,29 +1,4 @@
-"""A training to be proved: the file that describes it.
-
-    def build() -> nn.Module                        # as on one device
-    def batch(seed) -> tensors                      # a global batch: tuples, lists, dicts
-    def loss(model, batch) -> Tensor                # a scalar, the mean over the samples
-    def parallelize(model, mesh)                    # the model, or the model and what to call
-                                                    # after backward: a function or our strategies
-
-`mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
-All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
-
-    shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; or the
-                             # list of axes on which ranks get their own rows; or a function
-                             # (batch, mesh) -> this rank's part
-    def uneven(seed)         # a batch of samples that weigh differently, as with padding
-    def optimizer(model)     # called after `parallelize`; AdamW by default
-    def clip(model)          # clips gradients, returns their norm from before
-    reduced_in_step = True   # optimizer.step() reduces gradients: weights alone are compared
-    def no_sync(model)       # a context for all microbatches but the last; model.no_sync by default
-    def backward(loss)       # of the loss over the number of microbatches; loss.backward() by
-                             # default. With (loss, microbatches), the division is the file's
-    def accumulate(model, batches)  # all of a step's forwards and backwards; returns the loss
-    def gather(name, tensor, mesh)  # the whole of a parameter, gradient or buffer that is cut in a
-                             # way of its own; tensor is None on ranks without a piece. Known are
-                             # DTensor, our strategies, and pieces in rank order
-"""
+"""A training to be proved: the file that describes it, by the names of the fields of `Job`."""
 
 import contextlib
 import importlib.util
@@ -54,21 +29,37 @@ class WrongFile(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """A training to be proved; see the head of this module."""
+    """What a file says of its training, in functions of these names; the first four it must have.
 
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
+    All is in float64, whatever the model casts to or FSDP2 is told to.
+    """
+
+    build: Callable[[], nn.Module]  # as on one device
+    batch: Callable[[int], Any]  # seed -> a global batch: tensors in tuples, lists, dicts
+    loss: Callable[[nn.Module, Any], Tensor]  # model, batch -> a scalar, the mean over the samples
     parallelize: Callable[[nn.Module, Mesh], Any]
+    """Return the model, or the model and what to call after backward: functions or strategies."""
     shares: str | list[str] | Callable[[Any, Mesh], Any] = "batch"
+    """Each rank of dp, fsdp, ep ... gets its rows of every tensor; or the list of axes on which
+    ranks get their own rows; or a function: batch, mesh -> this rank's part."""
     uneven: Callable[[int], Any] | None = None
+    """As `batch`, of samples that weigh differently, as with padding."""
     optimizer: Callable[[nn.Module], Optimizer] | None = None
-    clip: Callable[[nn.Module], Any] | None = None
-    reduced_in_step: bool = False
+    """Called after `parallelize`; AdamW by default."""
+    clip: Callable[[nn.Module], Any] | None = None  # clips gradients, returns their norm before
+    reduced_in_step: bool = False  # optimizer.step() reduces gradients: compare weights alone
     no_sync: Callable[[nn.Module], Any] | None = None
+    """A context for all microbatches but the last; ``model.no_sync`` by default."""
     backward: Callable[..., Any] | None = None
+    """Of the loss over the number of microbatches; ``loss.backward()`` by default. With the
+    arguments (loss, microbatches), the division is the file's."""
     accumulate: Callable[[nn.Module, list], Tensor] | None = None
+    """model, batches -> the loss, after all of a step's forwards and backwards."""
     gather: Callable[[str, Tensor | None, Mesh], Tensor | None] | None = None
+    """name, tensor, mesh -> the whole of a parameter, gradient or buffer that is cut in a way of
+    its own; the tensor is None on ranks without a piece. Known are DTensor, our strategies, and
+    pieces in rank order."""
     file: str = "the job"
 
     @staticmethod
