@@ -62,6 +62,13 @@ def without_bias() -> nn.Module:
     return model
 
 
+def zero_at_first() -> nn.Module:
+    """As LoRA: what is before a product with zero has no gradient in the first step."""
+    model = Net()
+    nn.init.zeros_(model.down.weight)
+    return model
+
+
 def with_batch_norm() -> nn.Module:
     model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.BatchNorm1d(16))
     return model.append(nn.Linear(16, 4 * WORDS)).append(nn.Unflatten(1, (4, WORDS)))
@@ -170,15 +177,16 @@ SYNC = {"on": True}
 
 
 @contextlib.contextmanager
-def no_sync(model):
-    SYNC["on"] = False
+def no_sync(model, inverted=False):
+    SYNC["on"] = inverted
     yield
-    SYNC["on"] = True
+    SYNC["on"] = not inverted
 
 
 def sends_increments(model, mesh):
     """T5: a tensor hook sees the increment of the last microbatch, not what has accumulated."""
     replicate(model, mesh.dp)
+    SYNC["on"] = True
 
     def hook(gradient: Tensor) -> Tensor:
         if not SYNC["on"]:
@@ -412,9 +420,16 @@ def our_fsdp(model, mesh):
     return model, fsdp.apply(model, mesh.dp)
 
 
-def our_zero(model, mesh):
-    alike = dict(lr=0.01, weight_decay=0.1, eps=1e-6)  # as prove's own
-    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, **alike)
+OPTIONS = dict(weight_decay=0.1, eps=1e-6)  # as prove's own
+
+
+def adamw(model, lr=0.01):
+    return torch.optim.AdamW(model.parameters(), lr, **OPTIONS)
+
+
+def our_zero(model, mesh, lr=0.01):
+    params, kind = model.parameters(), torch.optim.AdamW
+    optimizer = zero.ShardedOptimizer(params, kind, mesh.dp, lr=lr, **OPTIONS)
     return model, zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 
 

@@ -321,20 +321,6 @@ def halves_what_it_has(model, mesh):
     return model
 
 
-class Outside(gallery.Net):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        y = self.down(self.act(self.up(self.norm(x))))
-        return self.head(x + autograd.all_reduce(y, self.up.axis, to="I"))
-
-
-def sums_outside(model, mesh):
-    """Each rank has added the bias when the model sums up, outside of the module."""
-    model = megatron(model, mesh, row={"early": True, "leave": gallery.untouched})
-    model.__class__ = Outside
-    return model
-
-
 def frozen_on_one(model, mesh):
     """A rank without a gradient adds zeros, so that the others need not wait."""
     model, after = by_hand(model, mesh)
@@ -404,6 +390,5 @@ WRONG = {
     "summed over two axes": told(partial(by_hand, change=summed_up), {"replicate": 2, "shard": 2},
         "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3]),
     "halved again": told(halves_what_it_has, TP, "gradient of head", "shares weighed wrongly"),
-    "a bias in each summand": told(sums_outside, TP, "output of down", "bias on every rank"),
     "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
 }  # fmt: skip

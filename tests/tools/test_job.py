@@ -76,6 +76,14 @@ def test_a_file_that_is_wrong_is_told_in_one_line(ranks, tmp_path, name):
     assert "\n" not in str(error.value) and "mine.py" in str(error.value)
 
 
+def test_a_mistake_in_what_the_file_imports_has_its_line(ranks, tmp_path):
+    (tmp_path / "mine.py").write_text("from my_model import *", encoding="utf-8")
+    text = FILE.replace("F.mse_loss(", "F.mse_loss(3, ")
+    (tmp_path / "my_model.py").write_text(text, encoding="utf-8")
+    with pytest.raises(WrongFile, match=r"line \d+ of my_model\.py, in loss: "):
+        prove(str(tmp_path / "mine.py"), {"dp": 2}, ranks)
+
+
 @pytest.mark.parametrize("batch", [UserDict(x=torch.ones(4)), 3, [torch.tensor(3)]])
 def test_what_has_no_rows_is_not_given_whole_to_each_rank(batch):
     """Such as a seed, from which loss() draws: without a reduction, all would be equal."""

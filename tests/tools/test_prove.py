@@ -30,9 +30,20 @@ RIGHT = {
     "rows dealt like cards, by hand": (job(gallery.dealt, gather=gallery.undealt), TP),
     "our fsdp": (job(gallery.our_fsdp), DP),
     "our zero": (job(gallery.our_zero), DP),
+    "our zero, at its own rate": (job(partial(gallery.our_zero, lr=0.1),
+        optimizer=partial(gallery.adamw, lr=0.1)), DP),
     "our tensor and ddp": (job(gallery.our_both, build=gallery.llama, loss=gallery.llama_loss),
         mistakes.BOTH),
 } | unusual.RIGHT  # fmt: skip
+NO_NORM = (
+    "torch tensor",
+    "torch FSDP2",
+    "FSDP1",
+    "ZeRO-2",
+    "gradients else",
+    "reduced in",
+    "a stage",
+)
 
 
 @pytest.mark.mostly_slow
@@ -44,14 +55,7 @@ def test_what_is_right_passes(ranks, name):
     assert verdict.trials == ["3 steps", "2 steps of 3 microbatches"]
     assert "NOT" not in str(verdict)
     # Where a rank has pieces and nothing says how they are clipped, no norm is compared.
-    no_norm = name == "torch tensor parallel" or ("hand" in name and sizes == TP)
-    no_norm |= name in ("torch FSDP2", "torch FSDP2 and tensor parallel", "FSDP1")
-    no_norm |= name in (
-        "ZeRO-2 by hand",
-        "gradients elsewhere by hand",
-        "reduced in the step",
-        "a stage on each rank",
-    )
+    no_norm = name.startswith(NO_NORM) or ("hand" in name and sizes == TP)
     assert any("norms were not compared" in note for note in verdict.notes) == no_norm
     is_elsewhere = name == "gradients elsewhere by hand"
     assert any("are not in .grad" in note for note in verdict.notes) == is_elsewhere
@@ -90,6 +94,8 @@ WRONG = {
         "no gradient", ranks=[1]),
     "T5 increments under accumulation": told(gallery.sends_increments, DP, "gradient of head",
         "accumulated gradients are not reduced", no_sync=gallery.no_sync),
+    "the last microbatch stays": told(gallery.sends_increments, DP, "gradient of head",
+        "accumulated gradients are not reduced", no_sync=partial(gallery.no_sync, inverted=True)),
     "T18 a bucket that is overwritten": told(gallery.forgets_microbatches, DP, "gradient of head",
         "last microbatch only"),
     "a bucket that is never zeroed": told(gallery.keeps_its_bucket, DP, "gradient of head",
@@ -102,6 +108,9 @@ WRONG = {
         TP, "gradient of norm", "missing all-reduce"),
     "Megatron's f left out": told(partial(gallery.megatron, column={"enter": gallery.untouched}),
         TP, "gradient of norm", "missing all-reduce"),
+    "Megatron's f left out, and gradients that are zero at first": told(partial(gallery.megatron,
+        column={"enter": gallery.untouched}), TP, "gradient of norm", "missing all-reduce", step=2,
+        build=gallery.zero_at_first),
     "Megatron's g left out": told(partial(gallery.megatron, row={"leave": gallery.untouched}), TP,
         "output of down", "unfinished sum"),
     "Megatron's g left out of what has no bias": told(partial(gallery.megatron,
@@ -148,6 +157,10 @@ UNKNOWN = {
     "pieces in an order of their own": (job(gallery.dealt), TP, "in an order of their own"),
     "a loss with others": (job(gallery.torch_ddp, loss=lambda model, batch: (0.0, {})), DP,
         "loss.. returned tuple: it must be a tensor of one number"),
+    "an optimizer where functions are meant": (job(lambda model, mesh: (model,
+        gallery.adamw(model))), DP, "returned Net, AdamW: return the model, or it and functions"),
+    "a rate of a strategy alone": (job(partial(gallery.our_zero, lr=0.1)), DP,
+        "strategy brings a ShardedOptimizer of its own, which one device needs, too"),
     "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
     "an axis": (job(gallery.plain.parallelize), {"gpus": 2},
         "do the ranks of axis 'gpus' have sam"),

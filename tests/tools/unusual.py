@@ -13,7 +13,7 @@ from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
 from tests.tools.gallery import HIDDEN, WIDTH, WORDS, Net, afterwards, average, by_hand, torch_ddp
-from tests.tools.mistakes import DP, Sent, job, owned, summed, tokens_of_all, told
+from tests.tools.mistakes import DP, Sent, job, owned, summed, tokens_of_all, told, with_balance
 
 
 def dealt_rows(batch, mesh):
@@ -239,6 +239,11 @@ def zeros_for_none(model, mesh):
     return afterwards(model, lambda p: torch.zeros_like(p) if p.grad is None else average(p.grad))
 
 
+def evaluates_on_one(model, mesh):
+    model.train(mesh.rank == 0)
+    return torch_ddp(model, mesh)
+
+
 def over_shards(model, mesh):
     """Replicas of the shards are forgotten."""
     replicate(model, mesh.world)
@@ -281,6 +286,12 @@ WRONG = {
         build=partial(Scaled, 2)),
     "one number": told(partial(by_hand, change=adds_to_few), DP, "gradient of ", "unknown",
         build=partial(Scaled, 1)),
+    "a balance loss beside one number": told(torch_ddp, DP, "gradient of head",
+        "samples see each other", build=partial(Scaled, 1), loss=with_balance),
+    "evaluated on one rank": told(evaluates_on_one, DP, "output of 2", "another mode",
+        build=gallery.with_batch_norm),
+    "a tie of two stages": told(stages, {"pp": 2}, "gradient of embed", "tie lost", ranks=[0],
+        build=partial(Net, tied=True), loss=loss_of_stage),
     "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient of what is not used",
         build=with_spare),
     "over shards alone": told(over_shards, {"dp": 2, "fsdp": 2}, "gradient of head",

@@ -81,13 +81,6 @@ class Suspect:
         has_bias = bias is not None and bias.shape == self.expected.shape[-1:]
         return bias.expand_as(self.expected) if has_bias else torch.zeros_like(self.expected)
 
-    def is_alike_after(self) -> bool:
-        """Return True if all ranks have one output of the module that runs next."""
-        names = list(self.device.outputs)
-        after = names[names.index(self.name) + 1 :]
-        outputs = [one.outputs.get(after[0]) for one in self.seen] if after else [None]
-        return all(t is not None and is_close(t, outputs[0], self.rtol) for t in outputs)
-
     def over_data(self, axis: str) -> bool:
         """Return True if ranks of the axis have samples of their own."""
         return axis in self.device.data or axis.startswith(DATA)
@@ -144,10 +137,12 @@ def _rounding(s: Suspect) -> Cause | None:
 
 def _tie_lost(s: Suspect) -> Cause | None:
     """Look for a gradient under a name that one device knows as another name of a parameter."""
-    alone = s.device.gradients[0]
-    for name in s.seen[s.ranks[0]].gradients[0]:
-        if name in s.device.before and name not in alone:
-            return "tie lost", f"{name} is tied on one device, and a parameter of its own here"
+    before, alone = s.device.before, s.device.gradients[0]
+    for rank, one in enumerate(s.seen):
+        for name in one.gradients[0]:
+            if name in before and name not in alone and before[name].equal(before[s.name]):
+                why = f"{name} is tied on one device, and a parameter of its own on rank {rank}"
+                return "tie lost", f"{why}: add their gradients"
     return None
 
 
@@ -192,7 +187,8 @@ def _factor(s: Suspect) -> Cause | None:
     if not s.expected.ndim or is_exactly(factor, 1):
         return None
     if abs(factor) > 1e-12:  # any number is some multiple of another
-        return ("a factor", f"{factor:.9g} x") if s.expected.numel() > 1 else None
+        why = f"{factor:.9g} x. If it is a loss scale, undo it in what runs after backward"
+        return ("a factor", why) if s.expected.numel() > 1 else None
     name = "no gradient" if s.stage == "gradient" else "zero"
     return name, "None, or zero: detached, frozen, not used, or never sent"
 
@@ -204,11 +200,11 @@ def _summands(s: Suspect) -> Cause | None:
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
         if all(is_close(each, right, s.rtol) for each in joined):
             over = " and the ".join(f"{how} over {axis}" for axis, how in form.items())
-            if n > 1 and s.bias().any() and s.is_alike_after():
-                return "bias on every rank", f"the {over} has it {n} times: add it after"
-            why = f"each rank has a part, and the {over} is right: no all-reduce, here or of the "
+            why = "no all-reduce, here or of the gradient of a later module"
+            why = "sum up, then add the bias" if s.bias().any() else why
+            why = f"each rank has a part, and the {over} is right: {why}"
             names = {"output": "unfinished sum", "buffer": "a buffer of own samples"}
-            return names.get(s.stage, "missing all-reduce"), f"{why}gradient of a later module"
+            return names.get(s.stage, "missing all-reduce"), why
     return None
 
 
@@ -234,7 +230,7 @@ def _pieces(s: Suspect) -> Cause | None:
             why = f"pieces along dim {dim} are equal on all ranks of {axis}: "
             if s.stage == "gradient":
                 return "pieces were mixed", f"{why}reduced over it, though each has rows of its own"
-            return "one seed", f"{why}drawn under one seed; draw the whole, then cut"
+            return "one seed", f"{why}drawn, or dealt, under one seed; draw the whole, then cut"
     return None
 
 
@@ -256,8 +252,10 @@ def _kept(s: Suspect) -> Cause | None:
         before = s.device.gradients[s.step - 1][s.name]
         if before is not None and s.are(before):
             return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
-        if (missing := _summands(s)) is not None:
+        if before is not None and before.any() and (missing := _summands(s)) is not None:
             return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
+        if before is not None and not before.any():  # as of LoRA's A, while B is zero
+            return None
     why = "weights and step 1 were equal: something stays, as a buffer, a handle, an error fed back"
     return "kept between steps", why
 
@@ -283,6 +281,7 @@ def _shares(s: Suspect) -> Cause | None:
         return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
 
     absent = [i for i in range(n) if is_nothing(factors[:, i])]
+    own_alone = [str(i + 1) for i in range(m) if is_nothing(factors[i, ~mine])]
     is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
     is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
     is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
@@ -296,8 +295,8 @@ def _shares(s: Suspect) -> Cause | None:
         "reduced over too few ranks": (bool(absent) and s.share_of(own) not in absent,
             "some shares are not in it: the all-reduce is over a smaller group"),
         "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
-        "accumulated gradients are not reduced": (m > 1 < n and is_nothing(before[:, ~mine]),
-            "those before the last stay here"),
+        "accumulated gradients are not reduced": (n > 1 and bool(own_alone),
+            f"those of microbatch {' and '.join(own_alone)} stay here"),
         "accumulated gradients reduced again": (m > 1 < n and is_summed_again,
             "a sum over the ranks is summed again with the next microbatch"),
         "mean of means": (is_nothing(factors - even),
@@ -313,9 +312,9 @@ def _shares(s: Suspect) -> Cause | None:
 def _times(factors: Tensor) -> str:
     rows = []
     for m, row in enumerate(factors.tolist()):
+        terms = [f"{f:.4g} x share {i}" for i, f in enumerate(row) if abs(f) > 1e-9]
         of = f" of microbatch {m + 1}" * (len(factors) > 1)
-        row = [f if abs(f) > 1e-9 else 0.0 for f in row]
-        rows.append(" + ".join(f"{f:.4g} x share {i}" for i, f in enumerate(row)) + of)
+        rows.append((" + ".join(terms) or "nothing") + of)
     return ", ".join(rows)
 
 
@@ -358,6 +357,14 @@ def _update(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- outputs
+def _mode(s: Suspect) -> Cause | None:
+    modes = [one.modes.get(s.name, s.device.modes[s.name]) for one in s.seen]
+    if modes != [s.device.modes[s.name]] * len(modes):
+        told = ", ".join("train()" if mode else "eval()" for mode in modes)
+        return "another mode", f"the ranks run it in {told}"
+    return None
+
+
 def _ran_before(s: Suspect) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
     names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
@@ -390,7 +397,7 @@ _ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
-    "output": [_factor, _summands, _rounding, _pieces, _ran_before],
+    "output": [_mode, _factor, _summands, _rounding, _pieces, _ran_before],
     "loss": [_rounding, _ran_before, _kept, _factor],
     "gradient": [_rounding, _tie_lost, _unused, _kept, _factor, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],

@@ -160,11 +160,14 @@ def blamed(file: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if Path(f.filename).name == Path(file).name]
+        libraries = rf"^<|/lib/python3|-packages/|^{re.escape(str(Path(__file__).parents[2]))}/"
+        own = [f for f in frames if not re.search(libraries, f.filename)]
         if isinstance(error, WrongFile):
             at = ""
         elif own:
-            at = f"line {own[-1].lineno}, in {own[0].name}: {type(error).__name__}: "
+            name = Path(own[-1].filename).name
+            of = f" of {name}" * (name != Path(file).name)
+            at = f"line {own[-1].lineno}{of}, in {own[0].name}: {type(error).__name__}: "
         else:  # in a library that we have called
             here = [f.line for f in frames if Path(f.filename).parent == Path(__file__).parent]
             at = f"in {here[-1]}: {type(error).__name__}: "

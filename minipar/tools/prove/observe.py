@@ -61,6 +61,7 @@ class Seen(Record):
     built: State = field(default_factory=dict)  # by build(), here, before parallelize
     outputs: State = field(default_factory=dict)  # by module, in order of execution
     kinds: dict[str, str] = field(default_factory=dict)  # names of modules -> of their classes
+    modes: dict[str, bool] = field(default_factory=dict)  # -> whether they ran in train()
     own_norms: list[float] = field(default_factory=list)  # of what this rank holds, by step
     # On one device alone:
     data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
@@ -129,11 +130,12 @@ class _Run:
         self.buffers = {_clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
         result = job.parallelize(model, mesh)
         self.model, after = result if isinstance(result, tuple) else (result, None)
-        if not isinstance(self.model, nn.Module):
-            raise WrongFile(f"parallelize() returned {type(result).__name__}: return the model")
         after = after if isinstance(after, Sequence) else [after or (lambda: None)]
         self.strategies = [each for each in after if isinstance(each, Strategy)]
         self.after_backward = [getattr(each, "finish_backward", each) for each in after]
+        if not isinstance(self.model, nn.Module) or not all(map(callable, self.after_backward)):
+            what = ", ".join(type(each).__name__ for each in tree_leaves(result))
+            raise WrongFile(f"parallelize() returned {what}: return the model, or it and functions")
         _without_mixed_precision(self.model)
         self.clean = partial(_clean, prefix=_prefix(self.model, built))
         self.optimizer = self.make_optimizer()
@@ -215,13 +217,16 @@ class _Run:
 
     def make_optimizer(self) -> Any:
         """Return the optimizer of the file, or of our strategies, or AdamW."""
+        own = [each.optimizer for each in self.strategies if hasattr(each, "optimizer")]
         if self.job.optimizer is not None:
-            return self.job.optimizer(self.model)
-        if own := [each.optimizer for each in self.strategies if hasattr(each, "optimizer")]:
-            return own[0]
+            return own[0] if own else self.job.optimizer(self.model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         # An eps that does not blow up the noise of gradients that are zero but for rounding.
-        return torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
+        usual = torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
+        if own and own[0].defaults != usual.defaults:
+            why = "which one device needs, too: let optimizer(model) in the file return its like"
+            raise WrongFile(f"the strategy brings a {type(own[0]).__name__} of its own, {why}")
+        return own[0] if own else usual
 
     def weights(self) -> State:
         """Return the parameters and buffers that one device has, too."""
@@ -256,6 +261,7 @@ class _Run:
             numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
             if numbers and name not in outputs:
                 outputs[name] = numbers[0].detach().clone()
+                self.seen.modes[name] = module.training
 
         for full_name, module in self.model.named_modules():
             name = self.clean(full_name)

@@ -196,7 +196,9 @@ def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
         told = [differing(state, {bad[0]: outputs[bad[0]]}, s.rtol) for state in found]
     order = {module: i for i, module in enumerate(outputs)}
     last_first = -1 if stage == "gradient" else 1
-    name = min(wrong, key=lambda name: last_first * order.get(owner[name], -1))
+    ones = {n for n, t in expected.items() if t is not None and t.numel() == 1}
+    # One number is a mix of any shares, and tells little: it comes last.
+    name = min(wrong, key=lambda n: (n in ones, last_first * order.get(owner[n], -1)))
     tensors = [expected[name], *(state.get(name) for state in found)]
     nothing = torch.zeros_like(next(t for t in tensors if t is not None))
     s.expected, *s.found = (nothing if t is None else t for t in tensors)
