@@ -6,9 +6,10 @@ the same. A rank that never reduced has its own share once and the others not at
 """
 
 import contextlib
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -51,17 +52,12 @@ class Suspect:
         if any(piece is None for piece in pieces):
             return {}  # a module that is not run, or not there, on some rank
         for form, joined in forms(pieces, self.sizes, expected.shape, "sum"):
-            right, *joined = (self.sorted(tensor, form) for tensor in (expected, *joined))
+            right, dims = expected, [how for how in form.values() if isinstance(how, int)]
+            for dim in dims * (not self.device.has_whole_batch):  # dealt in the file's own order
+                right, *joined = (tensor.sort(dim).values for tensor in (right, *joined))
             if all(is_close(together, right, self.rtol, 1e-13) for together in joined):
                 return form
         return None
-
-    def sorted(self, tensor: Tensor, form: Form) -> Tensor:
-        """Return numbers in order along dims that ranks cut, if the file deals rows its own way."""
-        dims = [how for how in form.values() if isinstance(how, int)]
-        for dim in dims * (not self.device.has_whole_batch):
-            tensor = tensor.sort(dim).values
-        return tensor
 
     def are(self, values: list[Tensor] | Tensor, rtol: float = 0.0) -> bool:
         """Return True if the wrong ranks have `values`: one tensor for all, or one per rank."""
@@ -85,18 +81,6 @@ class Suspect:
         """Return True if ranks of the axis have samples of their own."""
         return axis in self.device.data or axis.startswith(DATA)
 
-    def chunks(self) -> Iterator[tuple[str, int, list[Tensor]]]:
-        """Yield axis, dim, and the first wrong rank's tensor, in a piece for each rank of the axis.
-
-        First the tensor as one piece; then the axes on which ranks share their samples.
-        """
-        found = self.found[self.ranks[0]]
-        yield "", 0, [found]
-        for axis, size in sorted(self.sizes.items(), key=lambda item: self.over_data(item[0])):
-            for dim in range(found.ndim):
-                if found.shape[dim] and found.shape[dim] % size == 0:
-                    yield axis, dim, list(found.chunk(size, dim))
-
 
 def cause_of(s: Suspect) -> Cause:
     """Return the first suspicion that the numbers bear out."""
@@ -110,9 +94,8 @@ def cause_of(s: Suspect) -> Cause:
                 return cause
     if s.stage in OTHERWISE:
         return OTHERWISE[s.stage]
-    who = "all ranks are wrong" if len(s.ranks) == len(s.found) else "the other ranks are right"
     asked = "" if s.device.has_whole_batch else ". Is each rank weighed by its tokens?"
-    return "unknown", f"{who}; no cause that is known here has these numbers{asked}"
+    return "unknown", f"no cause that is known here has these numbers{asked}"
 
 
 def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | None:
@@ -211,16 +194,20 @@ def _summands(s: Suspect) -> Cause | None:
 def _pieces(s: Suspect) -> Cause | None:
     """Look for what a rank's tensor, or each piece of it, is: of the right one, or of a build()?"""
     built = [one.built[s.name] for one in s.seen] if s.stage == "initial weights" else []
-    for axis, dim, pieces in s.chunks():
-        of = [t.chunk(len(pieces), dim) if axis else [t] for t in (s.expected, *built)]
-        same = [[is_close(p, t[i], s.rtol) for t in of[1:]] for i, p in enumerate(pieces)]
+    found, axes = s.found[s.ranks[0]], sorted(s.sizes, key=s.over_data)  # shared samples first
+    for axis, dim in [("", 0), *itertools.product(axes, range(found.ndim))]:
+        if axis and found.shape[dim] % s.sizes[axis]:
+            continue
+        cut = [t.chunk(s.sizes[axis], dim) if axis else [t] for t in (found, s.expected, *built)]
+        pieces, right, *drawn = cut
+        same = [[is_close(p, t[i], s.rtol) for t in drawn] for i, p in enumerate(pieces)]
         if built and all(any(row) for row in same):
             sources = sorted({row.index(True) for row in same})
             who = "that rank" if s.are(built) else f"rank {', '.join(map(str, sources))}"
             why = f"drawn by build() on {who}, under its own seed, and never made alike: "
             why += "broadcast, load a checkpoint, or seed build() (torch's fully_shard sends no "
             return "never broadcast", why + "weights)"
-        places = [[j for j, r in enumerate(of[0]) if is_close(p, r, s.rtol)] for p in pieces]
+        places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
         if all(place == [0] for place in places):
             return "first piece everywhere", f"all ranks of {axis} have the first, along dim {dim}"
         if all(len(place) == 1 for place in places):
