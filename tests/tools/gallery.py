@@ -56,16 +56,10 @@ def seeded() -> nn.Module:
     return Net()
 
 
-def without_bias() -> nn.Module:
+def zeroed(part: str) -> nn.Module:
+    """With zero weights, as LoRA: what is before them has no gradient in the first step."""
     model = Net()
-    nn.init.zeros_(model.down.bias)
-    return model
-
-
-def zero_at_first() -> nn.Module:
-    """As LoRA: what is before a product with zero has no gradient in the first step."""
-    model = Net()
-    nn.init.zeros_(model.down.weight)
+    nn.init.zeros_(model.down.get_parameter(part))
     return model
 
 
@@ -420,16 +414,9 @@ def our_fsdp(model, mesh):
     return model, fsdp.apply(model, mesh.dp)
 
 
-OPTIONS = dict(weight_decay=0.1, eps=1e-6)  # as prove's own
-
-
-def adamw(model, lr=0.01):
-    return torch.optim.AdamW(model.parameters(), lr, **OPTIONS)
-
-
 def our_zero(model, mesh, lr=0.01):
-    params, kind = model.parameters(), torch.optim.AdamW
-    optimizer = zero.ShardedOptimizer(params, kind, mesh.dp, lr=lr, **OPTIONS)
+    alike = dict(lr=lr, weight_decay=0.1, eps=1e-6)  # as prove's own
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, **alike)
     return model, zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 
 

@@ -235,14 +235,13 @@ def _dealt(s: Suspect) -> None:
 def _kept(s: Suspect) -> Cause | None:
     if s.step == 0:
         return None
-    if s.stage == "gradient":
-        before = s.device.gradients[s.step - 1][s.name]
-        if before is not None and s.are(before):
-            return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
-        if before is not None and before.any() and (missing := _summands(s)) is not None:
-            return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
-        if before is not None and not before.any():  # as of LoRA's A, while B is zero
+    if (before := s.device.gradients[s.step - 1].get(s.name)) is not None:
+        if not before.any():  # as of LoRA's A, while B is zero: nothing could be wrong
             return None
+        if s.are(before):
+            return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
+        if (missing := _summands(s)) is not None:
+            return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
     why = "weights and step 1 were equal: something stays, as a buffer, a handle, an error fed back"
     return "kept between steps", why
 
