@@ -156,6 +156,7 @@ UNKNOWN = {
     "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
     "an axis": (job(gallery.plain.parallelize), {"gpus": 2},
         "do the ranks of axis 'gpus' have sam"),
+    "an axis like tp": (job(unusual.alike), {"tpu": 2}, "do the ranks of axis 'tpu' have sam"),
     "an axis that is misspelt": (job(gallery.plain.parallelize, shares=["dp", "gpu"]), {"gpus": 2},
         "do the ranks of axis 'gpus' have sam"),
     "a trial": (job(lambda model, mesh: NoSync(model)), DP,
@@ -187,7 +188,7 @@ def in_short_numbers(model, batch):
     """As many a model: a norm and a loss in float32, a layer in bfloat16, and recomputation."""
     x = checkpoint(model.embed, batch[0], use_reentrant=False).to(torch.bfloat16)
     x = checkpoint(lambda x: model.norm(x.float()).type_as(x), x, use_reentrant=False)
-    logits = model.head(model.down(model.act(model.up(x))))
+    logits = model.head(model.down(model.act(model.up(x.softmax(-1, torch.float32)))))
     chances = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
     return F.nll_loss(chances, batch[1].flatten())
 

@@ -239,11 +239,6 @@ def zeros_for_none(model, mesh):
     return afterwards(model, lambda p: torch.zeros_like(p) if p.grad is None else average(p.grad))
 
 
-def evaluates_on_one(model, mesh):
-    model.train(mesh.rank == 0)
-    return torch_ddp(model, mesh)
-
-
 def over_shards(model, mesh):
     """Replicas of the shards are forgotten."""
     replicate(model, mesh.world)
@@ -266,7 +261,7 @@ class Counted(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.long))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.steps += dist.get_world_size()
@@ -288,8 +283,8 @@ WRONG = {
         build=partial(Scaled, 1)),
     "a balance loss beside one number": told(torch_ddp, DP, "gradient of head",
         "samples see each other", build=partial(Scaled, 1), loss=with_balance),
-    "evaluated on one rank": told(evaluates_on_one, DP, "output of 2", "another mode",
-        build=gallery.with_batch_norm),
+    "evaluated on one rank": told(lambda model, mesh: torch_ddp(model.train(mesh.rank == 0), mesh),
+        DP, "output of 2", "another mode", build=gallery.with_batch_norm),
     "a tie of two stages": told(stages, {"pp": 2}, "gradient of embed", "tie lost", ranks=[0],
         build=partial(Net, tied=True), loss=loss_of_stage),
     "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient of what is not used",

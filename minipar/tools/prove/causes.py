@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minipar.comm.mesh import coordinates, rank_at
 from minipar.tools.prove.compare import Form, forms, is_close
-from minipar.tools.prove.job import DATA, WrongFile
+from minipar.tools.prove.job import DATA, WrongFile, is_among
 from minipar.tools.prove.observe import Seen, Trial
 
 Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for it
@@ -79,7 +79,7 @@ class Suspect:
 
     def over_data(self, axis: str) -> bool:
         """Return True if ranks of the axis have samples of their own."""
-        return axis in self.device.data or axis.startswith(DATA)
+        return axis in self.device.data or is_among(axis, DATA)
 
 
 def cause_of(s: Suspect) -> Cause:
@@ -167,13 +167,13 @@ def _factor(s: Suspect) -> Cause | None:
     for value, cause in known.items():
         if is_exactly(factor, value):
             return cause
-    if not s.expected.ndim or is_exactly(factor, 1):
-        return None
-    if abs(factor) > 1e-12:  # any number is some multiple of another
+    if abs(factor) < 1e-12:
+        name = "no gradient" if s.stage == "gradient" else "zero"
+        return name, "None, or zero: detached, frozen, not used, or never sent"
+    if s.expected.numel() > 1 and not is_exactly(factor, 1):  # a number is some multiple of any
         why = f"{factor:.9g} x. If it is a loss scale, undo it in what runs after backward"
-        return ("a factor", why) if s.expected.numel() > 1 else None
-    name = "no gradient" if s.stage == "gradient" else "zero"
-    return name, "None, or zero: detached, frozen, not used, or never sent"
+        return "a factor", why
+    return None
 
 
 def _summands(s: Suspect) -> Cause | None:
@@ -213,7 +213,8 @@ def _pieces(s: Suspect) -> Cause | None:
         if all(len(place) == 1 for place in places):
             order = ", ".join(str(place[0]) for place in places)
             return "pieces in another order", f"the ranks of {axis} have {order} of dim {dim}"
-        if axis and all(is_close(piece, pieces[0], s.rtol) for piece in pieces):
+        alike = [all(is_close(t, some[0], s.rtol) for t in some) for some in (pieces, right)]
+        if axis and alike == [True, False]:
             why = f"pieces along dim {dim} are equal on all ranks of {axis}: "
             if s.stage == "gradient":
                 return "pieces were mixed", f"{why}reduced over it, though each has rows of its own"
@@ -344,10 +345,9 @@ def _update(s: Suspect) -> Cause | None:
 
 # ---------------------------------------------------------------------- outputs
 def _mode(s: Suspect) -> Cause | None:
-    modes = [one.modes.get(s.name, s.device.modes[s.name]) for one in s.seen]
-    if modes != [s.device.modes[s.name]] * len(modes):
-        told = ", ".join("train()" if mode else "eval()" for mode in modes)
-        return "another mode", f"the ranks run it in {told}"
+    alone, modes = s.device.modes[s.name], [one.modes.get(s.name) for one in s.seen]
+    if (not alone) in modes:
+        return "another mode", f".training is {alone} on one device, and {modes} on the ranks"
     return None
 
 

@@ -18,9 +18,15 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from minipar.comm.mesh import RESERVED, Mesh
 
 DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
-"""Beginnings of names of axes on which ranks have samples of their own."""
-MODEL = ("tp", "cp", "pp", "sp", "mp", "tensor", "context", "seq", "pipe", "model", "stage")
-"""... and of axes on which ranks share their samples."""
+"""Names of axes on which ranks have samples of their own; dp2 or dp_shard is one, too, not dps."""
+MODEL = ("tp", "cp", "pp", "sp", "mp", "tensor", "context", "seq", "sequence", "pipe", "pipeline")
+MODEL += ("model", "stage")
+"""... and of axes on which ranks share their samples; not of tpu or cpu."""
+
+
+def is_among(axis: str, words: tuple[str, ...]) -> bool:
+    """True if the name of an axis begins with one of the words, as a word."""
+    return re.match(rf"({'|'.join(words)})(?![a-zA-Z])", axis) is not None
 
 
 class WrongFile(ValueError):
@@ -100,8 +106,8 @@ class Job:
         if callable(self.shares) or not self.shares:
             return []
         by_name = self.shares == "batch"
-        own = [a for a in sizes if (a.startswith(DATA) if by_name else a in self.shares)]
-        strange = [axis for axis in sizes if axis not in own and not axis.startswith(MODEL)]
+        own = [a for a in sizes if (is_among(a, DATA) if by_name else a in self.shares)]
+        strange = [axis for axis in sizes if axis not in own and not is_among(axis, MODEL)]
         # A name in the list that is no axis of this mesh may be misspelt.
         if strange and (by_name or {*self.shares} - {*sizes}):
             raise WrongFile(

@@ -286,8 +286,7 @@ class AllDigits(TorchFunctionMode):
         if not self.in_backward or torch.is_grad_enabled():  # recomputed; hooks have no gradients
             if func in (Tensor.float, Tensor.bfloat16, Tensor.half):
                 func = Tensor.double
-            elif func in (Tensor.to, Tensor.type):
-                args = tuple(torch.float64 if _is_short(a) else a for a in args)
+            args = tuple(torch.float64 if _is_short(a) else a for a in args)
             if _is_short(kwargs.get("dtype")):
                 kwargs = kwargs | {"dtype": torch.float64}
         return func(*args, **kwargs)
@@ -335,19 +334,19 @@ def _prefix(model: nn.Module, built: State) -> str:
 
 
 def _named(model: nn.Module, clean: Callable[[str], str] = _clean) -> State:
-    """Return parameters, those that are tied too, and buffers; none of whole numbers."""
+    """Return parameters and buffers, those that are tied, too."""
     named = dict(model.named_parameters(remove_duplicate=False))
     named |= dict(model.named_buffers(remove_duplicate=False))
-    return {clean(n): t for n, t in named.items() if t.is_floating_point() or t.is_complex()}
+    return {clean(name): tensor for name, tensor in named.items()}
 
 
 def _copies(named: State) -> State:
-    """Return copies; the gradient of an embedding may be sparse, and weights complex."""
+    """Return copies; the gradient of an embedding may be sparse, weights complex, buffers whole."""
 
     def copy(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().clone()
         tensor = tensor.to_dense() if tensor.is_sparse else tensor
-        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()
 
     return {name: None if t is None else copy(t) for name, t in named.items()}
 
