@@ -183,11 +183,12 @@ def _summands(s: Suspect) -> Cause | None:
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
         if all(is_close(each, right, s.rtol) for each in joined):
             over = " and the ".join(f"{how} over {axis}" for axis, how in form.items())
-            why = "no all-reduce, here or of the gradient of a later module"
-            why = "sum up, then add the bias" if s.bias().any() else why
-            why = f"each rank has a part, and the {over} is right: {why}"
-            names = {"output": "unfinished sum", "buffer": "a buffer of own samples"}
-            return names.get(s.stage, "missing all-reduce"), why
+            name, why = "missing all-reduce", "none here, or of the gradient of a later module"
+            if s.stage == "output":
+                name, why = "unfinished sum", "sum up, then add the bias, if there is one"
+            if s.stage == "buffer":
+                name, why = "a buffer of own samples", "forward fills it from them"
+            return name, f"each rank has a part, and the {over} is right: {why}"
     return None
 
 
