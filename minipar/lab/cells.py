@@ -213,8 +213,8 @@ class Ranks(Watched):
         """Run as `launch.Ranks` does; fit the namespaces to a process group that is new."""
         with self.lock:
             remade, pids = self.remade, self.pids
-            speakers = [rank for rank, args in enumerate(args_of) if args is not None]
-            self._transcript = _Transcript(speakers)
+            first = next((rank for rank, args in enumerate(args_of) if args is not None), 0)
+            self._transcript = _Transcript(first)
             if source := Source.of(fn, cell_numbers()):
                 args_of = [None if args is None else (source, fn, *args) for args in args_of]
                 fn = shell.call_from
@@ -281,25 +281,24 @@ class Ranks(Watched):
 class _Transcript:
     """Lines that ranks print in one call: rank by rank, the first rank's at once."""
 
-    def __init__(self, ranks: list[int]) -> None:
-        self._first = ranks[0]
-        self._held: dict[int, list[tuple[str, Any]]] = {rank: [] for rank in ranks}
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._held: list[tuple[int, str, Any]] = []  # what the others said: rank, kind, content
         self._line: tuple[int, str] | None = None  # rank and stream of a line that has not ended
 
     def hear(self, rank: int, kind: str, content: Any) -> None:
         if rank == self._first:
             self._show(rank, kind, content)
         else:
-            self._held[rank].append((kind, content))
+            self._held.append((rank, kind, content))
 
     def close(self) -> None:
+        said = sorted(self._held, key=itemgetter(0))  # of one rank, in the order in which it spoke
+        for (rank, kind), group in groupby(said, key=itemgetter(0, 1)):
+            contents = [content for *_, content in group]
+            for content in contents if kind == "display" else ["".join(contents)]:
+                self._show(rank, kind, content)
         self._end_line()
-        for rank, said in self._held.items():
-            for kind, group in groupby(said, key=itemgetter(0)):
-                contents = [content for _, content in group]
-                for content in contents if kind == "display" else ["".join(contents)]:
-                    self._show(rank, kind, content)
-            self._end_line()
 
     def _show(self, rank: int, kind: str, content: Any) -> None:
         if kind == "display":

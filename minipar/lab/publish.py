@@ -24,6 +24,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from nbconvert.preprocessors import ClearOutputPreprocessor, CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
 from minipar.lab import exercises, problems, slips
@@ -46,15 +47,15 @@ def normalise(notebook: NotebookNode, root: Path) -> None:
     """
     notebook.metadata = NotebookNode(kernelspec=KERNEL, language_info={"name": "python"})
     notebook.nbformat, notebook.nbformat_minor = 4, 5  # the first with ids of cells
+    # Text that arrived in several pieces is joined: where it was cut is a matter of luck.
+    CoalesceStreamsPreprocessor().preprocess(notebook, {})
     seen: set[str] = set()
     for cell in notebook.cells:
         cell.id = _cell_id(cell, seen)
         kept = ("tags", "jupyter", "slideshow")
         cell.metadata = NotebookNode({k: cell.metadata[k] for k in kept if k in cell.metadata})
-        if "outputs" in cell:
-            cell.outputs = _joined(cell.outputs)
-            for output in cell.outputs:
-                _normalise_output(output, root)
+        for output in cell.get("outputs", []):
+            _normalise_output(output, root)
 
 
 def _cell_id(cell: NotebookNode, seen: set[str]) -> str:
@@ -64,18 +65,6 @@ def _cell_id(cell: NotebookNode, seen: set[str]) -> str:
         text += "\nonce more"
     seen.add(name)
     return name
-
-
-def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Join text that arrived in several pieces: where it was cut is a matter of luck."""
-    joined: list[NotebookNode] = []
-    for output in outputs:
-        last = joined[-1] if joined else {}
-        if output.output_type == "stream" and last.get("name") == output.name:
-            last.text += output.text
-        else:
-            joined.append(output)
-    return joined
 
 
 def _normalise_output(output: NotebookNode, root: Path) -> None:
@@ -152,9 +141,7 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
     for path in notebooks:
         notebook = nbformat.read(path, as_version=4)
         show_minutes(notebook)
-        for cell in notebook.cells:
-            if cell.cell_type == "code":
-                cell.outputs, cell.execution_count = [], None
+        ClearOutputPreprocessor().preprocess(notebook, {})
         texts[folder / path.name] = nbformat.writes(notebook) + "\n"
         given, number = path.parent / "solutions", int(path.stem[:2])
         told = slips.read(given)

@@ -33,9 +33,10 @@ class Picture(ipywidgets.Image):
 class Explorer(ipywidgets.VBox):
     """The picture of `draw_fn` with a control per argument; it is drawn anew when one moves.
 
-    A control is ``(low, high)`` or ``(low, high, step)`` for a slider, or a list or a dict of
-    choices. Sliders start at the argument's default if it has one. With `only_if={"v": lambda name,
-    **_: name in LOOPED}` v is greyed out for other names. Raises what the first drawing raises.
+    A control is written as for `ipywidgets.interact`: ``(low, high)`` or ``(low, high, step)`` is a
+    slider, a list or a dict has choices. It starts at the argument's default if there is one. With
+    `only_if={"v": lambda name, **_: name in LOOPED}` v is greyed out for other names. Raises what
+    the first drawing raises.
 
     `sliders` by name; `image` and `text` follow them. The picture has its size on paper, 96 pixels
     to the inch, and the height of the tallest so far, so that the page below does not jump. `error`
@@ -51,13 +52,15 @@ class Explorer(ipywidgets.VBox):
     ) -> None:
         defaults = {name: p.default for name, p in inspect.signature(draw_fn).parameters.items()}
         self.draw_fn, self.only_if = draw_fn, dict(only_if or {})
-        self.sliders = {n: _control(n, how, defaults[n]) for n, how in controls.items()}
+        made = ipywidgets.interactive.widget_from_abbrev
+        self.sliders = {name: made(how, defaults[name]) for name, how in controls.items()}
         fit = {"object_fit": "contain", "object_position": "left top", "max_width": "100%"}
         self.image = Picture(format="png", layout=fit)
         self.height = 0.0  # inches of the tallest picture so far
         self.text = ipywidgets.Label()
         self.error: Exception | None = None
-        for slider in self.sliders.values():
+        for name, slider in self.sliders.items():
+            slider.description, slider.continuous_update = name, False
             slider.observe(lambda _: self.redraw(), "value")
         columns = ipywidgets.Layout(grid_template_columns="repeat(2, max-content)")
         grid = ipywidgets.GridBox(list(self.sliders.values()), layout=columns)
@@ -95,17 +98,3 @@ class Explorer(ipywidgets.VBox):
 
 
 explore = Explorer
-
-
-def _control(name: str, how: Any, default: Any) -> Any:
-    style = {"description": name, "continuous_update": False}
-    if isinstance(how, tuple):
-        whole = all(isinstance(number, int) for number in how)
-        low, high, step = *how[:2], how[2] if len(how) == 3 else (1 if whole else 0.1)
-        start = default if isinstance(default, int | float) and low <= default <= high else low
-        kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
-        return kind(value=start, min=low, max=high, step=step, **style)
-    options = how if isinstance(how, Mapping) else {str(choice): choice for choice in how}
-    values = [*options.values()]
-    start = default if default in values else values[0]
-    return ipywidgets.SelectionSlider(options=[*options.items()], value=start, **style)
