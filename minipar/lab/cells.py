@@ -118,11 +118,13 @@ class Watched(launch.Ranks):
         stuck = {r for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent}
         if not job.waiting or job.failures or job.stopped or not job.waiting <= stuck:
             return
-        done = ", ".join(map(str, sorted(job.results)))
-        others = f"finished by now: rank {done}" if done else "all ranks wait"
+        others, why = sorted(job.results), "finished by now: rank"
+        if not others:
+            others, why = sorted({*range(self.size)} - job.asked), "not asked: rank"
+        why = f"{why} {', '.join(map(str, others))}" if others else "all ranks wait"
         for rank in job.waiting:
             _, verb, line = self._stuck[rank][-1]
-            what = f"rank {rank} of {self.size}", "Stuck", f"waits in {verb}, in vain ({others})"
+            what = f"rank {rank} of {self.size}", "Stuck", f"waits in {verb}, in vain ({why})"
             job.failures[rank] = worker.Failure(*what, report=f"{what[-1]}\n{line}")
         self._stop(job)
 
@@ -224,7 +226,8 @@ class Ranks(Watched):
                 advice = self._recover(remade, pids)
                 return results
             except RankError as error:
-                raise CellError(error.failures, self._recover(remade, pids)) from None
+                said = [_about_names(error.failures), self._recover(remade, pids)]
+                raise CellError(error.failures, "\n".join(filter(None, said))) from None
             except KeyboardInterrupt:
                 raise Interrupted(self._recover(remade, pids)) from None
             except TimeoutError as error:
@@ -276,6 +279,18 @@ class Ranks(Watched):
     def _hear(self, rank: int, kind: str, content: Any) -> None:
         if self._transcript is not None:  # else they are being prepared
             self._transcript.hear(rank, kind, content)
+
+
+def _about_names(failures: dict[int, worker.Failure]) -> str:
+    """Say what to do about a name that the notebook knows, and the ranks do not."""
+    for failure in failures.values():
+        missing = re.match(r"name '(\w+)' is not defined", failure.message)
+        if missing and missing[1] in getattr(get_ipython(), "user_ns", {}):
+            name, can = missing[1], "define it in a cell with  %%ranks --here, or"
+            if name == "ranks":
+                return "`ranks` is in the notebook; here are `rank` and `world_size`"
+            return f"`{name}` is in the notebook: {can}  ranks.put({name}={name})"
+    return ""
 
 
 class _Transcript:

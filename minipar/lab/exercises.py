@@ -58,7 +58,7 @@ from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
 from minipar.lab import cells, slips
 from minipar.lab.cases import Case, CheckFailed, Sent
-from minipar.lab.shell import Source, call_from, code_of
+from minipar.lab.shell import Source, call_from, code_of, globals_of
 from minipar.ranks import worker
 from minipar.ranks.launch import RankError, Ranks
 from minipar.ranks.worker import CannotTravel
@@ -165,6 +165,9 @@ def check(
     asked = exercise(number)
     if asked.bugs and isinstance(answer, str):
         return _diagnose(asked, answer)
+    if not callable(answer):
+        how = f'where your function is f, write  check("{number}", f)'
+        raise CheckFailed(f"This is no function: {_short(answer)}; {how}", "written")
     seed = secrets.randbelow(10**6) if seed is None else seed
     criteria = asked.checks | asked.bonuses if bonus else asked.checks
     for size in asked.sizes:
@@ -218,6 +221,9 @@ def _diagnose(asked: Exercise, name: str) -> None:
 
 def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
     """Return the sentence of the wrong answer that fails alike on the same inputs, or ""."""
+    code = code_of(answer)
+    if code and (names := {"rank", "world_size", "mesh"}.intersection(globals_of(code))):
+        return f"A guess: `{min(names)}` is none of your function's arguments: ask axis.rank, say\n"
     if not asked.slips:
         return ""
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
@@ -331,7 +337,8 @@ def _with_who_has_left(text: str) -> str:
     """Reword the barrier behind a function: a learner never wrote it."""
     for who, verb in ((r"ranks [\d, ]+", "have"), (r"rank \d+", "has")):
         text = re.sub(rf"({who}) called {_END}\b", rf"\1 {verb} left your function", text)
-    return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
+    text = text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
+    return re.sub(rf"\b{_END} on (rank \d+):", r"after your function, \1:", text)
 
 
 def _with_cell(text: str, source: Source | None) -> str:
@@ -410,7 +417,8 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         link.observers.remove(note)
         link.use(wire)
         for one in axes:
-            dist.destroy_process_group(one.group)
+            with suppress(ValueError):  # the answer may have destroyed it
+                dist.destroy_process_group(one.group)
     return result, sent
 
 

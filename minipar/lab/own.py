@@ -7,16 +7,16 @@ of which exercise it is, and has a digest of the rest: a file that was changed l
 """
 
 import ast
-import dis
 import hashlib
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from minipar.lab import exercises
+from minipar.lab.shell import globals_of
 
 FOLDER = "my"
 PIECES = {  # by the name of the file: which exercise it is, and what others call it
@@ -122,7 +122,7 @@ def written(answer: Callable, name: str) -> str:
 
 def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -> None:
     text, space = _source(thing)
-    for other in dict.fromkeys(_globals(compile(text, "<kept>", "exec"))):
+    for other in dict.fromkeys(globals_of(compile(text, "<kept>", "exec"))):
         if other in (name, thing.__name__, *parts) or other not in space or other[:2] == "__":
             continue
         value = space[other]
@@ -152,16 +152,6 @@ def _source(thing: Callable) -> tuple[str, dict[str, Any]]:
     if not nodes:
         raise ValueError(f"{thing.__name__} is not defined at the top of a cell or a file")
     return "".join(lines[nodes[-1].lineno - 1 : nodes[-1].end_lineno]).rstrip(), method.__globals__
-
-
-def _globals(code: CodeType) -> Iterator[str]:
-    """Yield the names that are looked up outside of functions, whatever function they are in."""
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield step.argval
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _globals(inner)
 
 
 def _constant(value: Any, name: str, thing: Callable) -> str:

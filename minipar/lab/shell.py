@@ -7,18 +7,21 @@ figures and tables, is sent by `worker.say`; what goes wrong becomes the text of
 which only the learner's own lines are left.
 """
 
+import dis
 import linecache
 import os
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+import IPython
 import torch
 import torch.distributed as dist
 from IPython.core import page
@@ -34,17 +37,14 @@ from minipar.emulate import link, link_group
 from minipar.ranks import backends, launch, worker
 from minipar.ranks.worker import Stopped
 
-PLUMBING = tuple(
-    os.path.dirname(module.__file__) + os.sep for module in (dist, launch, link, collectives)
-)
-"""Folders. Their frames at the end of a traceback tell a learner nothing: the line above does."""
-PASSING = (
-    os.path.join(os.path.dirname(torch.__file__), "nn", "modules", ""),
-    os.path.join(os.path.dirname(torch.__file__), "_dynamo", ""),
-    os.path.join(os.path.dirname(torch.__file__), "_compile.py"),
+PLUMBING = (
+    *(
+        os.path.dirname(module.__file__) + os.sep
+        for module in (torch, IPython, launch, link, collectives)
+    ),
     os.path.join(os.path.dirname(__file__), "memory.py"),
 )
-"""Files. Their frames only pass a call on: the frames around them say enough."""
+"""Folders and a file. Their frames tell a learner nothing: the line that called them does."""
 PATIENCE = 2.0  # seconds after which a rank that waits for the others says so
 
 
@@ -81,17 +81,16 @@ class RankShell(InteractiveShell):
     displayhook_class = Type(_LastValue)
     display_pub_class = Type(_Publisher)
     traceback_text: str | None = None
+    ask_exit = sys.exit  # for exit(), which ends the cell
 
     def enable_gui(self, gui: str | None = None) -> None:
         pass  # a rank has no windows
 
-    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+    def showtraceback(self, *args: Any, exception_only: bool = False, **kwargs: Any) -> None:
         worker.shield()  # being stopped while the error is put into words would lose the words
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped):
             worker.add_hint(error)
-            if isinstance(error, NameError) and error.name == "ranks":
-                error.add_note("`ranks` is in the notebook; here are `rank` and `world_size`")
             _cut_plumbing(error)
             super().showtraceback(*args, **kwargs)
 
@@ -100,14 +99,9 @@ class RankShell(InteractiveShell):
 
 
 def _cut_plumbing(error: BaseException, plumbing: tuple[str, ...] = PLUMBING) -> None:
-    """Take the frames of `plumbing` off the end of a traceback, and causes that lie all there.
-
-    Frames of `PASSING` go wherever they are, but for the first frame of all.
-    """
-    kept = list(_links(error))
-    while len(kept) > 1 and _is_in(kept[-1].tb_frame, plumbing):
-        kept.pop()
-    kept = kept[:1] + [tb for tb in kept[1:] if not _is_in(tb.tb_frame, PASSING)]
+    """Take the frames of `plumbing` but the first out of a traceback, and causes that lie there."""
+    first, *others = _links(error)
+    kept = [first, *(tb for tb in others if not _is_in(tb.tb_frame, plumbing))]
     for tb, following in zip_longest(kept, kept[1:]):
         tb.tb_next = following
     cause = error.__context__
@@ -133,6 +127,7 @@ def _shell() -> RankShell:
         os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
         shell = RankShell.instance(config=Config(HistoryManager={"enabled": False}))
         shell.run_line_magic("matplotlib", "inline")
+        warnings.filterwarnings("ignore", "To exit: use")  # there is nothing that could be left
         shell.set_hook("show_in_pager", page.as_hook(page.display_page), 90)  # for torch.ones?
         from minipar.lab import draw
 
@@ -177,6 +172,9 @@ def _look() -> None:
 
 
 # ---------------------------------------------------------------------- called by the notebook
+_facts: dict[str, int] = {}  # names that are the same in every cell, whatever the one before did
+
+
 def run_cell(code: str, number: int) -> None:
     """Run a cell in this rank's namespace; `number` is what tracebacks call it."""
     shell = _shell()
@@ -185,6 +183,10 @@ def run_cell(code: str, number: int) -> None:
     shell.history_manager.input_hist_parsed.append(shell.transform_cell(code))
     result = shell.run_cell(code, store_history=False)
     worker.shield()
+    for name, value in _facts.items():
+        if (left := shell.user_ns.get(name)) is not value:  # as after: for rank in range(4)
+            shell.user_ns[name] = value
+            print(f"`{name}` was {left!r} after this cell, and is {value} again")
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
         error.report = shell.traceback_text
@@ -195,8 +197,8 @@ def prepare(sizes: dict[str, int], wire: link.Link | link.Topology) -> None:
     """Put into the namespace what every cell may rely on, for the process group of now."""
     link.use(wire)
     device = backends.compute_device()
-    known = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": device}
-    _shell().user_ns.update(known, mesh=Mesh(**sizes), torch=torch, dist=dist)
+    _facts.update(rank=dist.get_rank(), world_size=dist.get_world_size())
+    _shell().user_ns.update(_facts, device=device, mesh=Mesh(**sizes), torch=torch, dist=dist)
 
 
 def mesh_sizes() -> dict[str, int] | None:
@@ -227,6 +229,16 @@ def code_of(answer: Any) -> CodeType | None:
     return getattr(answer, "__code__", None) or getattr(made, "__code__", None)
 
 
+def globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that are looked up outside of functions, whatever function they are in."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield step.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from globals_of(inner)
+
+
 @dataclass(frozen=True)
 class Source:
     """The cell in which a function was written: it travels along, for the sake of tracebacks."""
@@ -254,16 +266,14 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
     _titles[source.filename] = source.title
     try:
         return fn(*args, **kwargs)
-    except Exception as error:
-        files = [tb.tb_frame.f_code.co_filename for tb in _links(error)]
+    except (Exception, SystemExit) as error:
+        own = [tb for tb in _links(error) if _is_in(tb.tb_frame, (source.filename,))]
         around = getattr(code_of(fn), "co_filename", source.filename)
         # What surrounds a learner's function tells little, if one of its lines is there to see.
-        is_around = around != source.filename and source.filename in files
+        is_around = own and around != source.filename
         _cut_plumbing(error, (*PLUMBING, around) if is_around else PLUMBING)
         worker.add_hint(error)
-        frames = error.__traceback__
-        while frames.tb_next and frames.tb_frame.f_code.co_filename != source.filename:
-            frames = frames.tb_next
-        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        shown = traceback.TracebackException(type(error), error, own[0] if own else None)
+        text = "".join(shown.format() if own else shown.format_exception_only()).rstrip()
         error.report = text.replace(f'File "{source.filename}"', source.title)
         raise

@@ -71,10 +71,15 @@ class Stopped(KeyboardInterrupt):
 
 # ---------------------------------------------------------------------- what travels
 class CannotTravel(TypeError):
-    """A function or an argument cannot be sent to the ranks; says why."""
+    """A function or an argument cannot be sent to the ranks, or a result back; says why."""
+
+    @property
+    def report(self) -> str:
+        """Return what is shown of it: all frames would be frames of pickle."""
+        return str(self)
 
     def _render_traceback_(self) -> list[str]:
-        return str(self).splitlines()  # in a notebook; all frames would be frames of pickle
+        return self.report.splitlines()  # in a notebook
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -92,10 +97,13 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(thing)
 
 
-def pack(thing: Any) -> bytes:
-    """Return `thing` pickled. Raises what pickle raises, mostly `TypeError`."""
+def pack(thing: Any, what: str = "the result cannot be sent back") -> bytes:
+    """Return `thing` pickled. Raises `CannotTravel`, which begins with `what`."""
     file = io.BytesIO()
-    _Pickler(file).dump(thing)
+    try:
+        _Pickler(file).dump(thing)
+    except Exception as error:
+        raise CannotTravel(f"{what}: {error}") from None
     return file.getvalue()
 
 
@@ -105,13 +113,8 @@ unpack = cloudpickle.loads
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
     """Return the call ``fn(*args, **kwargs)`` pickled. Raises `CannotTravel`."""
-    try:
-        return pack((fn, args, kwargs))
-    except Exception as error:
-        raise CannotTravel(
-            "the function, something that it mentions, or an argument cannot be sent to the ranks: "
-            f"{error}"
-        ) from None
+    what = "the function, something that it mentions, or an argument cannot be sent to the ranks"
+    return pack((fn, args, kwargs), what)
 
 
 class Stream(io.TextIOBase):

@@ -168,6 +168,11 @@ def test_slips_are_answered_in_a_line(nb):
     assert forgotten.error.splitlines()[-1].startswith("`ranks` comes from the first cell")
     assert nb.run("ranks = kept; no_such_name").error.endswith("'no_such_name' is not defined")
     assert "here are `rank` and `world_size`" in nb.run("%%ranks\nranks").error
+    put = "`ours` is in the notebook: define it in a cell with  %%ranks --here, or  ranks.put(ours"
+    assert put in nb.run("ours = 1").error + nb.run("%%ranks\nours").error
+    assert nb.run("%%ranks\nexit()").error.splitlines()[-1].startswith("SystemExit")
+    untold = "all 4 ranks alike:\nthe result cannot be sent back: cannot pickle 'generator' object"
+    assert nb.run("ranks['(_ for _ in ())']").error == untold
     assert "-r 4: the ranks are 0 to 3; write 0,2 or 1-3" in nb.run("%%ranks -r 4\n1").error
     assert "unrecognized arguments: --lives" in nb.run("%%ranks --lives\n1").stderr
     for name, why in (("ranks", "did you mean `rank`?"), ("quit", "pickle")):
@@ -175,6 +180,13 @@ def test_slips_are_answered_in_a_line(nb):
         shown = nb.run("ranks.run(slip)").error
         assert shown.startswith("the function, something that it mentions, or an argument cannot")
         assert why in shown and len(shown.splitlines()) == 1
+
+
+def test_a_rank_has_its_own_number_after_every_cell(nb):
+    """Mutant: after this loop all are rank 3, in silence."""
+    shown = nb.run("%%ranks -r 0,3\nfor rank in range(4): pass")
+    assert shown.text == "[0] `rank` was 3 after this cell, and is 0 again\n"
+    assert nb.run("ranks['rank']").value == "[0, 1, 2, 3]"
 
 
 def test_a_group_that_a_cell_destroys_is_made_again(nb):
@@ -232,6 +244,9 @@ def test_different_calls_are_reported_with_who_called_what(nb):
     assert "line 3, in half\n    return 1 / y" in shown.error
     assert "/tmp/" not in shown.error and "launch.py" not in shown.error
     assert nb.run("ranks.run(half, 2)").value == "[1.0, 1.0, 1.0, 1.0]"
+    assert nb.run("ranks.run(half)").error.splitlines()[1].startswith("TypeError: half() missing")
+    shown = nb.run("def leave():\n    raise SystemExit\nranks.run(leave)").error
+    assert "line 2, in leave\n    raise SystemExit" in shown and "launch.py" not in shown
 
 
 def test_new_ranks_that_cannot_be_leave_those_that_run(nb):
@@ -283,13 +298,14 @@ def test_a_time_limit_presses_the_button_by_itself(nb):
             "if rank != 2:\n    dist.barrier()",
             "waits in barrier, in vain (finished by now: rank 2)",
         ),
+        ("%%ranks -r 1,2\ndist.barrier()", "waits in barrier, in vain (not asked: rank 0, 3)"),
         ("dist.recv(torch.ones(1), (rank + 1) % 4)", "waits in recv, in vain (all ranks wait)"),
     ],
 )
 def test_waiting_in_vain_is_noticed_long_before_the_timeout(nb, code, says):
     """A pool that only knows of errors would sit out the 20 s of the process group."""
     keep(nb)
-    shown = nb.run(f"%%ranks\n{code}")
+    shown = nb.run(code if code.startswith("%%") else f"%%ranks\n{code}")
     assert says in shown.error and "Cell In[" in shown.error and "    dist." in shown.error
     assert shown.seconds + recovered(nb) < 2 * usable()  # of which 3 s make sure
 

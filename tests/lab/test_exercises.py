@@ -261,6 +261,14 @@ def other_answers() -> dict[str, tuple]:
             dist.all_reduce(tensor, group=axis.group)
         return tensor
 
+    @answer("2.1", "run", "A guess: `rank` is none of your function's arguments: ask axis.rank")
+    def asks_for_a_name_of_cells(tensor, axis):
+        return tensor * rank  # noqa: F821
+
+    @answer("2.1", "run", "after your function, rank 0: the process group was destroyed")
+    def tidies_up(tensor, axis):
+        dist.destroy_process_group()
+
     @answer("2.1", "run", "IndexError", "in slip")
     def slip(tensor, axis):
         return tensor[axis.size * 100]
@@ -312,6 +320,8 @@ def test_words_of_a_check():
     assert error.endswith('check("2.1", wrong_passes_whole_tensors, seed=7)')
     shown = solution("2.1").data
     assert shown.startswith("def solution(tensor, axis):") and "wrong" not in shown
+    for called in (torch.ones(2), "ring", None):
+        assert str(refused("2.1", called)).startswith("This is no function: ")
 
 
 def test_inputs_are_fresh_unless_the_seed_is_given():
