@@ -314,6 +314,8 @@ def _check_peer(verb: str, peer: int, axis: Axis) -> None:
         raise ValueError(
             f"{verb}: peer={peer} is not on {axis.name}={axis.size}; use 0 to {axis.size - 1}"
         )
+    if peer == axis.rank and axis.size > 1:
+        raise ValueError(f"{verb}: peer={peer} is this rank itself, which has the tensor")
 
 
 def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:

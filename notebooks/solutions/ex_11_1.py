@@ -25,7 +25,7 @@ def given(size, random):
 def run(answer, axis, logits, k):
     """The experts, and a table [N, E] of weights, 0 for experts that were not chosen."""
     experts, weights = answer(logits, k)
-    return experts, torch.zeros_like(logits).scatter(1, experts, weights)
+    return experts, torch.zeros_like(logits).scatter(1, experts, weights.to(logits))
 
 
 def check_sum(case: Case) -> None:
@@ -92,3 +92,11 @@ def wrong_divides_logits(logits, k):
 def wrong_puts_the_worst_first(logits, k):
     experts, weights = solution(logits, k)
     return experts.flip(-1), weights.flip(-1)
+
+
+@fails(
+    "run",
+    "topk returns values first: return the experts, then their weights.",
+)
+def wrong_exchanges_the_two(logits, k):
+    return solution(logits, k)[::-1]

@@ -33,7 +33,7 @@ def run(answer, axis, tables):
 
 def crossing(rows, node):
     """Rows that leave their node, if expert e is on node[e]."""
-    return sum(int(rows[1 - where, e]) for e, where in enumerate(node))
+    return sum(int(rows[1 - int(where), e]) for e, where in enumerate(node))
 
 
 def check_halves(case: Case) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minipar.comm.collectives import wire_bytes
+from minipar.comm.collectives import all_reduce, wire_bytes
 from minipar.lab.exercises import Case, CheckFailed, Sent, fails
 
 LEVEL, MINUTES = "easy", 15
@@ -138,3 +138,13 @@ def wrong_gathers_everything(model, axis):
 def wrong_does_it_twice(model, axis):
     for _ in range(2):
         solution(model, axis)
+
+
+@fails(
+    "result",
+    "Gradients are as they were: all_reduce returns the sum, so give it to p.grad.",
+)
+def wrong_drops_the_result(model, axis):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            all_reduce(parameter.grad, axis, "avg")

@@ -9,6 +9,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: the fu
 import torch
 import torch.nn.functional as F
 
+from minipar.comm import collectives
 from minipar.comm.autograd import all_reduce, convert
 from minipar.comm.collectives import wire_bytes
 from minipar.lab.exercises import Case, Sent, fails
@@ -147,3 +148,12 @@ def wrong_converts_for_each_matrix(x, scale, gate, up, down, axis):
     normed = x * scale
     hidden = F.silu(convert(normed, axis) @ gate) * (convert(normed, axis) @ up)
     return x + all_reduce(hidden @ down, axis, to="I")
+
+
+@fails(
+    "gradients",
+    "collectives.all_reduce has no backward: take that of minipar.comm.autograd.",
+)
+def wrong_sums_without_backward(x, scale, gate, up, down, axis):
+    normed = convert(x * scale, axis)
+    return x + collectives.all_reduce((F.silu(normed @ gate) * (normed @ up)) @ down, axis)

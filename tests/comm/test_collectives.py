@@ -342,7 +342,8 @@ def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
         (lambda: comm.all_reduce(x[0], axis, out=x), r"shape \(4,\) and torch.float32"),
         (lambda: comm.all_reduce(x, axis, out=x.double()), "not .* torch.float64"),
         (lambda: comm.send(x, axis, 3), "peer=3 is not on dp=3; use 0 to 2"),
-        (lambda: comm.exchange([(x, 0), (x, 3)], [], axis), "exchange: peer=3 is not on"),
+        (lambda: comm.exchange([(x, 3)], [], axis), "exchange: peer=3 is not on"),
+        (lambda: comm.send(x, axis, axis.rank), "is this rank itself"),
     ]
 
 
