@@ -118,10 +118,9 @@ class Watched(launch.Ranks):
         stuck = {r for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent}
         if not job.waiting or job.failures or job.stopped or not job.waiting <= stuck:
             return
-        others, why = sorted(job.results), "finished by now: rank"
-        if not others:
-            others, why = sorted({*range(self.size)} - job.asked), "not asked: rank"
-        why = f"{why} {', '.join(map(str, others))}" if others else "all ranks wait"
+        others = sorted(job.results) or sorted({*range(self.size)} - job.asked)
+        they = "finished by now" if job.results else "not asked"
+        why = f"{they}: rank {', '.join(map(str, others))}" if others else "all ranks wait"
         for rank in job.waiting:
             _, verb, line = self._stuck[rank][-1]
             what = f"rank {rank} of {self.size}", "Stuck", f"waits in {verb}, in vain ({why})"
@@ -284,12 +283,11 @@ class Ranks(Watched):
 def _about_names(failures: dict[int, worker.Failure]) -> str:
     """Say what to do about a name that the notebook knows, and the ranks do not."""
     for failure in failures.values():
-        missing = re.match(r"name '(\w+)' is not defined", failure.message)
-        if missing and missing[1] in getattr(get_ipython(), "user_ns", {}):
-            name, can = missing[1], "define it in a cell with  %%ranks --here, or"
-            if name == "ranks":
-                return "`ranks` is in the notebook; here are `rank` and `world_size`"
-            return f"`{name}` is in the notebook: {can}  ranks.put({name}={name})"
+        name = failure.message.removeprefix("name '").removesuffix("' is not defined")
+        if failure.kind == "NameError" and name in getattr(get_ipython(), "user_ns", {}):
+            can = f"define it in a cell with  %%ranks --here, or  ranks.put({name}={name})"
+            can = "here are `rank` and `world_size`" if name == "ranks" else can
+            return f"`{name}` is in the notebook: {can}"
     return ""
 
 

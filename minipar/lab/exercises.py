@@ -297,15 +297,8 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
         before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
         try:
             answers = ranks.run_each(_play, calls)[:size]
-        except RankError as error:
-            said = _with_cell(_with_who_has_left("\n\n".join(error.reports())), source)
-            raise CheckFailed(said, "run") from error
-        except CannotTravel as error:
-            raise CheckFailed(str(error), "run") from None
-        except TimeoutError as error:
-            why = "Does a rank wait for a message that no rank sends, or loop for ever? "
-            why += "Does every collective get group=axis.group?"
-            raise CheckFailed(f"{error}\n{why}", "run") from None
+        except (RankError, CannotTravel, TimeoutError) as error:
+            raise CheckFailed(_in_words(error, source), "run") from error
         finally:
             ranks.time_limit = before
     results, sent = zip(*answers, strict=True)
@@ -333,19 +326,19 @@ def waiting(what: str, title: str, todo: str) -> CheckFailed:
 _END = "the end"  # how a rank calls the barrier after a learner's function
 
 
-def _with_who_has_left(text: str) -> str:
-    """Reword the barrier behind a function: a learner never wrote it."""
+def _in_words(error: Exception, source: Source | None) -> str:
+    """Say how a run failed; call the barrier behind it, which no learner wrote, leaving."""
+    text = "\n\n".join(error.reports()) if isinstance(error, RankError) else str(error)
+    if isinstance(error, TimeoutError):
+        text += "\nDoes a rank wait for a message that no rank sends, or loop for ever? "
+        text += "Does every collective get group=axis.group?"
     for who, verb in ((r"ranks [\d, ]+", "have"), (r"rank \d+", "has")):
         text = re.sub(rf"({who}) called {_END}\b", rf"\1 {verb} left your function", text)
     text = text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
-    return re.sub(rf"\b{_END} on (rank \d+):", r"after your function, \1:", text)
-
-
-def _with_cell(text: str, source: Source | None) -> str:
-    """Name the cell, where a race names the file into which a notebook has put it."""
+    text = re.sub(rf"\b{_END} on (rank \d+):", r"after your function, \1:", text)
     if source is None:
         return text
-    file = "/".join(source.filename.split("/")[-2:])
+    file = "/".join(source.filename.split("/")[-2:])  # as a race names it
     return re.sub(rf"{re.escape(file)}:(\d+)", rf"{source.title}, line \1", text)
 
 

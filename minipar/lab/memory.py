@@ -93,32 +93,27 @@ class LiveBytes(TorchDispatchMode):
         for storage in _storages(result):
             # A view, or the result of an in-place operation, lives in a storage that was given. By
             # this set_, copy.deepcopy looks into both storages; by another it makes its tensor.
-            if storage in self._held:
-                self._resized(storage)
-            elif id(storage) not in given and op is not _aten.set_.source_Storage:
-                self._add(storage)
+            is_new = id(storage) not in given and op is not _aten.set_.source_Storage
+            if is_new or storage in self._held:
+                self._see(storage)
         return result
 
-    def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
-        word = memory.tags.get(storage)
-        on_host = memory.is_on_host() if word is None else word.on_host
-        holding = self._held[storage] = Holding(storage.nbytes(), on_host)
-        weakref.finalize(storage, lambda: self._change(holding, -holding.num_bytes))
-        self._change(holding, holding.num_bytes, was_there)
-        return holding
-
     def _on_resize(self, storage: torch.UntypedStorage, before: int) -> None:
-        if storage in self._held:
-            self._resized(storage)
-        elif before == 0:
-            self._add(storage)  # one that was made before, and has got memory only now
+        if storage in self._held or before == 0:  # made before, it has got memory only now
+            self._see(storage)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        holding = self._held[storage]
-        more = storage.nbytes() - holding.num_bytes
-        if more:
+    def _see(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
+        """Count a storage that is new, or the bytes by which it has grown."""
+        holding = self._held.get(storage)
+        if holding is None:
+            word = memory.tags.get(storage)
+            on_host = memory.is_on_host() if word is None else word.on_host
+            holding = self._held[storage] = Holding(0, on_host)
+            weakref.finalize(storage, lambda: self._change(holding, -holding.num_bytes))
+        if more := storage.nbytes() - holding.num_bytes:
             holding.num_bytes += more
-            self._change(holding, more)
+            self._change(holding, more, was_there)
+        return holding
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         self.now += num_bytes
@@ -268,12 +263,12 @@ class MemoryLedger(LiveBytes):
 
     def _label(self, category: str, *tensors: Tensor) -> None:
         for storage in _storages(tensors):
-            holding = self._held.get(storage) or self._add(storage, was_there=True)
+            holding = self._see(storage, was_there=True)
             if not holding.tagged and RANKING.index(category) > RANKING.index(holding.category):
                 holding.category = category
 
     def _tag(self, storage: torch.UntypedStorage, word: memory.Tag) -> None:
-        holding = self._held.get(storage) or self._add(storage, was_there=True)
+        holding = self._see(storage, was_there=True)
         if holding.on_host != word.on_host:
             self.now += holding.num_bytes * (1 if holding.on_host else -1)
         holding.category, holding.on_host, holding.tagged = *word, True

@@ -62,8 +62,7 @@ def piece(name: str) -> Any:
     if not file.is_file():
         print(f"{name}: the stored answer to exercise {number}")
         return _stored(name)
-    state = "proved" if is_proved(name) else "changed since its check"
-    print(f"{name}: {file.as_posix()}, {state}")
+    print(f"{name}: {file.as_posix()}, {_state(name)}")
     return getattr(exercises.load(file), called)
 
 
@@ -73,10 +72,14 @@ def is_proved(piece: str) -> bool:
     return _digest(text.lstrip("\n")) in head
 
 
-def kept() -> dict[str, tuple[int, bool]]:
-    """Return the pieces that were kept: lines of code, and whether the file is proved."""
+def _state(piece: str) -> str:
+    return "proved" if is_proved(piece) else "changed since its check"
+
+
+def kept() -> dict[str, tuple[int, str]]:
+    """Return the pieces that were kept: lines of code, and how they stand, "proved" at best."""
     names = [name for name in PIECES if _file(name).is_file()]
-    return {n: (_num_lines(_file(n).read_text(encoding="utf-8")), is_proved(n)) for n in names}
+    return {n: (_num_lines(_file(n).read_text(encoding="utf-8")), _state(n)) for n in names}
 
 
 def _known(piece: str) -> tuple[str, str]:

@@ -24,9 +24,8 @@ def _own() -> list[str]:
     """Return lines on the pieces that `own.keep` has written, and on the pieces to come."""
     rows, have = [], own.kept()
     for name, (number, called) in own.PIECES.items():
-        lines, proved = have.get(name, (0, False))
-        state = "proved" if proved else "changed since its check" if lines else f"exercise {number}"
-        rows.append(f"| {name} | `{called}` | {lines or ''} | {state} |")
+        lines, state = have.get(name, ("", f"exercise {number}"))
+        rows.append(f"| {name} | `{called}` | {lines} | {state} |")
     total = sum(lines for lines, _ in have.values())
     head = f"Your own trainer: {len(have)} of {len(own.PIECES)} pieces, {total} lines."
     return ["", head, "", "| piece | | lines | |", "| --- | --- | --: | :-- |", *rows]

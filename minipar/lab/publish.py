@@ -96,10 +96,8 @@ def without_paths(text: str, root: Path) -> str:
 def complaints(notebook: NotebookNode) -> list[str]:
     """Return the faults of a published notebook, a line for each."""
     found = ["widget state is saved"] * ("widgets" in notebook.metadata)
-    for number, cell in enumerate(notebook.cells):
-        if cell.cell_type == "code":
-            found += [f"cell {number}: {what}" for what in _complaints(cell)]
-    return found
+    cells = [(n, cell) for n, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    return found + [f"cell {n}: {what}" for n, cell in cells for what in _complaints(cell)]
 
 
 def _complaints(cell: NotebookNode) -> Iterator[str]:

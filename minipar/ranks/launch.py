@@ -34,7 +34,7 @@ import torch.distributed as dist
 from minipar.emulate.device import Device
 from minipar.ranks.backends import check_backend
 from minipar.ranks.processes import Process, warm_up
-from minipar.ranks.worker import Failure, Setup, pack_call, unpack
+from minipar.ranks.worker import Failure, Setup, pack, unpack
 
 RANK_BYTES = 100e6
 """Memory of a process that has imported torch and joined a group, at the least."""
@@ -163,7 +163,10 @@ class Ranks:
         """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
         asked = {rank: args for rank, args in enumerate(args_of) if args is not None}
         distinct = {id(args): args for args in asked.values()}
-        packed = {key: pack_call(fn, args, kwargs) for key, args in distinct.items()}
+        what = (
+            "the function, something that it mentions, or an argument cannot be sent to the ranks"
+        )
+        packed = {key: pack((fn, args, kwargs), what) for key, args in distinct.items()}
         calls = {rank: ("call", packed[id(args)]) for rank, args in asked.items()}
         with self.lock, _interrupts_held() as raise_interrupt:
             call = self._supervise(calls, self.time_limit or math.inf, raise_interrupt)

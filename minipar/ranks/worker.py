@@ -73,10 +73,7 @@ class Stopped(KeyboardInterrupt):
 class CannotTravel(TypeError):
     """A function or an argument cannot be sent to the ranks, or a result back; says why."""
 
-    @property
-    def report(self) -> str:
-        """Return what is shown of it: all frames would be frames of pickle."""
-        return str(self)
+    report = property(str)  # that is shown of it: all frames would be frames of pickle
 
     def _render_traceback_(self) -> list[str]:
         return self.report.splitlines()  # in a notebook
@@ -109,12 +106,6 @@ def pack(thing: Any, what: str = "the result cannot be sent back") -> bytes:
 
 unpack = cloudpickle.loads
 """Undoes `pack`. Both ends are our own processes: nothing that comes from elsewhere is unpickled"""
-
-
-def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
-    """Return the call ``fn(*args, **kwargs)`` pickled. Raises `CannotTravel`."""
-    what = "the function, something that it mentions, or an argument cannot be sent to the ranks"
-    return pack((fn, args, kwargs), what)
 
 
 class Stream(io.TextIOBase):

@@ -75,13 +75,15 @@ class Flipbook:
 
     def __init__(self, draw_fn: Callable[..., Any], **choices: Iterable) -> None:
         self.choices = choices = {name: list(values) for name, values in choices.items()}
-        every = (dict(zip(choices, values, strict=True)) for values in product(*choices.values()))
+        every = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
         drawn = [draw_fn(**values) for values in every]
         self.frames = frames = [one[0] if isinstance(one, tuple) else one for one in drawn]
         defaults = {n: p.default for n, p in inspect.signature(draw_fn).parameters.items()}
-        self.start = start = {  # the number of a value, by name
+        start = {  # the number of a value, by name
             n: v.index(defaults[n]) if defaults[n] in v else 0 for n, v in choices.items()
         }
+        self.first = {name: values[start[name]] for name, values in choices.items()}
+        self.still = frames[every.index(self.first)]
         lines: dict[str, int] = {}
         numbered = [
             [lines.setdefault(line, len(lines)) for line in small_svg(figure).split("\n")]
@@ -107,11 +109,9 @@ class Flipbook:
 
     def _ipython_display_(self) -> None:
         # Two outputs: the second hides the first where its script runs.
-        first = tuple(values[self.start[name]] for name, values in self.choices.items())
-        shown = self.frames[[*product(*self.choices.values())].index(first)]
-        at = ", ".join(f"{name} = {value}" for name, value in zip(self.choices, first, strict=True))
-        alt = f"One of {len(self.frames)} pictures, {at}: {pen.in_words(shown)}"
-        still = {"image/png": pen.png(shown), "text/plain": repr(self)}
+        at = ", ".join(f"{name} = {value}" for name, value in self.first.items())
+        alt = f"One of {len(self.frames)} pictures, {at}: {pen.in_words(self.still)}"
+        still = {"image/png": pen.png(self.still), "text/plain": repr(self)}
         display(still, raw=True, metadata={"image/png": {"alt": alt}})
         display({"text/html": self.html, "text/plain": escape(repr(self))}, raw=True)
 
