@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from minipar.lab import slips
+from minipar.ranks.worker import InWords
 
 
-class CheckFailed(AssertionError):
+class CheckFailed(InWords, AssertionError):
     """A check refused an answer; `criterion` is the name of what was not met, in which `case`."""
 
     def __init__(self, message: str, criterion: str = "", case: "Case | None" = None) -> None:
@@ -26,9 +27,6 @@ class CheckFailed(AssertionError):
         """Return how the answer failed, for `slips`."""
         seen = () if self.case is None else (self.case.sent, self.case.results)
         return slips.fingerprint(self.criterion, str(self), *seen)
-
-    def _render_traceback_(self) -> list[str]:
-        return str(self).splitlines()  # a learner is not helped by our frames
 
 
 @dataclass(frozen=True)

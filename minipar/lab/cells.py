@@ -65,25 +65,16 @@ class CellError(RankError):
         return "\n\n".join(self.reports()).splitlines()  # in place of our own frames
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(worker.InWords, KeyboardInterrupt):
     """The stop button was pressed while ranks were at work."""
 
-    def _render_traceback_(self) -> list[str]:
-        return [f"Interrupted. {self}"]
 
-
-class TimedOut(TimeoutError):
+class TimedOut(worker.InWords, TimeoutError):
     """A cell took longer than `time_limit` allows."""
 
-    def _render_traceback_(self) -> list[str]:
-        return [f"Stopped. {self}"]
 
-
-class Misused(UsageError):
-    """``%%ranks`` cannot do what it was asked; shown in one line."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"%%ranks: {self}"]
+class Misused(worker.InWords, UsageError):
+    """``%%ranks`` cannot do what it was asked."""
 
 
 class Watched(launch.Ranks):
@@ -228,9 +219,9 @@ class Ranks(Watched):
                 said = [_about_names(error.failures), self._recover(remade, pids)]
                 raise CellError(error.failures, "\n".join(filter(None, said))) from None
             except KeyboardInterrupt:
-                raise Interrupted(self._recover(remade, pids)) from None
+                raise Interrupted(f"Interrupted. {self._recover(remade, pids)}") from None
             except TimeoutError as error:
-                raise TimedOut(f"{error}. {self._recover(remade, pids)}") from None
+                raise TimedOut(f"Stopped. {error}. {self._recover(remade, pids)}") from None
             finally:
                 self._transcript.close()
                 self._transcript = None
@@ -363,11 +354,11 @@ def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
     asked, ranks, here = parse_argstring(_ranks_magic, line), current(), get_ipython()
     if ranks is None:
-        raise Misused("no ranks are running; run the first cell, or  ranks = Ranks(4)")
+        raise Misused("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
     try:
         on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
     except ValueError as error:
-        raise Misused(str(error)) from None
+        raise Misused(f"%%ranks: {error}") from None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
     number = max(cell_numbers().values())  # IPython has counted on before it runs the cell

@@ -163,10 +163,8 @@ class Ranks:
         """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
         asked = {rank: args for rank, args in enumerate(args_of) if args is not None}
         distinct = {id(args): args for args in asked.values()}
-        what = (
-            "the function, something that it mentions, or an argument cannot be sent to the ranks"
-        )
-        packed = {key: pack((fn, args, kwargs), what) for key, args in distinct.items()}
+        why = "the function, something that it mentions, or an argument cannot be sent to the ranks"
+        packed = {key: pack((fn, args, kwargs), why) for key, args in distinct.items()}
         calls = {rank: ("call", packed[id(args)]) for rank, args in asked.items()}
         with self.lock, _interrupts_held() as raise_interrupt:
             call = self._supervise(calls, self.time_limit or math.inf, raise_interrupt)

@@ -70,13 +70,17 @@ class Stopped(KeyboardInterrupt):
 
 
 # ---------------------------------------------------------------------- what travels
-class CannotTravel(TypeError):
-    """A function or an argument cannot be sent to the ranks, or a result back; says why."""
-
-    report = property(str)  # that is shown of it: all frames would be frames of pickle
+class InWords:
+    """Makes a notebook show the words of an exception alone: its frames would all be ours."""
 
     def _render_traceback_(self) -> list[str]:
-        return self.report.splitlines()  # in a notebook
+        return str(self).splitlines()
+
+
+class CannotTravel(InWords, TypeError):
+    """A function or an argument cannot be sent to the ranks, or a result back; says why."""
+
+    report = property(str)  # that a rank shows of it
 
 
 class _Pickler(cloudpickle.Pickler):
