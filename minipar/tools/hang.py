@@ -229,6 +229,8 @@ def _explain_calls(group: Group, report: Report) -> None:
     for rank in group.ranks:
         at[group.place(rank, number, report.heard.get(rank))].append(rank)
     said = [*_verdicts(group, number, at)]
+    # The status alone may tell of an open call, as where its entry has fallen out of the ring.
+    oldest = dict.fromkeys(at["in"], next(iter(group.calls[number].values()))) | oldest
     blamed = {rank for f in said if f.kind in ("behind", "absent") for rank in f.ranks}
     victims = {r: f"{e.verb} #{e.number}" for r, e in oldest.items() if r not in blamed}
     report.add(group, said, victims)
