@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.sim import footprint, planner
-from minipar.sim.planner import PlanConfig, Ranked, Search
+from minipar.sim.planner import NEAR, PlanConfig, Ranked, Search, simplest, ties
 
 OUT = "notebooks/assets/guide.png"
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b")
@@ -22,8 +22,6 @@ NETWORKS = {
     "h100-100gbe": "Ethernet, 100 Gb/s for each node",
 }
 ASKED = {"cp": 1, "microbatch": 1, "schedule": "1f1b"}
-NEAR = 1 + planner.ERROR
-"""Plans that take up to so many times as long as the fastest are ties: the error is as large."""
 CUTS = {"dp": "dp: other sequences", "tp": "tp: a part of each matrix", "pp": "pp: other layers"}
 Found = Mapping[tuple[str, str, int], Search]  # by network, model, and number of GPUs
 
@@ -41,28 +39,6 @@ def ask(
             for n in gpus:
                 found[network, model, n] = planner.search(base, n, 512, ASKED)
     return found
-
-
-def simplest(found: Search) -> Ranked | None:
-    """Return the simplest of the `ties`; None if nothing fits.
-
-    The simplest has the fewest axes and keeps tp inside a node; then it has the least ZeRO, then it
-    recomputes nothing, then it is the fastest.
-    """
-
-    def parts(ranked: Ranked) -> tuple:
-        plan, gpus = ranked.job.plan, ranked.job.machine.gpus
-        axes = sum(getattr(plan, axis) > 1 for axis in ("tp", "pp"))
-        return axes, plan.tp > gpus, plan.zero, plan.checkpointing != "none", ranked.step
-
-    return min(ties(found), key=parts, default=None)
-
-
-def ties(found: Search) -> list[Ranked]:
-    """Return the legal plans within the planner's error of the fastest; none if nothing fits."""
-    best = found.best()
-    near = [r for r in found.fit if best is not None and r.step <= NEAR * best.step]
-    return [r for r in near if planner.problem(r.job) is None]
 
 
 def meshes(plans: Sequence[Ranked]) -> set[tuple[int, ...]]:

@@ -39,6 +39,8 @@ UNEVEN = 1.15
 """Stages are too uneven if the longest, times their number, exceeds all layers by this factor."""
 REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 PRICED = {"compression": ("none",), "dispatch": ("all_to_all", "paired"), "context": ("ring",)}
+NEAR = 1 + ERROR
+"""Plans that take up to so many times as long as the fastest are ties: the error is as large."""
 NOT_VARIED = "tp_overlap, context, dispatch, compression and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
@@ -65,6 +67,11 @@ class Ranked:
     def step(self) -> float:
         """Seconds of a step in closed form."""
         return sum(self.seconds.values())
+
+    @property
+    def expected(self) -> float:
+        """Seconds of a step: by the replay, where our code stands for the software."""
+        return (self.job.software.name in REPLAYED and self.replayed) or self.step
 
     @property
     def held(self) -> float:
@@ -105,45 +112,53 @@ class Ranked:
 
 
 # ---------------------------------------------------------------------- search
-def candidates(base: Job, gpus: int, global_batch: int, fix: Collection[str] = ()) -> Iterator[Job]:
+def candidates(
+    base: Job, gpus: int, global_batch: int, fix: dict[str, Any] | None = None
+) -> Iterator[Job]:
     """Yield plans for `gpus` devices that share out `global_batch` sequences, legal or not.
 
-    Words in `fix` are as in the plan of `base`, where they are not varied anyway.
+    All have the words of `fix`, and values that the software can carry out. Words that are not
+    varied here are as in the plan of `base`; the machine sets the precision.
     """
+    fix, can = fix or {}, CAN.get(base.software.name, {}) if gpus > 1 else {}
+    given = {k: v for k, v in fix.items() if k not in ("microbatch", "precision")}
+    base, moe = replace(base, plan=replace(base.plan, **given)), base.config.moe
+
+    def is_asked(**words: Any) -> bool:
+        return all(fix.get(k, v) == v and v in can.get(k, [v]) for k, v in words.items())
+
     for sizes in meshes(gpus):
-        pp, tp, ep = sizes["pp"], sizes["tp"], sizes["ep"]
-        dp, moe = sizes["dp"] * ep, base.config.moe
-        if global_batch % dp or pp > base.config.num_layers or tp > base.config.num_heads:
+        pp, tp, cp, ep = (sizes[axis] for axis in ("pp", "tp", "cp", "ep"))
+        dp = sizes["dp"] * ep
+        if global_batch % dp or not is_asked(**sizes, precision=base.plan.precision):
+            continue
+        if pp > base.config.num_layers or tp > base.config.num_heads:
             continue
         if ep > 1 and (moe is None or moe.num_experts % ep):
             continue
-        pads = base.software.name in REPLAYED or sizes["cp"] == 1  # as other software does not
-        if not pads and base.seq_len % (2 * sizes["cp"]):
+        pads = base.software.name in REPLAYED or cp == 1  # as other software does not
+        if not pads and base.seq_len % (2 * cp):
             continue
         mine = global_batch // dp
-        tried = {1, 2, 4, 8, 16, 32, base.microbatch}
-        if "microbatches" in fix:
-            tried.add(max(1, mine // max(1, base.plan.microbatches)))
-        micros = [n for n in sorted(tried) if mine % n == 0]
-        zeros = (0, 1, 2, 3) if dp * sizes["cp"] > 1 else (0,)
+        is_sized = fix.keys() & {"microbatch", "microbatches"}
+        tried = range(1, mine + 1) if is_sized else (1, 2, 4, 8, 16, 32)
+        zeros = (0, 1, 2, 3) if dp * cp > 1 else (0,)
         if pp > 1 and "zero" not in fix:
             zeros = zeros[:2]  # ZeRO 2 and 3 would reduce once per microbatch
-        sequence = tp > 1 and ("sequence_parallel" not in fix or base.plan.sequence_parallel)
         again = ("none", "selective", "full")
         # Of whole experts ranks of tp have copies; or a part of each; or experts of their own.
         shares = ((False, False), (True, False), (False, True))
         shares = shares if moe is not None and tp > 1 else shares[:1]
+        micros = [n for n in tried if mine % n == 0]
         every = itertools.product(micros, zeros, _orders(base, pp, fix), again, shares)
         for micro, zero, (schedule, stages), recompute, (cut, over_tp) in every:
-            plan = replace(
-                base.plan, **sizes, zero=zero, schedule=schedule, checkpointing=recompute,
-                microbatches=mine // micro, sequence_parallel=sequence, stages_per_rank=stages,
-                tp_overlap=base.plan.tp_overlap and sequence, expert_tensor_parallel=cut,
-                context=base.plan.context if sizes["cp"] > 1 else "ring",
-                experts_over_tp=over_tp,
-                dispatch=base.plan.dispatch if ep > 1 or over_tp else "all_to_all",
+            words = sizes | dict(
+                zero=zero, schedule=schedule, stages_per_rank=stages, checkpointing=recompute,
+                microbatches=mine // micro, experts_over_tp=over_tp, expert_tensor_parallel=cut,
+                sequence_parallel=tp > 1 and fix.get("sequence_parallel", True),
             )  # fmt: skip
-            yield replace(base, plan=plan, microbatch=micro)
+            if is_asked(**words, microbatch=micro):
+                yield replace(base, plan=replace(base.plan, **words), microbatch=micro)
 
 
 def _orders(base: Job, pp: int, fix: Collection[str]) -> list[tuple[str, int]]:
@@ -193,28 +208,12 @@ class Search:
         return list(found.values())
 
 
-def _wanted(base: Job, gpus: int, global_batch: int, fix: dict[str, Any]) -> Iterator[Job]:
-    """Yield the candidates that have the words of `fix`, and that the software can carry out."""
-    # Candidates vary some words of `base` and keep the others; the machine sets the precision.
-    given = {k: v for k, v in fix.items() if k not in ("microbatch", "precision")}
-    base = replace(base, plan=replace(base.plan, **given))
-    base = replace(base, microbatch=fix.get("microbatch", base.microbatch))
-    wanted = [(word, (value,)) for word, value in fix.items()]
-    wanted += CAN.get(base.software.name, {}).items() if gpus > 1 else ()
-
-    def is_wanted(job: Job) -> bool:
-        given = {"microbatch": job.microbatch}
-        return all(given.get(k, getattr(job.plan, k, None)) in v for k, v in wanted)
-
-    return filter(is_wanted, candidates(base, gpus, global_batch, fix))
-
-
 def search(
     base: Job, gpus: int, global_batch: int, fix: dict[str, Any] | None = None, watch: Watch = iter
 ) -> Search:
     """Rank all candidates by the closed form; `watch` may show how far it is."""
     limit, fit, too_large = footprint.room(base.machine.device), [], []
-    for job in watch(list(_wanted(base, gpus, global_batch, fix or {}))):
+    for job in watch(list(candidates(base, gpus, global_batch, fix))):
         held = footprint.memory(job)
         if sum(held.values()) > limit:
             too_large.append(Ranked(job, {}, held))
@@ -223,6 +222,28 @@ def search(
     fit.sort(key=lambda ranked: ranked.step)
     too_large.sort(key=lambda ranked: ranked.held)
     return Search(fit, too_large)
+
+
+def ties(found: Search) -> list[Ranked]:
+    """Return the legal plans within the error of the fastest; none if nothing fits."""
+    best = found.best()
+    near = [r for r in found.fit if best is not None and r.step <= NEAR * best.step]
+    return [r for r in near if problem(r.job) is None]
+
+
+def simplest(found: Search) -> Ranked | None:
+    """Return the simplest of the `ties`, by `complexity`; None if nothing fits."""
+    return min(ties(found), key=complexity, default=None)
+
+
+def complexity(ranked: Ranked) -> tuple:
+    """Return the order of the simple: fewest axes beside dp, no cp, and tp inside a node.
+
+    Then the least ZeRO, then nothing is recomputed, then 1F1B, then the fastest.
+    """
+    plan, axes = ranked.job.plan, [axis for axis in ranked.family if axis != "dp"]
+    apart = len(axes), plan.cp > 1, plan.tp > ranked.job.machine.gpus
+    return *apart, plan.zero, plan.checkpointing != "none", plan.schedule != "1f1b", ranked.step
 
 
 # ---------------------------------------------------------------------- replay
@@ -302,8 +323,11 @@ def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
     return f"no plan is legal: {problem(refused.job)}" if refused else "there is no such plan"
 
 
-def table(plans: Iterable[Ranked]) -> str:
-    """Return a table of plans, a line each, and below it the errors that it names."""
+def table(plans: Iterable[Ranked], simple: Ranked | None = None) -> str:
+    """Return a table of plans, a line each, and below it the errors that it names.
+
+    A star marks the `simple` one.
+    """
     head = ("", "step", "replay", "error", "tokens/s/GPU", "MFU", "causal", "memory", "bubble")
     lines = [(*head, "exposed", "plan")]
     known: dict[str, list[Job]] = {}
@@ -312,13 +336,15 @@ def table(plans: Iterable[Ranked]) -> str:
         known.setdefault(error, []).append(r.job)
         exposed = [f"{axis} {r.seconds[axis]:.2f}" for axis in cost.AXES if r.seconds[axis] > 5e-3]
         lines.append((
-            str(place), f"{r.step:.2f} s", f"{r.replayed:.2f} s" if r.replayed else "-", error,
-            f"{r.tokens_per_second:,.0f}", f"{r.mfu(False):.0%}", f"{r.mfu(True):.0%}",
-            f"{r.held / GB:.0f} GB", f"{r.seconds['bubble'] / r.step:.0%}",
-            ", ".join(exposed) or "-", str(r),
+            f"{place}{'*' * (r is simple)}", f"{r.step:.2f} s",
+            f"{r.replayed:.2f} s" if r.replayed else "-", error, f"{r.tokens_per_second:,.0f}",
+            f"{r.mfu(False):.0%}", f"{r.mfu(True):.0%}", f"{r.held / GB:.0f} GB",
+            f"{r.seconds['bubble'] / r.step:.0%}", ", ".join(exposed) or "-", str(r),
         ))  # fmt: skip
     within = f"90 % of published runs, and more, are within {ERROR:.0%}"
     notes = [f"  error {error}: {unchecked(*jobs) or within}" for error, jobs in known.items()]
+    star = f"  *: the simplest plan that is within {ERROR:.0%} of the first, and so equal: take it"
+    notes += [star] if simple is not None else []
     return "\n".join([*aligned(lines), *notes])
 
 
@@ -349,31 +375,34 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     best = found.top(config.top)
     if not best:
         raise NothingFits(_nothing_fits(config, base, found))
+    if (simple := simplest(found)) not in best:
+        best.append(simple)
     if config.replay:
         best = [replayed(ranked) for ranked in watch(best)]
-    if base.software.name in REPLAYED:
-        best.sort(key=lambda r: r.replayed or r.step)
-    first = best[0]
+    best.sort(key=lambda ranked: ranked.expected)
+    # By its replay a plan may be slower than it seemed.
+    simple = min((r for r in best if r.expected <= NEAR * best[0].expected), key=complexity)
     losers = {
-        " x ".join(family): lost(found, first, lambda r, family=family: r.family == family)
+        " x ".join(family): lost(found, simple, lambda r, family=family: r.family == family)
         for family in dict.fromkeys(r.family for r in (*found.fit, *found.too_large))
-        if family != first.family
+        if family != simple.family
     }
-    why = reasons(found, first, fix)
+    why = reasons(found, simple, fix)
     if config.json:
         plans = [ranked.as_dict() for ranked in best]
-        return json.dumps({"plans": plans, "others": losers, "why": why}), best[:5]
+        text = {"plans": plans, "simplest": simple.as_dict(), "others": losers, "why": why}
+        return json.dumps(text), best[:6]
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
         f"{config.global_batch} sequences a step",
-        table(best),
-        "The best, by part:\n" + _by_part(first),
+        table(best, simple),
+        "The simplest, by part:\n" + _by_part(simple),
         "Why:\n" + "\n".join(f"  {line}" for line in why),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
-        "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
+        "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(simple.job).items()),
         f"Only --fix varies {NOT_VARIED}.",
     ]
-    return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:5]
+    return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:6]
 
 
 def _by_part(ranked: Ranked) -> str:
@@ -397,19 +426,12 @@ def _by_part(ranked: Ranked) -> str:
 
 def _nothing_fits(config: PlanConfig, base: Job, found: Search) -> str:
     """Return why nothing fits, and a number of devices that would help."""
-    fix = fixed(config.fix)
     if (small := found.smallest()) is None:
         some = next(iter(found.too_large or found.fit), None)
         none = "--global-batch, --software and --fix leave no candidate"
         return f"no legal plan for {config.gpus} devices: {problem(some.job) if some else none}"
-    limit = footprint.room(base.machine.device)
-
-    def is_enough(gpus: int) -> bool:
-        legal = (j for j in _wanted(base, gpus, config.global_batch, fix) if problem(j) is None)
-        return any(sum(footprint.memory(job).values()) <= limit for job in legal)
-
-    enough = next(filter(is_enough, (config.gpus * 2**n for n in range(1, 7))), None)
-    change = (
-        f"--gpus {enough} would do" if enough else "64 times as many devices would not do either"
-    )
+    batch, fix = config.global_batch, fixed(config.fix)
+    tried = (config.gpus * 2**n for n in range(1, 7))
+    enough = next((n for n in tried if search(base, n, batch, fix).best()), None)
+    change = f"--gpus {enough} would do" if enough else "64 times as many would not do either"
     return f"nothing fits: the smallest plan, {small}, {small.needs()}; {change}"

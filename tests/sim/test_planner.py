@@ -46,6 +46,13 @@ def test_what_is_recommended_is_legal_and_fits_and_is_the_fastest(found):
     assert plans[0].step <= thumb.step
 
 
+def test_of_equal_plans_the_simplest_is_taken():
+    """A tiny model on 16 GPUs. Mutant: cp, or ZeRO 3, for a percent."""
+    said = planner.answer(replace(EIGHT, model="tiny", gpus=16, global_batch=512))[0]
+    star = next(line for line in said.splitlines() if line.partition(" ")[0].endswith("*"))
+    assert " dp=16,precision=bf16,micro" in star and "--plan dp=16,precision=bf16 " in said
+
+
 def test_stages_per_rank_are_searched(found):
     """Mutants: two of each rank alone, where published pipelines had three, five and eight; stages
     with one layer beside stages with two, as 32 layers in 20 or in 24 would be."""
