@@ -6,13 +6,14 @@ that FSDP alone would take. No number in the figure is typed in.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.sim import footprint, planner
-from minipar.sim.planner import NEAR, PlanConfig, Ranked, Search, simplest, ties
+from minipar.sim.planner import NEAR, PlanConfig, Ranked, Search, complexity, ties
 
 OUT = "notebooks/assets/guide.png"
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b")
@@ -39,6 +40,11 @@ def ask(
             for n in gpus:
                 found[network, model, n] = planner.search(base, n, 512, ASKED)
     return found
+
+
+def simplest(found: Search) -> Ranked | None:
+    """Return the simplest of the ties, with the least ZeRO; None if nothing fits."""
+    return min(ties(found), key=partial(complexity, free=0), default=None)
 
 
 def meshes(plans: Sequence[Ranked]) -> set[tuple[int, ...]]:

@@ -231,19 +231,15 @@ def ties(found: Search) -> list[Ranked]:
     return [r for r in near if problem(r.job) is None]
 
 
-def simplest(found: Search) -> Ranked | None:
-    """Return the simplest of the `ties`, by `complexity`; None if nothing fits."""
-    return min(ties(found), key=complexity, default=None)
+def complexity(ranked: Ranked, free: int = 1) -> tuple:
+    """Return the order of the simple: tp inside a node, then fewest axes beside dp, then no cp.
 
-
-def complexity(ranked: Ranked) -> tuple:
-    """Return the order of the simple: fewest axes beside dp, no cp, and tp inside a node.
-
-    Then the least ZeRO, then nothing is recomputed, then 1F1B, then the fastest.
+    Then the least ZeRO, but for `free`: stage 1 sends no more than none. Then nothing is
+    recomputed, then 1F1B, then the fastest.
     """
     plan, axes = ranked.job.plan, [axis for axis in ranked.family if axis != "dp"]
-    apart = len(axes), plan.cp > 1, plan.tp > ranked.job.machine.gpus
-    return *apart, plan.zero, plan.checkpointing != "none", plan.schedule != "1f1b", ranked.step
+    apart = plan.tp > ranked.job.machine.gpus, len(axes), plan.cp > 1, max(free, plan.zero)
+    return *apart, plan.checkpointing != "none", plan.schedule != "1f1b", ranked.step
 
 
 # ---------------------------------------------------------------------- replay
@@ -375,7 +371,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     best = found.top(config.top)
     if not best:
         raise NothingFits(_nothing_fits(config, base, found))
-    if (simple := simplest(found)) not in best:
+    if (simple := min(ties(found), key=complexity)) not in best:
         best.append(simple)
     if config.replay:
         best = [replayed(ranked) for ranked in watch(best)]
