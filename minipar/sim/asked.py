@@ -72,31 +72,19 @@ def model_config(name: str) -> LlamaConfig:
     raise ValueError(f"no model {name!r}, no such file; the nearest names are {', '.join(near)}")
 
 
-def fixed(text: str) -> dict[str, Any]:
-    """Return what `--fix` names: words of a plan, and microbatch. Raises `ValueError`."""
-    plan, microbatch, names = read_plan(text, "--fix")
+def fixed(text: str, flag: str = "--fix") -> dict[str, Any]:
+    """Return the words of a plan that a flag has, and microbatch. Raises `ValueError`."""
+    words = [word.partition("=") for word in text.replace(" ", "").split(",") if word]
+    own = {name: whole_number(value) for name, _, value in words if name == "microbatch"}
+    if not all(own.values()):
+        raise ValueError(f"{flag} {text}: microbatch must be 1 or more")
+    plan = Plan.parse(",".join("".join(word) for word in words if word[0] not in own))
+    names = {word[0].replace("-", "_") for word in words} - own.keys()
     for field in fields(plan):
         allowed, value = get_args(field.type), getattr(plan, field.name)
         if allowed and value not in allowed:
-            raise ValueError(f"--fix {field.name}={value}: use {', '.join(map(str, allowed))}")
-    found = {"microbatch": microbatch} if microbatch else {}
-    return found | {name: getattr(plan, name) for name in names}
-
-
-def read_plan(text: str, flag: str) -> tuple[Plan, int, list[str]]:
-    """Return the plan that a flag has, its microbatch, 0 if it has none, and the words in it.
-
-    Raises `ValueError`.
-    """
-    words, microbatch = [], 0
-    for word in filter(None, text.replace(" ", "").split(",")):
-        name, _, value = word.partition("=")
-        if name != "microbatch":
-            words.append(word)
-        elif not (microbatch := whole_number(value) or 0):
-            raise ValueError(f"{flag} {word}: microbatch must be 1 or more")
-    names = [word.partition("=")[0].replace("-", "_") for word in words]
-    return Plan.parse(",".join(words)), microbatch, names
+            raise ValueError(f"{flag} {field.name}={value}: use {', '.join(map(str, allowed))}")
+    return own | {name: getattr(plan, name) for name in names}
 
 
 def base_of(config: PlanConfig) -> Job:
@@ -123,11 +111,11 @@ def explained(base: Job, config: PlanConfig) -> Job:
     """Return the plan of `--explain`. Raises `ValueError` if it contradicts the question."""
     if config.fix:
         raise ValueError(f"--fix {config.fix} bounds a search, and --explain has one plan")
-    plan, microbatch, names = read_plan(config.explain, "--explain")
-    own = base.plan.precision
-    if "precision" in names and plan.precision != own:
+    words, own = fixed(config.explain, "--explain"), base.plan.precision
+    microbatch = words.pop("microbatch", 0)
+    if words.setdefault("precision", own) != own:
         raise ValueError(f"--explain: {base.machine.name} is priced in precision={own} alone")
-    plan = replace(plan, precision=own)
+    plan = Plan(**words)
     plan.check(base.config)
     job = replace(base, plan=plan)
     count = job.dp * plan.microbatches

@@ -131,10 +131,6 @@ class Row(dict[str, str]):
         """Return a whole number."""
         return int(self.number(name, default, lowest))
 
-    def flag(self, name: str, default: bool) -> bool:
-        """Return the truth of a cell of 1 or 0."""
-        return bool(self.number(name, default))
-
 
 def _run(row: Row) -> Run:
     framework, dtype = row.get("framework", "").lower(), row.get("dtype") or "bf16"
@@ -151,8 +147,8 @@ def _run(row: Row) -> Run:
         plan = replace(plan, zero=1)
     job = Job(
         _config(row), plan, machine, hardware.software(family), row.whole("seq", 0), 1,
-        hardware.type_name(dtype), gated=row.flag("gated", row.get("kind") != "gpt"),
-        flash=row.flag("flash", dtype != "fp16"), ep=ep,
+        hardware.type_name(dtype), gated=bool(row.whole("gated", row.get("kind") != "gpt", 0)),
+        flash=bool(row.whole("flash", dtype != "fp16", 0)), ep=ep,
     )  # fmt: skip
     job, seconds = _with_batch(row, job), row.number("step_seconds", 0)
     if not seconds and (rate := row.number("tokens_per_s_per_gpu", 0)):
@@ -182,7 +178,7 @@ def _config(row: Row) -> LlamaConfig:
     config = LlamaConfig(
         whole("vocab", 50_000), width, ffn, whole("layers", 0), heads, whole("kv_heads", heads),
         head_dim + head_dim % 2, max_seq_len=whole("seq", 0),
-        tie_embeddings=row.flag("tied", False), moe=moe,
+        tie_embeddings=bool(whole("tied", 0, 0)), moe=moe,
     )  # fmt: skip
     if head_dim % 2 and row.get("kind") == "gpt":  # it has no RoPE, which needs an even width
         object.__setattr__(config, "head_dim", head_dim)
@@ -210,7 +206,7 @@ def _plan(row: Row) -> tuple[Plan, int]:
     plan = Plan(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=whole("zero", 0, 0), schedule=schedule,
         checkpointing=row.get("recompute") or "none", stages_per_rank=chunks,
-        sequence_parallel=row.flag("sp", True) and tp > 1,
+        sequence_parallel=tp > 1 and bool(whole("sp", 1, 0)),
         # Experts over ranks of tp, too, are whole.
         expert_tensor_parallel=whole("experts", 0, 0) > 1 and tp > 1 and dp * cp % ep == 0,
         dispatch="paired" if ep > 1 and schedule in schedules.PAIRED else "all_to_all",
