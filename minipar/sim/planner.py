@@ -189,6 +189,10 @@ class Search:
     fit: list[Ranked]
     too_large: list[Ranked]
 
+    def legal(self) -> Iterator[Ranked]:
+        """Yield the legal plans among those that fit, the fastest first."""
+        return (ranked for ranked in self.fit if problem(ranked.job) is None)
+
     def best(self, wanted: Wanted = lambda _: True) -> Ranked | None:
         """Return the fastest legal plan among those that fit and are wanted."""
         return next((r for r in self.fit if wanted(r) and problem(r.job) is None), None)
@@ -200,11 +204,11 @@ class Search:
     def top(self, count: int) -> list[Ranked]:
         """Return the fastest legal plans, one per mesh and ZeRO stage."""
         found: dict[tuple, Ranked] = {}
-        for ranked in self.fit:
+        for ranked in self.legal():
             plan = ranked.job.plan
-            key = (*(getattr(plan, axis) for axis in MESH), plan.zero)
-            if len(found) < count and key not in found and problem(ranked.job) is None:
-                found[key] = ranked
+            found.setdefault((*(getattr(plan, axis) for axis in MESH), plan.zero), ranked)
+            if len(found) == count:
+                break
         return list(found.values())
 
 
@@ -227,19 +231,18 @@ def search(
 def ties(found: Search) -> list[Ranked]:
     """Return the legal plans within the error of the fastest; none if nothing fits."""
     best = found.best()
-    near = [r for r in found.fit if best is not None and r.step <= NEAR * best.step]
-    return [r for r in near if problem(r.job) is None]
+    return [*itertools.takewhile(lambda r: r.step <= NEAR * best.step, found.legal())]
 
 
 def complexity(ranked: Ranked, free: int = 1) -> tuple:
     """Return the order of the simple: tp inside a node, then fewest axes beside dp, then no cp.
 
     Then the least ZeRO, but for `free`: stage 1 sends no more than none. Then nothing is
-    recomputed, then 1F1B, then the fastest.
+    recomputed, then the fastest.
     """
     plan, axes = ranked.job.plan, [axis for axis in ranked.family if axis != "dp"]
     apart = plan.tp > ranked.job.machine.gpus, len(axes), plan.cp > 1, max(free, plan.zero)
-    return *apart, plan.checkpointing != "none", plan.schedule != "1f1b", ranked.step
+    return *apart, plan.checkpointing != "none", ranked.step
 
 
 # ---------------------------------------------------------------------- replay

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -312,8 +313,8 @@ def report(runs: Sequence[Run]) -> str:
     """Return the table of errors by source and split, the aims, and the worst rows."""
     lines = []
     good = [run for run in runs if run.status == "ok"]
-    runs = sorted(runs, key=lambda run: (*_set_of(run), run.status != "ok"))
-    for (source, split), group in groupby(runs, key=_set_of):
+    runs, name = sorted(runs, key=lambda run: run.status != "ok"), attrgetter("source", "split")
+    for (source, split), group in groupby(sorted(runs, key=name), key=name):
         every = list(group)
         some = [r for r in every if r.status == "ok"]
         lines.append(f"{source}, {split}: {len(some)} rows")
@@ -346,10 +347,6 @@ def report(runs: Sequence[Run]) -> str:
             found = _spread(_errors(some))
             lines.append(f"all {len(some)} rows {name}: {found}   aim: median {aim}%")
     return "\n".join(lines)
-
-
-def _set_of(run: Run) -> tuple[str, str]:
-    return run.source, run.split
 
 
 def _errors(runs: Sequence[Run]) -> np.ndarray:
