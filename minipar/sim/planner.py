@@ -391,9 +391,13 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
         plans = [ranked.as_dict() for ranked in best]
         text = {"plans": plans, "simplest": simple.as_dict(), "others": losers, "why": why}
         return json.dumps(text), best[:6]
+    whole, rest = divmod(config.global_batch, config.gpus)
+    near = " or ".join(str(n * config.gpus) for n in (whole, whole + 1))
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
-        f"{config.global_batch} sequences a step",
+        f"{config.global_batch} sequences a step"
+        + f"; for dp over all devices, --global-batch must be {near}"
+        * (whole > 0 and rest > 0),
         table(best, simple),
         "The simplest, by part:\n" + _by_part(simple),
         "Why:\n" + "\n".join(f"  {line}" for line in why),

@@ -53,6 +53,13 @@ def test_of_equal_plans_the_simplest_is_taken():
     assert " dp=16,precision=bf16,micro" in star and "--plan dp=16,precision=bf16 " in said
 
 
+def test_a_batch_that_devices_cannot_share_is_said():
+    """Mutant: pp=12 is recommended, and nobody says that dp=12 was left out for 512 sequences."""
+    for batch, is_said in ((512, True), (504, False), (8, False)):
+        config = replace(SMALL, gpus=12, global_batch=batch)
+        assert ("--global-batch must be 504 or 516" in planner.answer(config)[0]) == is_said
+
+
 def test_stages_per_rank_are_searched(found):
     """Mutants: two of each rank alone, where published pipelines had three, five and eight; stages
     with one layer beside stages with two, as 32 layers in 20 or in 24 would be."""
