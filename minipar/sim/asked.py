@@ -9,7 +9,6 @@ from typing import Any, get_args
 from minipar.comm.mesh import MOST_RANKS, whole_number
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import hardware
 from minipar.sim.job import Job
@@ -19,7 +18,6 @@ LARGER = {
     "llama-3-405b": dict(
         hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128
     ),
-    "mixtral-8x7b": dict(vocab_size=32_000, moe=MoEConfig(8, 2, 14_336), max_seq_len=32_768),
 }
 """The fields in which llama-3-8b differs from these."""
 
@@ -68,7 +66,7 @@ def model_config(name: str) -> LlamaConfig:
         raise ValueError(f"--model {name}: name a config.json, or the folder that it is in")
     if path.exists():
         return hf.load_config(path.parent if path.is_file() else path)
-    near = difflib.get_close_matches(name, [*PRESETS, *LARGER], 3, 0.0)
+    near = difflib.get_close_matches(name.lower(), [*PRESETS, *LARGER], 3, 0.0)
     raise ValueError(f"no model {name!r}, no such file; the nearest names are {', '.join(near)}")
 
 

@@ -257,7 +257,7 @@ def load(name: str | Path) -> Machine:
     if name in machines():
         return machines()[name]
     if not name.endswith(".toml"):
-        near = difflib.get_close_matches(name, machines(), 3, 0.0)
+        near = difflib.get_close_matches(name.lower(), machines(), 3, 0.0)
         raise ValueError(f"no machine {name!r}: the nearest names are {', '.join(near)}")
     try:
         own = _read(Path(name))
@@ -326,8 +326,9 @@ def _table(kind: str, name: str, known: Known) -> dict[str, Any]:
         there = ", ".join(n for k, n in known if k == kind)
         raise ValueError(f"no {kind} {name!r}; there are {there}")
     table = dict(known[kind, name])
-    like = table.pop("like", None)
-    return _table(kind, like, known) | table if like else table
+    if (like := table.pop("like", None)) is None:
+        return table
+    return _table(kind, like, _built_in() if like == name else known) | table
 
 
 def _number(value: Any, where: str) -> float:

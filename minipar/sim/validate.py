@@ -102,7 +102,7 @@ def read(path: str | Path) -> list[Run]:
 
 def read_all(path: str | Path) -> tuple[list[Run], Counter[str]]:
     """Return the runs of a table that are understood, and why how many rows are left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # Excel's mark, too
     rows = csv.DictReader(line for line in lines if line and line[0] != "#")
     runs, left_out = [], Counter()
     for cells in rows:

@@ -58,6 +58,7 @@ def test_the_figures_bear_the_numbers():
     assert f"{found.mfu(False):.0%} MFU; needs {held:.0f} GB, may fill" in texts(drawn)
     assert "it fits" in texts(drawn) and {"tp, exposed", "activations"} <= rows(drawn)
     assert "no published run of this kind was checked: zero=2" in texts(drawn)
+    assert choosing.calculate(plan="dp=8,checkpointing=full").job.plan.checkpointing == "full"
     large = texts(choosing.calculator("llama-3-70b", "dp=8"))
     assert "it does not fit" in large and "90 % of published runs lie within 15 %" in large
     fall = choosing.waterfall(found)

@@ -297,7 +297,7 @@ def call(capfd, *words):
     ("words", "message"),
     [
         ("--model llama-3-9b", "nearest names are llama-3-8b"),
-        ("--hardware h101", "nearest names are h100"),
+        ("--hardware H100", "nearest names are h100"),
         ("--out nowhere/plan.png", "name a file in a folder that exists"),
         ("--hardware nowhere.toml", "nowhere.toml is not a machine"),
         ("--global-batch 0", "--global-batch 0"),

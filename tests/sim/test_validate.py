@@ -100,7 +100,7 @@ def report(tmp_path, capsys, *rows, head=HEAD):
 
 def one(tmp_path, columns, cells, good=GOOD):
     path = tmp_path / "table.csv"
-    path.write_text(f"{HEAD},{columns}\n{good},{cells}\n", encoding="utf-8")
+    path.write_text(f"{HEAD},{columns}\n{good},{cells}\n", encoding="utf-8-sig")  # as Excel does
     return validate.read(path)[0]
 
 
@@ -210,6 +210,7 @@ def test_memory_and_bandwidth_are_in_the_units_of_their_source(tmp_path):
     lost = hardware.load("h100").device.fragmentation
     for source, num_bytes in (("torchtitan_x", 70 * 2**30 * (1 - lost)), ("zero_bubble", 70e9)):
         run = one(tmp_path, "memory_gb", "70", GOOD.replace("here", source))
+        assert run.source == source
         assert run.memory == num_bytes
     old = GOOD.replace("h100-sxm", "v100").replace("bf16", "fp16")
     between = one(tmp_path, "inter_gbps_per_gpu", "25", old).job.machine.between
