@@ -78,7 +78,7 @@ def measure(size: int) -> dict[str, float]:
     one, count = torch.zeros(1, device=device), 200  # in a row: the host waits for the last
     found = {"launch": _seconds(lambda: [one.neg_() for _ in range(count)], device) / count}
     found["memory"] = -psutil.virtual_memory().total / size  # the smallest counts
-    if device.type == "cuda":
+    if is_gpu:
         found["processors"] = torch.cuda.get_device_properties(device).multi_processor_count
         found["memory"] = -torch.cuda.mem_get_info(device)[1]
     for name, dtype in DTYPES.items():

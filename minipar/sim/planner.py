@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from minipar.parallel.plan import MESH, Plan, meshes
@@ -289,13 +290,10 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
     lines, job, plan, machine = [], best.job, best.job.plan, best.job.machine
     names = *(axis for axis in MESH if axis != "dp"), "expert_tensor_parallel", "experts_over_tp"
     for name in (*names, "zero", "checkpointing", "schedule"):
-        own, plain = getattr(plan, name), getattr(Plan, name)
-
-        def is_plain(ranked: Ranked, name: str = name, plain: Any = plain) -> bool:
-            return getattr(ranked.job.plan, name) == plain
-
-        if own != plain and name not in fix:
-            lines.append(f"{name}={own}: with {name}={plain}, {lost(found, best, is_plain)}")
+        word, plain = attrgetter(f"job.plan.{name}"), getattr(Plan, name)
+        if word(best) != plain and name not in fix:
+            without = lost(found, best, lambda r, word=word, plain=plain: word(r) == plain)
+            lines.append(f"{name}={word(best)}: with {name}={plain}, {without}")
     is_near = job.spread(1, plan.tp) == 1
     if is_near and machine.gpus < plan.num_ranks and plan.tp % 2 == 0:
         n = 2 * job.tokens * job.config.hidden_size
