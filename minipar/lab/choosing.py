@@ -37,9 +37,7 @@ def calculate(
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens}: use 1 or more")
-    parsed = Plan.parse(plan)
-    if recompute != "none":
-        parsed = replace(parsed, checkpointing=recompute)
+    parsed = Plan.parse(plan if recompute == "none" else f"{plan},checkpointing={recompute}")
     batch = parsed.dp * parsed.ep * parsed.microbatches
     asked = PlanConfig(model, parsed.num_ranks, link, tokens, batch, explain=str(parsed))
     return planner.answer(asked)[1][0]

@@ -321,10 +321,7 @@ def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
 
 
 def table(plans: Iterable[Ranked], simple: Ranked | None = None) -> str:
-    """Return a table of plans, a line each, and below it the errors that it names.
-
-    A star marks the `simple` one.
-    """
+    """Return a table of plans, a line each, and the errors that it names; a star marks `simple`."""
     head = ("", "step", "replay", "error", "tokens/s/GPU", "MFU", "causal", "memory", "bubble")
     lines = [(*head, "exposed", "plan")]
     known: dict[str, list[Job]] = {}

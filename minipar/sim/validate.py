@@ -301,11 +301,9 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
         fit = [r for r in cell if r.held < footprint.room(r.job.machine.device)] or cell
         ours = min(fit, key=lambda run: run.predicted)
         thumb = min(fit, key=lambda r: (r.job.plan.tp * r.job.plan.pp, -r.job.microbatch))
-        ranks = [
-            np.argsort(np.argsort(x))
-            for x in zip(*((r.predicted, r.seconds) for r in cell), strict=True)
-        ]
-        found.append((best / ours.seconds, best / thumb.seconds, float(np.corrcoef(*ranks)[0, 1])))
+        ranks = np.array([(r.predicted, r.seconds) for r in cell]).argsort(0).argsort(0)
+        rank = float(np.corrcoef(ranks.T)[0, 1])
+        found.append((best / ours.seconds, best / thumb.seconds, rank))
     return found
 
 

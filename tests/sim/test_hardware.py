@@ -164,8 +164,8 @@ def test_a_file_of_one_s_own_builds_on_what_is_there(tmp_path):
     assert (machine.name, machine.gpus, machine.device.memory) == ("mine", 4, 1e9)
     assert machine.device.peak == H100.device.peak
     assert machine.between.latency == 0 and machine.between.bandwidth == 125e6
-    own = GOOD.replace("other", "h100")  # like the built-in one of its own name
-    assert loaded(tmp_path, own).device == replace(machine.device, name="h100")
+    namesake = loaded(tmp_path, GOOD.replace("other", "h100"))  # like the built-in one
+    assert namesake.device == replace(machine.device, name="h100")
 
 
 @pytest.mark.parametrize(
