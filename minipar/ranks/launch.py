@@ -264,8 +264,12 @@ class Ranks:
             try:
                 raise_interrupt()
                 self._listen(call)
-                self._press(call)
-            except BaseException as error:  # Ctrl-C, or an error of the sink
+                if call.waiting and time.monotonic() >= call.limit:
+                    if not (call.stopped or call.failures):
+                        late = ", ".join(map(str, sorted(call.waiting)))
+                        raise TimeoutError(f"ranks {late}: not done after {seconds:g} s")
+                    self._stop(call)
+            except BaseException as error:  # Ctrl-C, the time limit, or an error of the sink
                 self._stop(call)
                 call.interrupted = error
         return call
@@ -281,15 +285,6 @@ class Ranks:
                 call.answered(rank, *message[1:])
             else:
                 self.sink(rank, *message)
-
-    def _press(self, call: "Call") -> None:
-        """Stop the ranks that have not answered within the limit."""
-        if not call.waiting or time.monotonic() < call.limit:
-            return
-        if not (call.stopped or call.failures):
-            late = ", ".join(map(str, sorted(call.waiting)))
-            call.interrupted = TimeoutError(f"ranks {late}: not done after {call.seconds:g} s")
-        self._stop(call)
 
     def _stop(self, call: "Call") -> None:
         """Stop the ranks that have not answered; kill them if they were stopped before."""
@@ -384,19 +379,19 @@ def _interrupts_held() -> Iterator[Callable[[], None]]:
     """
     pressed: list[tuple] = []
     usual = signal.getsignal(signal.SIGINT)
+    is_ours = threading.current_thread() is threading.main_thread() and callable(usual)
 
     def raise_interrupt() -> None:
         if pressed:
             usual(*pressed.pop())
 
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield raise_interrupt
-        return
-    signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
+    if is_ours:
+        signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
     try:
         yield raise_interrupt
     finally:
-        signal.signal(signal.SIGINT, usual)
+        if is_ours:
+            signal.signal(signal.SIGINT, usual)
     raise_interrupt()
 
 
