@@ -27,15 +27,10 @@ def check(plan: Plan) -> None:
     why = ""
     if plan.checkpointing == "selective":
         why = "--recompute selective looks at single operations; use none or full"
-    if plan.pp > 1 and _splits_backward(plan):
+    if plan.pp > 1 and plan.make_schedule().splits_backward:
         why = f"{plan.schedule} computes gradients of weights apart; use 1f1b or interleaved_1f1b"
     if why:
         raise ValueError(f"--compile makes graphs of each block, and {why}")
-
-
-def _splits_backward(plan: Plan) -> bool:
-    rows = plan.make_schedule().actions
-    return any(action is not None and action.kind == "W" for row in rows for action in row)
 
 
 def compile_blocks(model: Llama, backend: Any = "inductor") -> None:

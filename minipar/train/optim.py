@@ -23,8 +23,6 @@ def warmup_cosine(step: int, *, peak: float, warmup_steps: int, total_steps: int
     top = max(warmup_steps - 1, 0)  # the step that has the peak
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)
-    if step == top:
-        return peak
     progress = min((step - top) / max(total_steps - 1 - top, 1), 1.0)
     height = (1 + math.cos(math.pi * progress)) / 2
     return peak * (FINAL + (1 - FINAL) * height)
