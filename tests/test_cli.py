@@ -192,12 +192,13 @@ def test_flags_beat_a_file_which_beats_the_run_that_is_resumed(tmp_path):
         assert (config.steps, config.lr, config.plan) == (20, 0.5, "dp=2,tp=2")
         assert config.keep == 7 and config.resume == str(tmp_path)
     (tmp_path / "run.toml").write_text(
-        "lr = 0.25\nsteps = 7\nzero = 1\nasync_save = true\nprofile = false", encoding="utf-8"
+        "lr = 0.25\nsteps = 7\nzero = 1\nasync_save = true\nprofile = false\nname = '-x'",
+        encoding="utf-8-sig",  # as Windows writes it
     )
     typed = ["--resume", str(tmp_path), "--config", str(tmp_path / "run.toml"), "--steps", "20"]
     _, config = commands.parse(["train", *typed])
     assert (config.steps, config.lr, config.plan) == (20, 0.25, "dp=3,zero=1")
-    assert config.async_save and not config.profile
+    assert config.async_save and not config.profile and config.name == "-x"
     (tmp_path / "run.toml").write_text(f"resume = '{tmp_path}'", encoding="utf-8")
     _, config = commands.parse(["train", "--config", str(tmp_path / "run.toml")])
     assert (config.steps, config.lr, config.plan) == (9, 0.5, "dp=3")

@@ -84,14 +84,13 @@ def usage() -> str:
 def _flags_of(file: str) -> list[str]:
     """Return the flags of a TOML file, as they would be typed."""
     try:
-        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))  # Windows marks it
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {file}: {error}") from None
     if "config" in values:
         raise ValueError(f"--config {file}: it names another file; put all flags into one")
     typed = []
     for name, value in values.items():
-        is_switch = isinstance(value, bool)
-        typed.append(f"--no-{name}" if is_switch and not value else f"--{name}")
-        typed += [] if is_switch else [str(value)]
+        switch = f"--no-{name}" if value is False else f"--{name}"
+        typed.append(switch if isinstance(value, bool) else f"--{name}={value}")
     return typed

@@ -1,8 +1,25 @@
 """The shape of a Llama: its sizes, checked, with what follows from them; no tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from minipar.model.moe import MoEConfig
+
+_KINDS = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    str: (str, "a text"),
+}
+
+
+def check_kinds(record: Any) -> None:
+    """Raise `ValueError` for a field of another kind: a file may say "false", which is true."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        kinds, words = _KINDS.get(field.type, (object, ""))
+        if not isinstance(value, kinds) or (type(value) is bool and kinds is not bool):
+            raise ValueError(f"{field.name}={value!r} must be {words}")
 
 
 @dataclass(frozen=True)
@@ -43,12 +60,10 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         sizes += ("num_kv_heads", "max_seq_len")
+        check_kinds(self)
         for name in (*sizes, "norm_eps", "rope_theta"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for name in (*sizes, "head_dim"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name}={getattr(self, name)} must be a whole number")
         if self.num_heads % self.num_kv_heads:
             good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             heads = f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"

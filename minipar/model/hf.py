@@ -81,6 +81,8 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (OSError, AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        if file.is_file() and file.stat().st_size < 1024 and b"git-lfs" in file.read_bytes():
+            what += "; it is a pointer of git-lfs: run git lfs pull in this folder"
         raise ValueError(f"{file}: {what}") from None
 
 

@@ -14,6 +14,7 @@ import torch
 
 from minipar.emulate import link
 from minipar.model import hf
+from minipar.model.config import check_kinds
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import MESH, Plan
 from minipar.train import compiled
@@ -210,8 +211,10 @@ class TrainConfig:
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote. Raises `ValueError` for any other file."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, TypeError, ValueError) as error:
+            config = cls(**json.loads(path.read_text(encoding="utf-8")))
+            check_kinds(config)
+            return config
+        except (AttributeError, OSError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the configuration of a run: {error}") from None
 
 

@@ -181,6 +181,7 @@ def test_saving_again_leaves_no_stale_shard_and_no_foreign_file_behind(folder):
         (dict(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "both given"),
         (dict(hidden_size=...), "hidden_size"),
         (dict(num_hidden_layers=2.0), "num_layers=2.0 must be a whole number"),
+        (dict(tie_word_embeddings="false"), "tie_embeddings='false' must be true or false"),
         (dict(num_hidden_layers=4), "missing model.layers.3.input_layernorm.weight, .* 6 more"),
         (dict(intermediate_size=81), r"_proj.weight has shape \(80, 48\), but .* \(81, 48\)"),
     ],
@@ -228,7 +229,7 @@ def test_every_setting_that_the_computation_of_transformers_reads_is_read_or_ref
         (lambda f: edit_weights(f, extra=torch.ones(1)), "missing nothing; not known extra"),
         (lambda f: (f / "config.json").unlink(), "config.json: .*No such file"),
         (lambda f: (f / "config.json").write_text("[1]"), "config.json: 'list' object has no"),
-        (lambda f: (f / hf.SINGLE).write_text("version https://git-lfs"), "model.safetensors: Err"),
+        (lambda f: (f / hf.SINGLE).write_text("version https://git-lfs"), "run git lfs pull"),
     ],
 )
 def test_damaged_folders_are_named(damage, message, folder):
