@@ -5,21 +5,16 @@ from typing import Any
 
 from minipar.model.moe import MoEConfig
 
-_KINDS = {
-    bool: (bool, "true or false"),
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    str: (str, "a text"),
-}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 def check_kinds(record: Any) -> None:
     """Raise `ValueError` for a field of another kind: a file may say "false", which is true."""
     for field in fields(record):
-        value = getattr(record, field.name)
-        kinds, words = _KINDS.get(field.type, (object, ""))
-        if not isinstance(value, kinds) or (type(value) is bool and kinds is not bool):
-            raise ValueError(f"{field.name}={value!r} must be {words}")
+        value, kind = getattr(record, field.name), field.type
+        fits = (int, float) if kind is float else (kind,)
+        if kind in _KINDS and type(value) not in fits:
+            raise ValueError(f"{field.name}={value!r} must be {_KINDS[kind]}")
 
 
 @dataclass(frozen=True)

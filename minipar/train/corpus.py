@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,15 +181,12 @@ def _stream(source: str) -> Documents:
 
 # ---------------------------------------------------------------------- tokens
 def _tokenize(text: str, tokenizer: Tokenizer) -> Tensor:
-    dtype = torch.uint8 if tokenizer.vocab_size <= 256 else torch.int32
     ids = tokenizer.encode(text)
-    if isinstance(ids, bytes) and ids:  # without a list of Python integers in between
-        tokens = torch.frombuffer(bytearray(ids), dtype=torch.uint8).to(dtype)
-    else:
-        tokens = torch.tensor(list(ids), dtype=dtype)
-    if tokenizer.separator is None:
-        return tokens
-    return torch.cat([tokens, torch.tensor([tokenizer.separator], dtype=dtype)])
+    if isinstance(ids, bytes):  # without a list of Python integers in between
+        return torch.tensor(np.frombuffer(ids, np.uint8))
+    end = [] if tokenizer.separator is None else [tokenizer.separator]
+    dtype = torch.uint8 if tokenizer.vocab_size <= 256 else torch.int32
+    return torch.tensor(ids + end, dtype=dtype)
 
 
 def _split(names: list[str], tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
