@@ -322,7 +322,7 @@ class Call:
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
-        elif answer.stopped or (answer.broken and (self.stopped or self.dead)):
+        elif answer.stopped or (answer.broken and self.stopped):
             if isinstance(self.interrupted, TimeoutError):
                 self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
         else:
@@ -331,7 +331,7 @@ class Call:
             self._hurry(self.grace * (10 if answer.broken else 1))
 
     def died(self, rank: int, exitcode: int) -> None:
-        """Note that a process has ended. Connections that broke elsewhere are a consequence."""
+        """Note that a process has ended."""
         self.waiting.discard(rank)
         self.dead = True
         if self.stopped and self.failures:
@@ -340,7 +340,6 @@ class Call:
         if exitcode < 0:
             by = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
         label, message = f"rank {rank} of {self.size}", f"the process ended by {by}"
-        self.failures = {other: f for other, f in self.failures.items() if not f.broken}
         self.failures[rank] = Failure(label, "Died", message, message, exitcode)
         self._hurry(0)  # a wait for the dead is in vain
 

@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -285,18 +285,15 @@ def abort_groups() -> None:
     """Make every collective of this process fail now, from any thread.
 
     gloo's own abort() does nothing, so shut down the TCP connections: all of them are torch's. Not
-    the sockets that listen: gloo ends the process when those go.
+    the sockets that listen, which have no other end: gloo ends the process when those go.
     """
     with suppress(Exception):  # the main thread may be destroying its groups right now
         if "nccl" in dist.get_backend_config():
             dist.distributed_c10d._abort_process_group()  # all communicators in one batch
-    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():  # else we are killed
-        with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
-                with socket.socket(fileno=os.dup(int(fd))) as sock:
-                    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-                        sock.shutdown(socket.SHUT_RDWR)
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 # ---------------------------------------------------------------------- for code that a rank runs
