@@ -286,7 +286,10 @@ def save(model: Llama, path: str | Path) -> None:
 
     path.mkdir(parents=True, exist_ok=True)
     unfinished = path / f".{SINGLE}.tmp"
-    save_file(tensors, unfinished, metadata={"format": "pt"})  # transformers wants the format
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"})  # transformers wants the format
+    except SafetensorError as error:  # as on a full disk
+        raise OSError(f"cannot write {path}: {error}") from None
     for old in (path / INDEX, *path.glob("model-*-of-*.safetensors")):
         old.unlink(missing_ok=True)
     os.replace(unfinished, path / SINGLE)

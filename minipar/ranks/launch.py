@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -93,7 +93,7 @@ def check_fits_here(size: int, weight_bytes: float = 0) -> None:
         )
 
 
-class Ranks:
+class Ranks(AbstractContextManager):
     """`size` worker processes with `torch.distributed` initialised, waiting for work.
 
     Args:
@@ -195,9 +195,6 @@ class Ranks:
             self._end()
             self._store = None
         atexit.unregister(self.close)
-
-    def __enter__(self) -> "Ranks":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

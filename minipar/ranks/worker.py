@@ -220,10 +220,9 @@ class _Worker:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
         if not isinstance(report, str):
             add_hint(error)
-            tb = error.__traceback__
-            for _ in range(2):  # leave out the frames of this loop
-                tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
-            report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+            shown = traceback.TracebackException.from_exception(error)
+            del shown.stack[:2]  # the frames of this loop
+            report = "".join(shown.format()).rstrip()
         broken, stopped = is_lost_connection(error), self.stopped == self.call
         what = Mesh.label, type(error).__name__, str(error), report
         return Failure(*what, broken=broken, stopped=stopped)

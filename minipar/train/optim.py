@@ -49,13 +49,10 @@ def make_optimizer(
         if param.requires_grad:
             is_matrix = len(full_shape(param)) >= 2
             (decayed if is_matrix else plain).append(param)
-    if not decayed and not plain:
+    both = (decayed, weight_decay), (plain, 0.0)
+    groups = [{"params": params, "weight_decay": decay} for params, decay in both if params]
+    if not groups:
         raise ValueError("the model has no parameter to train: all of them are frozen")
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
     # one kernel per group instead of a dozen per parameter, where torch has one
     fused = all(param.device.type in ("cpu", "cuda") for param in decayed + plain)
     return make(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)

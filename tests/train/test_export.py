@@ -41,6 +41,9 @@ def test_an_export_spares_runs_and_may_be_to_where_one_is(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="has weights already; name another .* --overwrite"):
         weights.export(weights.Export(str(run), "."))
     weights.export(weights.Export(str(run), ".", overwrite=True))
+    (tmp_path / "full/.model.safetensors.tmp").mkdir(parents=True)  # as on a full disk
+    with pytest.raises(OSError, match="cannot write .*full: Error while serializing"):
+        weights.export(weights.Export(str(run), str(tmp_path / "full")))
     with pytest.raises(ValueError, match="is not the configuration of a run: "):
         TrainConfig.load(tmp_path / "here/config.json")
 
