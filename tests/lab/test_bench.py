@@ -52,7 +52,7 @@ def test_bytes_belong_to_the_step_that_issued_them():
 @pytest.mark.parametrize(
     "config, word",
     [
-        (replace(SMALL, rounds=0), "--rounds 1"),
+        (replace(SMALL, batch_size=0), "--batch-size 0 must be 1 or more"),
         (replace(SMALL, preset="x"), "--preset x is unknown; use one of"),
         (replace(SMALL, links=("gloo", "5gbe")), "5gbe"),
     ],

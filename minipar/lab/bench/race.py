@@ -28,6 +28,7 @@ from minipar.emulate import link
 from minipar.model.llama import PRESETS
 from minipar.ranks.launch import Ranks
 from minipar.text import aligned
+from minipar.train.config import check_numbers
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ class RaceConfig:
 
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work."""
-        if self.ranks < 2 or self.rounds < 1:
-            raise ValueError("--ranks needs 2 or more, --rounds 1 or more")
+        check_numbers(self, {"ranks": 2, "rounds": 1, "batch_size": 1})
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
         for name in self.links:
