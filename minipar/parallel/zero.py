@@ -29,8 +29,6 @@ Use::
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -61,11 +59,14 @@ class Bucket(Row):
         super().__init__(parameters, axis)
         self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
         weights = parameters[0].new_zeros(sum(self.splits))  # [N], zeros at its end
-        self.hold(parameters, weights.view(axis.size, -1)[axis.rank])
+        own = weights.view(axis.size, -1)[axis.rank]
+        self.hold(parameters, own.data)  # whose version counts no write into `weights`
         self.parameters = parameters
         for p, piece in zip(parameters, self.pieces, strict=True):
             p.piece = piece
         self.bind(weights)
+        self.missing = set(parameters)  # without a gradient in this backward
+        self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
         self.drop()
 
     @torch.no_grad()
@@ -74,43 +75,42 @@ class Bucket(Row):
         self.weights = weights
         for p, place in zip(self.parameters, self.split(weights), strict=True):
             p.data = place.copy_(p.data)
+        self.version = self.shard._version  # as all ranks have it
 
-    def drop(self) -> None:
-        """Forget all gradients; in `zero_grad`."""
+    def drop(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. ``set_to_none=False``: `finish_backward` makes each again."""
         self.wait_for_reduce()
         self.whole: Tensor | None = None  # [N]: gradients of this rank
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
         for p in (*self.parameters, *self.pieces):
             p.grad = None
+        if set_to_none:
+            self.used.clear()
 
-    def add(self, *with_gradients: nn.Parameter) -> None:
-        """Move gradients into the flat buffer, where autograd adds to them; in backward."""
+    def add(self, p: nn.Parameter) -> None:
+        """Move the gradient of `p`, or zeros, into the flat buffer, where autograd adds to it."""
         if self.whole is None:
             self.whole = torch.empty_like(self.weights, dtype=self.shard.dtype)
             self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
             self.whole[self.whole.numel() - self.splits[-1] :].zero_()  # the padding
-        for p in with_gradients:
-            if p.grad is not self.views[p]:
-                p.grad = self.views[p].copy_(p.grad.detach())
+        if p.grad is None or type(p.grad) is InPieces:
+            self.views[p].zero_()
+        elif p.grad is not self.views[p]:
+            p.grad = self.views[p].copy_(p.grad.detach())
 
-    def reduce(self, op: Op) -> list[nn.Parameter]:
-        """Start to sum the gradients, each slice for its owner; return the parameters used here."""
+    def reduce(self, op: Op) -> None:
+        """Start to sum the gradients, each slice for its owner."""
         self.wait_for_reduce()  # of the microbatch before
         for p in self.parameters:
-            make_room(p)
-        own = [p for p in self.parameters if p.grad is not None]
-        self.add(*own)
-        for p in self.parameters:
-            if p.grad is None:
-                self.views[p].zero_()
+            self.add(p)
+            if p.grad is self.views[p]:
+                self.used.add(p)
+                p.grad = InPieces(p) if p.piece.grad is not None else None
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
         self.whole, self.views = None, {}  # freed when it has been sent
-        for p in own:
-            p.grad = None
-        return own
 
     def wait_for_reduce(self) -> None:
         """Wait for the sum of this microbatch; add it to the sum of the microbatches before."""
@@ -120,18 +120,19 @@ class Bucket(Row):
 
     def gather(self) -> None:
         """Start to collect the slices of all ranks; after the step."""
-        if self.parameters[0].data_ptr() != self.weights.data_ptr():
+        buffers = {t.untyped_storage().data_ptr() for t in (self.weights, self.shard)}
+        views = (*self.parameters, *self.pieces)
+        if {t.untyped_storage().data_ptr() for t in views} != buffers:
             raise RuntimeError(
                 "the model was moved or cast after its ShardedOptimizer was made, which does not "
-                "reach it any more; move or cast the model first"
+                "reach it any more; move or cast first, and write p.copy_(x), not p.data = x"
             )
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
-        if any(type(p) is not nn.Parameter for p in self.parameters):
-            self.wait_for_gather()  # a class of somebody's own stays as it is
-            return
+        self.version = self.shard._version
         for p in self.parameters:
-            p.arrives, p.__class__ = self.wait_for_gather, OnItsWay
+            if type(p) is nn.Parameter:  # a class of somebody's own stays as it is
+                p.arrives, p.__class__ = self.wait_for_gather, OnItsWay
 
     def wait_for_gather(self) -> None:
         """Wait until all slices are in `weights`; before the next forward uses them."""
@@ -141,153 +142,14 @@ class Bucket(Row):
             for p in self.parameters:
                 if type(p) is OnItsWay:
                     p.__class__ = nn.Parameter
-
-
-class InPieces(Tensor):
-    """Stands in ``p.grad`` from `finish_backward` on, without numbers: who reads it is stopped.
-
-    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
-    """
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> None:
-        raise RuntimeError(
-            "gradients lie in strategy.with_gradients() under zero, and not in the model: clip "
-            "them by strategy.clip_grad_norm_, look at strategy.full_gradients()"
-        )
-
-
-def make_room(p: nn.Parameter) -> None:
-    """Drop the `InPieces` of a parameter, before autograd adds a gradient."""
-    if type(p.grad) is InPieces:
-        p.grad = None
-
-
-@torch.compiler.disable
-def make_rooms(model: nn.Module, *_: Any) -> None:
-    """Drop each `InPieces` before a forward of evaluation: torch.compile would look at them."""
-    for p in () if model.training else model.parameters():
-        make_room(p)
-
-
-def room_maker(p: nn.Parameter) -> Callable[[Tensor], None]:
-    """Return a hook that calls `make_room`, and does not keep the parameter alive."""
-    its = weakref.ref(p)
-    return lambda _: make_room(its())
-
-
-# ---------------------------------------------------------------------- 2. while backward goes on
-class Stage1(Strategy):
-    """A bucket is reduced as soon as backward has filled it, while backward goes on.
-
-    All ranks send the buckets in the order of their list. Backward waits for buckets that were sent
-    long ago, so few are whole.
-    """
-
-    most_in_flight = 2  # buckets: the link always has one to carry
-
-    def __init__(
-        self, model: nn.Module, axis: Axis, optimizer: "ShardedOptimizer", average: bool = True
-    ) -> None:
-        super().__init__(model, axis)
-        self.shard_axes, self.optimizer = (axis,), optimizer
-        self.op: Op = "avg" if average else "sum"
-        self.rows = self.buckets = optimizer.buckets
-        self.bucket_of = optimizer.bucket_of
-        # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
-        place = {p: -i for i, p in enumerate(model.parameters())}
-        place |= {p: 1 for p in place if hasattr(p, "comes_last")}
-        self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
-        self.in_flight: deque[Bucket] = deque()
-        self.used: set[nn.Parameter] = set()  # by this rank, in this step
-        self.missing: dict[Bucket, set[nn.Parameter]] = {}  # gradients of the round, by bucket
-        self._end_round()
-        optimizer.names = {p: name for name, p in model.named_parameters()}
-        let_modules_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
-        self.hook_gradients(self.bucket_of)
-        self.watch(self.with_gradients())
-        for p in self.bucket_of:
-            p.stepped_elsewhere = "step the ShardedOptimizer, which has their gradients"
-            p.piece.claimed_by = p.claimed_by
-            p.register_hook(room_maker(p))
-        model.register_forward_pre_hook(make_rooms)
-
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        # After a skipped step, `model.zero_grad()` drops each InPieces, and no gradient.
-        is_missed = self.is_finished and any(
-            q.grad is None and q.piece.grad is not None for q in self.bucket_of if q is not p
-        )
-        super()._on_gradient(p)
-        bucket = self.bucket_of[p]
-        if is_missed or self.optimizer.has_stepped or bucket not in self.missing:
+        if self.shard._version != self.version:
             raise RuntimeError(
-                "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
-                "as the model's misses it, and finish_backward() after a backward out of no_sync()"
+                "this rank's slice of the weights was written to, and no other rank has it: write "
+                "into the parameters of the model, alike on all ranks"
             )
-        if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
-            bucket.add(p)
-        if self.synchronises:
-            self.missing[bucket].discard(p)
-            while self.missing and not next(iter(self.missing.values())):
-                self._reduce_next()
-
-    def _reduce_next(self) -> None:
-        bucket = next(iter(self.missing))
-        del self.missing[bucket]
-        self.used.update(bucket.reduce(self.op))
-        self.in_flight.append(bucket)
-        if len(self.in_flight) > self.most_in_flight:
-            self.in_flight.popleft().wait_for_reduce()
-
-    def _end_round(self) -> None:
-        """Reduce the buckets that are left, complete or not. In a round each is sent once."""
-        while self.missing:
-            self._reduce_next()
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
-
-    def finish_backward(self) -> None:
-        self._end_round()
-        used_by_any = self.tell_used([p in self.used for p in self.bucket_of])
-        while self.in_flight:
-            self.in_flight.popleft().wait_for_reduce()
-        # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
-        for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
-            if is_used and p.piece.grad is None:
-                p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
-            if is_used:
-                p.grad = bucket.shard.new_empty(()).expand(p.shape).as_subclass(InPieces)
-        self.used.clear()
-        super().finish_backward()
-
-    def with_gradients(self) -> Iterable[nn.Parameter]:
-        return [piece for bucket in self.buckets for piece in bucket.pieces]
-
-    def members(self, optimizer: Optimizer) -> Members:
-        return self.optimizer.members()
-
-    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
 
 
-# ---------------------------------------------------------------------- 3. gradients cut n ways
-class Stage2(Stage1):
-    """Every microbatch is reduced, in `no_sync` too: whole gradients are freed in backward.
-
-    When a bucket is sent, the bucket before it must have arrived: at most two are whole. Each
-    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds.
-    """
-
-    most_in_flight = 1
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._end_round()
-
-
-# ---------------------------------------------------------------------- 4. a step, cut n ways
+# ---------------------------------------------------------------------- 2. a step, cut n ways
 class ShardedOptimizer(Optimizer):
     """An elementwise `torch.optim` class, with its state and its work spread over `axis`.
 
@@ -322,24 +184,26 @@ class ShardedOptimizer(Optimizer):
             group["params"] = [p.piece for p in own]
             group.pop("param_names", None)  # the names in the model count
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.has_stepped = False  # with the gradients that are here
         self.inner = optimizer_class(groups, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's slices, and start to hand them out, the first layer's first."""
         if not self.names:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
-        self.synchronize()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for bucket in self.buckets:
+            bucket.version = bucket.shard._version  # what was written goes out with the step
+            bucket.wait_for_gather()
         for p in self.bucket_of:
             if hasattr(p, "master"):
                 master_of(p)  # takes over what was written into the parameter
         self.inner.step()
         for bucket in reversed(self.buckets):
             bucket.gather()
-        self.has_stepped = True
+        return loss
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole: to read or write them outside of a forward."""
@@ -347,10 +211,12 @@ class ShardedOptimizer(Optimizer):
             bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, of parameters and of pieces; none stay as zeros."""
+        """Drop all gradients, of parameters and of pieces.
+
+        With ``set_to_none=False`` the next step moves what it moved before, by zeros if unused.
+        """
         for bucket in self.buckets:
-            bucket.drop()
-        self.has_stepped = False
+            bucket.drop(set_to_none)
 
     def members(self) -> Members:
         """Return its parameters as the user gave them, by group and name."""
@@ -365,6 +231,127 @@ class ShardedOptimizer(Optimizer):
         own = cut_state(state_dict, self.inner, self.members(), self.buckets)
         self.inner.load_state_dict(own)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+# ---------------------------------------------------------------------- 3. while backward goes on
+class Stage1(Strategy):
+    """A bucket is reduced as soon as backward has filled it, while backward goes on.
+
+    All ranks send the buckets in the order of their list. Backward waits for buckets that were sent
+    long ago, so few are whole.
+    """
+
+    most_in_flight = 2  # buckets: the link always has one to carry
+
+    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, average: bool) -> None:
+        super().__init__(model, optimizer.axis)
+        self.shard_axes, self.optimizer = (optimizer.axis,), optimizer
+        self.op: Op = "avg" if average else "sum"
+        self.rows = self.buckets = optimizer.buckets
+        self.bucket_of = optimizer.bucket_of
+        # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
+        place = {p: -i for i, p in enumerate(model.parameters())}
+        place |= {p: 1 for p in place if hasattr(p, "comes_last")}
+        self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
+        self.sent = 0  # so many buckets of this round
+        optimizer.names = {p: name for name, p in model.named_parameters()}
+        let_modules_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
+        self.hook_gradients(self.bucket_of)
+        self.watch(self.with_gradients())
+        for p in self.bucket_of:
+            p.stepped_elsewhere = "step the ShardedOptimizer, which has their gradients"
+            p.piece.claimed_by = p.claimed_by
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        super()._on_gradient(p)
+        bucket, is_missed = self.bucket_of[p], False
+        if type(p.grad) is InPieces:
+            p.grad = p.grad.added
+        elif p.piece.grad is not None:  # after `model.zero_grad()` nothing stands in for it
+            is_missed = p.grad is not bucket.views.get(p)
+        if is_missed or not bucket.missing:
+            raise RuntimeError(
+                "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
+                "as the model's misses it, and finish_backward() after a backward out of no_sync()"
+            )
+        if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
+            bucket.add(p)
+        if self.synchronises:
+            bucket.missing.discard(p)
+            while self.sent < len(self.buckets) and not self.buckets[self.sent].missing:
+                self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self.buckets[self.sent].reduce(self.op)
+        self.sent += 1
+        if self.sent > self.most_in_flight:
+            self.buckets[self.sent - self.most_in_flight - 1].wait_for_reduce()
+
+    def _end_round(self) -> None:
+        """Reduce the buckets that are left, complete or not. In a round each is sent once."""
+        while self.sent < len(self.buckets):
+            self._reduce_next()
+        self.sent = 0
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+
+    def finish_backward(self) -> None:
+        self._end_round()
+        used_by_any = self.tell_used([p in bucket.used for p, bucket in self.bucket_of.items()])
+        for bucket in self.buckets:
+            bucket.wait_for_reduce()
+        # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
+        for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
+            if is_used:
+                p.grad = InPieces(p)
+                p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
+        super().finish_backward()
+
+    def members(self, optimizer: Optimizer) -> Members:
+        return self.optimizer.members()
+
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+# ---------------------------------------------------------------------- 4. gradients cut n ways
+class Stage2(Stage1):
+    """Every microbatch is reduced, in `no_sync` too: whole gradients are freed in backward.
+
+    When a bucket is sent, the bucket before it must have arrived: at most two are whole. Each
+    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds.
+    """
+
+    most_in_flight = 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._end_round()
+
+
+# ---------------------------------------------------------------------- what stands in p.grad
+class InPieces(Tensor):
+    """Stands in ``p.grad`` from `finish_backward` on, without numbers: who reads it is stopped.
+
+    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
+    """
+
+    def __new__(cls, p: nn.Parameter) -> Tensor:
+        one = torch.empty((), dtype=p.grad_dtype, device=p.device)
+        return cls._make_subclass(cls, one.expand(p.shape))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
+            args[0].added = args[1]  # autograd adds the gradient of the next backward
+            return args[0]
+        raise RuntimeError(
+            "gradients lie in strategy.with_gradients() under zero, and not in the model: clip "
+            "them by strategy.clip_grad_norm_, look at strategy.full_gradients()"
+        )
 
 
 # ---------------------------------------------------------------------- put on a model
@@ -403,4 +390,4 @@ def apply(
     replicate(model, axis, is_data=True)
     if working_dtype is not None:
         keep_slices(model, optimizer.buckets, working_dtype)
-    return make(model, axis, optimizer, average)
+    return make(model, optimizer, average)

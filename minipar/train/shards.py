@@ -87,7 +87,7 @@ def fill(strategy: Composed, read: Mapping[str, Callable[[Region], Tensor]]) -> 
         values = read[strategy.serial_name(name)](_region(strategy, name, t, rows)).view_as(t)
         t.copy_(values)
         if (piece := piece_of(t)) is not t:
-            piece.copy_(rows[piece].part_of(piece, values))  # with all digits, if it is a master
+            piece.data.copy_(rows[piece].part_of(piece, values))  # a master has all digits
         elif hasattr(t, "master"):
             t.master.copy_(values)
 

@@ -146,6 +146,8 @@ def torchs_clip(model, strategy, optimizer):
 
 def torchs_clip_of_the_model(model, strategy, optimizer):
     finished(model, strategy)
+    with torch.no_grad():
+        loss_of(model.eval())
     clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
 

@@ -7,6 +7,7 @@ model and of the optimizer computes on every rank what all ranks together should
 import copy
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -165,6 +166,46 @@ def test_parameters_that_moved_are_noticed():
         optimizer.step()
 
 
+@on_ranks(2)
+def test_a_slice_that_is_written_to_is_not_computed_with():
+    """As SAM writes. Mutants: each rank adds its own part of a change; a slice whose memory is
+    elsewhere, which no rank receives."""
+    model, twin = Layers(seed=0), Layers(seed=0)
+    strategy, optimizer = attach(model, Mesh(dp=2).dp)
+    for p in (*strategy.with_gradients(), *twin.parameters()):
+        p.data += 1  # which nobody notices
+        p.detach().add_(1)
+    with pytest.raises(RuntimeError, match="write into the parameters of the model, alike"):
+        loss_of(model, 0)
+    optimizer.step()
+    optimizer.synchronize()
+    assert_same(model, twin)
+    for p in strategy.with_gradients():
+        p.data = p.data.clone()
+    with pytest.raises(RuntimeError, match=r"write p.copy_\(x\), not p.data = x"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_that_are_set_to_zero_are_stepped():
+    """As on one device, here by closures. Mutant: what is unused from now on is not decayed."""
+    model, twin = Layers(seed=0), Layers(seed=0)
+    strategy, optimizer = attach(model, Mesh(dp=2).dp, average=True)
+    pairs = (model, optimizer), (twin, AdamW(twin.parameters(), lr=0.01))
+
+    def closure(each: nn.Module, own: torch.optim.Optimizer, uses: tuple[int, ...]) -> Tensor:
+        own.zero_grad(set_to_none=False)
+        loss = loss_of(each, 0, 0, uses)
+        loss.backward()
+        strategy.finish_backward()
+        return loss
+
+    for uses in ((0, 1, 2), (1, 2), (3,)):
+        losses = [o.step(partial(closure, m, o, uses)) for m, o in pairs]
+        torch.testing.assert_close(*losses)
+        assert_same(model, twin)
+
+
 @STAGES
 @on_ranks(2)
 def test_a_backward_into_a_finished_sum_is_refused(stage):
@@ -190,7 +231,8 @@ def test_a_backward_into_a_finished_sum_is_refused(stage):
     loss_of(model, axis.rank).backward()
     strategy.finish_backward()
     optimizer.step()
-    refused()  # nobody called zero_grad()
+    model.zero_grad()
+    refused()
     strategy.finish_backward()
     optimizer.zero_grad()
     with strategy.no_sync():

@@ -97,5 +97,5 @@ def master_of(p: nn.Parameter) -> Tensor:
         p.rounded = p._version
         working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
         is_own = working == p.master.to(working.dtype)
-        p.master.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
+        p.master.data.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
     return p.master

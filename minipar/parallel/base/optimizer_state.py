@@ -77,7 +77,10 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
     """
     label_of = {piece_of(p): label for group in members for label, p in group.items()}
     state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
-    whole = {label_of[p]: {k: _copied(v) for k, v in own.items()} for p, own in state.items()}
+    whole = {
+        label_of[p]: {k: to_host(v).clone() if isinstance(v, Tensor) else v for k, v in own.items()}
+        for p, own in state.items()
+    }  # copies, as tensors go on changing
     for row in rows:
         pieces = [p for p in row.pieces if p in state]
         for key in dict.fromkeys(key for p in pieces for key in state[p]):
@@ -88,11 +91,6 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
                 for p, moment in joined.items():
                     whole[label_of[p]][key] = to_host(moment)
     return pack(whole, members, optimizer.param_groups)
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a tensor on the CPU, as the tensor goes on changing; else `value`."""
-    return to_host(value).clone() if isinstance(value, Tensor) else value
 
 
 def cut_state(

@@ -220,7 +220,7 @@ class Strategy:
         for name, p in self.model.named_parameters():
             piece = piece_of(p)
             if piece is not p:  # the slice of a master, perhaps
-                piece.copy_(row_of[piece].part_of(piece, state[name]))
+                piece.data.copy_(row_of[piece].part_of(piece, state[name]))
             elif hasattr(p, "master"):
                 p.master.copy_(state[name])
 
