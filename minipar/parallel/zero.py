@@ -94,7 +94,7 @@ class Bucket(Row):
             self.whole = torch.empty_like(self.weights, dtype=self.shard.dtype)
             self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
             self.whole[self.whole.numel() - self.splits[-1] :].zero_()  # the padding
-        if p.grad is None or type(p.grad) is InPieces:
+        if p.grad is None or type(p.grad) is InPieces:  # not used since the last `finish_backward`
             self.views[p].zero_()
         elif p.grad is not self.views[p]:
             p.grad = self.views[p].copy_(p.grad.detach())
@@ -106,7 +106,7 @@ class Bucket(Row):
             self.add(p)
             if p.grad is self.views[p]:
                 self.used.add(p)
-                p.grad = InPieces(p) if p.piece.grad is not None else None
+                p.grad = None
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
@@ -147,6 +147,25 @@ class Bucket(Row):
                 "this rank's slice of the weights was written to, and no other rank has it: write "
                 "into the parameters of the model, alike on all ranks"
             )
+
+
+class InPieces(Tensor):
+    """Stands in ``p.grad`` from `finish_backward` on, without numbers: who reads it is stopped.
+
+    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
+    """
+
+    def __new__(cls, p: nn.Parameter) -> Tensor:
+        one = torch.empty((), dtype=p.grad_dtype, device=p.device)
+        return cls._make_subclass(cls, one.expand(p.shape))
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> None:
+        raise RuntimeError(
+            "gradients lie in strategy.with_gradients() under zero, and not in the model: clip "
+            "them by strategy.clip_grad_norm_, look at strategy.full_gradients(), drop them by "
+            "zero_grad() of the ShardedOptimizer, as the model's misses them"
+        )
 
 
 # ---------------------------------------------------------------------- 2. a step, cut n ways
@@ -211,10 +230,7 @@ class ShardedOptimizer(Optimizer):
             bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, of parameters and of pieces.
-
-        With ``set_to_none=False`` the next step moves what it moved before, by zeros if unused.
-        """
+        """Drop all gradients; after ``set_to_none=False`` the next step has each again, or zero."""
         for bucket in self.buckets:
             bucket.drop(set_to_none)
 
@@ -250,8 +266,7 @@ class Stage1(Strategy):
         self.rows = self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
         # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
-        place = {p: -i for i, p in enumerate(model.parameters())}
-        place |= {p: 1 for p in place if hasattr(p, "comes_last")}
+        place = {p: 1 if hasattr(p, "comes_last") else -i for i, p in enumerate(model.parameters())}
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.sent = 0  # so many buckets of this round
         optimizer.names = {p: name for name, p in model.named_parameters()}
@@ -264,12 +279,8 @@ class Stage1(Strategy):
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         super()._on_gradient(p)
-        bucket, is_missed = self.bucket_of[p], False
-        if type(p.grad) is InPieces:
-            p.grad = p.grad.added
-        elif p.piece.grad is not None:  # after `model.zero_grad()` nothing stands in for it
-            is_missed = p.grad is not bucket.views.get(p)
-        if is_missed or not bucket.missing:
+        bucket = self.bucket_of[p]
+        if p.piece.grad is not None or not bucket.missing:
             raise RuntimeError(
                 "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
                 "as the model's misses it, and finish_backward() after a backward out of no_sync()"
@@ -332,28 +343,6 @@ class Stage2(Stage1):
             self._end_round()
 
 
-# ---------------------------------------------------------------------- what stands in p.grad
-class InPieces(Tensor):
-    """Stands in ``p.grad`` from `finish_backward` on, without numbers: who reads it is stopped.
-
-    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
-    """
-
-    def __new__(cls, p: nn.Parameter) -> Tensor:
-        one = torch.empty((), dtype=p.grad_dtype, device=p.device)
-        return cls._make_subclass(cls, one.expand(p.shape))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-            args[0].added = args[1]  # autograd adds the gradient of the next backward
-            return args[0]
-        raise RuntimeError(
-            "gradients lie in strategy.with_gradients() under zero, and not in the model: clip "
-            "them by strategy.clip_grad_norm_, look at strategy.full_gradients()"
-        )
-
-
 # ---------------------------------------------------------------------- put on a model
 def apply(
     model: nn.Module,
@@ -385,9 +374,10 @@ def apply(
             f"the optimizer must hold all trainable parameters of the model, and no others; it "
             f"lacks {missing[:3] or 'none'}"
         )
-    make = {1: Stage1, 2: Stage2}[stage]
+    if stage not in (1, 2):
+        raise ValueError(f"stage={stage} must be 1 or 2; the third stage of ZeRO is fsdp.apply")
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     if working_dtype is not None:
         keep_slices(model, optimizer.buckets, working_dtype)
-    return make(model, optimizer, average)
+    return (Stage1 if stage == 1 else Stage2)(model, optimizer, average)

@@ -214,9 +214,8 @@ class Strategy:
         state, row_of = self.own(state), {p: row for row in self.rows for p in row.pieces}
         here = self.model.state_dict(keep_vars=True)
         cut = {name: p for name, p in here.items() if p in row_of and name in state}
-        self.model.load_state_dict(
-            {**state, **{name: row_of[p].part_of(p, state[name]) for name, p in cut.items()}}
-        )
+        parts = {name: row_of[p].part_of(p, state[name]) for name, p in cut.items()}
+        self.model.load_state_dict({**state, **parts})
         for name, p in self.model.named_parameters():
             piece = piece_of(p)
             if piece is not p:  # the slice of a master, perhaps
@@ -241,8 +240,7 @@ class Strategy:
 
         Raises `ValueError` for the state of other parameters.
         """
-        own = cut_state(state, optimizer, self.members(optimizer), self.rows)
-        optimizer.load_state_dict(own)
+        optimizer.load_state_dict(cut_state(state, optimizer, self.members(optimizer), self.rows))
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
