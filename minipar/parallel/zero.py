@@ -59,8 +59,7 @@ class Bucket(Row):
         super().__init__(parameters, axis)
         self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
         weights = parameters[0].new_zeros(sum(self.splits))  # [N], zeros at its end
-        own = weights.view(axis.size, -1)[axis.rank]
-        self.hold(parameters, own.data)  # whose version counts no write into `weights`
+        self.hold(parameters, weights.view(axis.size, -1)[axis.rank].data)  # its version is its own
         self.parameters = parameters
         for p, piece in zip(parameters, self.pieces, strict=True):
             p.piece = piece
@@ -121,8 +120,7 @@ class Bucket(Row):
     def gather(self) -> None:
         """Start to collect the slices of all ranks; after the step."""
         buffers = {t.untyped_storage().data_ptr() for t in (self.weights, self.shard)}
-        views = (*self.parameters, *self.pieces)
-        if {t.untyped_storage().data_ptr() for t in views} != buffers:
+        if {t.untyped_storage().data_ptr() for t in (*self.parameters, *self.pieces)} != buffers:
             raise RuntimeError(
                 "the model was moved or cast after its ShardedOptimizer was made, which does not "
                 "reach it any more; move or cast first, and write p.copy_(x), not p.data = x"
@@ -371,8 +369,7 @@ def apply(
     if trainable.keys() != optimizer.bucket_of.keys():
         missing = [name for p, name in trainable.items() if p not in optimizer.bucket_of]
         raise ValueError(
-            f"the optimizer must hold all trainable parameters of the model, and no others; it "
-            f"lacks {missing[:3] or 'none'}"
+            f"optimizer= must hold all trainable parameters only; it lacks {missing[:3] or 'none'}"
         )
     if stage not in (1, 2):
         raise ValueError(f"stage={stage} must be 1 or 2; the third stage of ZeRO is fsdp.apply")

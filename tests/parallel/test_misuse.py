@@ -146,9 +146,22 @@ def torchs_clip(model, strategy, optimizer):
 
 def torchs_clip_of_the_model(model, strategy, optimizer):
     finished(model, strategy)
-    with torch.no_grad():
-        loss_of(model.eval())
+    loss_of(model.eval())
     clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def slices_written_to(model, strategy, optimizer):
+    finished(model, strategy)
+    for p in strategy.with_gradients():
+        p.detach().add_(0.05)
+    loss_of(model)
+
+
+def slices_elsewhere(model, strategy, optimizer):
+    finished(model, strategy)
+    for p in strategy.with_gradients():
+        p.data = p.data.clone()
     optimizer.step()
 
 
@@ -196,6 +209,8 @@ AT_STEP = [
     (unfrozen, KINDS, "was frozen when .* was applied along dp"),
     (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),
     (torchs_clip_of_the_model, SHARDED, "clip them by strategy.clip_grad_norm_"),
+    (slices_written_to, SHARDED[:2], "write into the parameters of the model, alike"),
+    (slices_elsewhere, SHARDED[:2], r"write p.copy_\(x\), not p.data = x"),
     (not_in_the_model, (*KINDS, *LATER), r"a parameter of shape \(\), which was not in the model"),
     (torchs_scaler, SHARDED, r"without strategy.unscale_\(scaler, optimizer\)"),
     (whole_matrices, SHARDED, "Normed may look at whole matrices.* elementwise = True"),

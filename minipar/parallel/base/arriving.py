@@ -38,8 +38,7 @@ def let_modules_wait(model: nn.Module, waits: Mapping[nn.Parameter, Wait]) -> No
     """
     needs: WeakKeyDictionary[nn.Module, list[Wait]] = WeakKeyDictionary()
     for module in model.modules():
-        own = module.parameters(recurse=False)
-        needs[module] = list(dict.fromkeys(waits[p] for p in own if p in waits))
+        needs[module] = [waits[p] for p in module.parameters(recurse=False) if p in waits]
     never_called = WeakKeyDictionary(needs)
 
     # One hook for all modules, or torch.compile would make a graph for each layer.

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from minipar.comm.values import to_host
 from minipar.parallel.base.shards import Row, piece_of
@@ -77,10 +78,8 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
     """
     label_of = {piece_of(p): label for group in members for label, p in group.items()}
     state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
-    whole = {
-        label_of[p]: {k: to_host(v).clone() if isinstance(v, Tensor) else v for k, v in own.items()}
-        for p, own in state.items()
-    }  # copies, as tensors go on changing
+    whole = {label_of[p]: own for p, own in state.items()}
+    whole = tree_map_only(Tensor, lambda t: to_host(t).clone(), whole)  # they go on changing
     for row in rows:
         pieces = [p for p in row.pieces if p in state]
         for key in dict.fromkeys(key for p in pieces for key in state[p]):
