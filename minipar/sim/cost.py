@@ -54,7 +54,9 @@ def seconds(job: Job) -> dict[str, float]:
     plan, software, m = job.plan, job.software, job.plan.microbatches
     forward, backward = layer(job, False), layer(job, True)
     # Half of a backward's waits for launches belong to the gradients of weights.
-    weights = backward["host"] / 2 + sum(share * sum(_products(k)[:4]) for share, k in job.kinds)
+    weights = backward["host"] / 2 + sum(
+        share * _products(kind).seconds for share, kind in job.kinds
+    )
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
     once = {part: forward[part] + backward[part] for part in forward}
@@ -182,10 +184,7 @@ def message(machine: Machine, num_bytes: float, nodes: int, ranks: int) -> float
 class _Products(NamedTuple):
     """The forward of a layer: seconds of its products, and sizes for all other work."""
 
-    attention: float
-    router: float
-    dense: float  # the MLP, or shared experts
-    experts: float
+    seconds: float
     hidden: float  # width of the dense ones, on a rank, for a token of its sequences
     touched: float  # numbers per token that experts read and write
     own: float  # tokens of whole experts
@@ -199,22 +198,22 @@ def _products(job: Job) -> _Products:
         return device.seconds_of_matmul(tokens, outputs, inputs, job.dtype, batch=batch)
 
     queries, keys = _heads(job)
-    attention = product(queries + 2 * keys, width) + product(width, queries)
-    ups = 2 if job.gated else 1
-    hidden, touched, router, experts, own = c.intermediate_size / tp, 0.0, 0.0, 0.0, n
+    seconds = product(queries + 2 * keys, width) + product(width, queries)
+    ups, hidden, touched, own = 2 if job.gated else 1, c.intermediate_size / tp, 0.0, n
     if c.moe is not None:
         cut = job.experts_cut
         own = n / tp if cut < tp and plan.sequence_parallel else n
         chosen, held = own * c.moe.top_k, max(1, c.moe.num_experts / job.experts_over)
         f = c.moe.expert_size / cut
-        router = device.seconds_of_matmul(own, c.moe.num_experts, width, job.wide)
-        experts = product(ups * f, width, chosen / held, held)
-        experts += product(width, f, chosen / held, held)
+        seconds += device.seconds_of_matmul(own, c.moe.num_experts, width, job.wide)  # the router
+        seconds += product(ups * f, width, chosen / held, held)
+        seconds += product(width, f, chosen / held, held)
         hidden = c.moe.num_shared * f
         # Rows are gathered, computed, weighed and added up, each once.
         touched = (4 * width + 8 * f) * chosen / n
-    dense = product(ups * hidden, width, own) + product(width, hidden, own) if hidden else 0.0
-    return _Products(attention, router, dense, experts, hidden * own / n, touched, own)
+    if hidden:  # of the MLP, or of shared experts
+        seconds += product(ups * hidden, width, own) + product(width, hidden, own)
+    return _Products(seconds, hidden * own / n, touched, own)
 
 
 def _heads(job: Job) -> tuple[float, float]:
@@ -234,7 +233,6 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     times, width, tp = 2 if backward else 1, c.hidden_size, plan.tp
     queries, keys = _heads(job)
     products = _products(job)
-    compute = sum(products[:4])
     # A ring computes cp pieces of a square each, and adds up their results in float32.
     length = job.seq_len / plan.cp
     attention = job.machine.device.seconds_of_attention(
@@ -245,7 +243,7 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     attention += _touch(job, 12 * times * (plan.cp - 1) * n * (queries + (times - 1) * keys))
     if backward and plan.checkpointing == "selective" and not job.flash:
         attention *= 1.5
-    parts = {"compute": times * (compute + _between(job, products)) + attention}
+    parts = {"compute": times * (products.seconds + _between(job, products)) + attention}
     if backward:
         parts["compute"] += _sum_up(job, job.parameters.layer)
     parts |= dict.fromkeys(AXES, 0.0)
@@ -254,7 +252,7 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
         parts["tp"] = (1 + cut) * job.collective("all_reduce", 2 * n * width, 1, tp)
         if (plan.tp_overlap or job.software.beside) and job.spread(1, tp) == 1:
             # Of tp hops in a node, all but one run beside a part of a product.
-            parts["tp"] -= min((1 - 1 / tp) * parts["tp"], times * compute)
+            parts["tp"] -= min((1 - 1 / tp) * parts["tp"], times * products.seconds)
     if plan.cp > 1:
         # A ring of messages travels beside attention.
         nodes = 1 + (job.spread(plan.tp * plan.ep, plan.cp) > 1)

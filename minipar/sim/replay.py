@@ -17,15 +17,14 @@ Steps.  Two are played, and the second is returned: it waits for calls of the fi
 Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
 """
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from minipar.comm.collectives import wire_bytes
-from minipar.comm.mesh import coordinates, rank_at
+from minipar.comm.mesh import groups_along
 from minipar.emulate import operations
 from minipar.observe.spans import Span, clipped
 from minipar.observe.timeline import Timeline
@@ -107,65 +106,44 @@ class _Prices:
         self.counted = getattr(machine.device, "counted", lambda num_bytes, _: int(num_bytes))
         self.has_lanes = getattr(machine, "has_lanes", False)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
-        self.known: dict[Any, float] = {}
-        self.words = cache(lambda segment: list(self._words(segment)))
-        self.group = cache(self._group)
+        self.seconds_of = cache(partial(operations.seconds_of, device=machine.device))
+        self.words, self.groups, self.call = map(cache, (self._words, self._groups, self._call))
 
-    def _words(self, segment: Segment) -> Iterator[tuple]:
-        """Yield the words of a segment: consecutive work of one block is one word of `seconds`."""
+    def _words(self, segment: Segment) -> list[tuple]:
+        """Return the words of a segment: consecutive work of one block is one word of seconds."""
         # A block may be left and entered again, as where it is computed again beside its backward.
         last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
-        block, seconds = ("", ""), 0.0  # kind and name
+        words: list[tuple] = []
         for at, event in enumerate(segment.events):
-            if type(event) is Memory:
-                continue
-            if seconds and event[:2] != block:
-                yield "work", *block, seconds
-                seconds = 0.0
             if type(event) is Compute:
-                block, seconds = event[:2], seconds + self.compute(event)
-                if at == last[block] and ".layers." in block[1]:
-                    yield "work", *block, seconds
-                    yield "host", self.host
-                    seconds = 0.0
-            elif type(event) is Launch:
-                yield "launch", event
-            else:
-                yield "wait", *event
-        if seconds:
-            yield "work", *block, seconds
+                block = "work", *event[:2]  # kind and name
+                seconds = self.seconds_of(operations.Work(*event[2:]))
+                seconds *= self.attention if event.work == "attention" else 1
+                if words and words[-1][:3] == block:
+                    seconds += words.pop()[3]
+                words.append((*block, seconds))
+                if at == last[event[:2]] and ".layers." in event.name:
+                    words.append(("host", self.host))
+            elif type(event) is not Memory:
+                words.append(("launch", event) if type(event) is Launch else ("wait", *event))
+        return words
 
-    def compute(self, event: Compute) -> float:
-        """Return the seconds of an operation."""
-        key = event[2:]
-        if key not in self.known:
-            slower = self.attention if event.work == "attention" else 1
-            self.known[key] = slower * operations.seconds_of(event, self.machine.device)
-        return self.known[key]
+    def _groups(self, axis: str) -> dict[int, tuple[int, ...]]:
+        """Return by rank those that it shares an axis with, or several at once."""
+        groups = groups_along(axis.split("+"), self.sizes)
+        return {rank: group for group in groups for rank in group}
 
-    def _group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Return the ranks along an axis, or along several at once, that `rank` is one of."""
-        own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
-        places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
-        found = (dict(zip(sizes, at, strict=True)) for at in itertools.product(*places))
-        return tuple(rank_at(at, sizes) for at in found)
-
-    def call(self, launch: Launch, ranks: Sequence[int]) -> float:
+    def _call(self, launch: Launch, ranks: tuple[int, ...]) -> float:
         """Return the seconds of a collective, or of a message, among `ranks`."""
-        num_bytes = self.counted(launch.num_bytes, launch.dtype)
-        key = launch.verb, launch.axis, num_bytes, tuple(ranks)
-        if key not in self.known:
-            nodes = len({rank // self.machine.gpus for rank in ranks})
-            verb = "send" if launch.peers else launch.verb
-            if rounds := wire_bytes(verb, len(ranks), len(ranks)):
-                num_bytes = num_bytes * len(ranks) / rounds  # of the whole tensor
-            if launch.peers and launch.axis == "pp":
-                stage = self.num_ranks // self.sizes["pp"]
-                self.known[key] = cost.message(self.machine, num_bytes, nodes, stage)
-            else:
-                size = len(ranks)
-                self.known[key] = self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
-        return self.known[key]
+        num_bytes, size = self.counted(launch.num_bytes, launch.dtype), len(ranks)
+        nodes = len({rank // self.machine.gpus for rank in ranks})
+        verb = "send" if launch.peers else launch.verb
+        if rounds := wire_bytes(verb, size, size):
+            num_bytes = num_bytes * size / rounds  # of the whole tensor
+        if launch.peers and launch.axis == "pp":
+            stage = self.num_ranks // self.sizes["pp"]
+            return cost.message(self.machine, num_bytes, nodes, stage)
+        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 
 # ---------------------------------------------------------------------- ranks at play
@@ -263,7 +241,7 @@ class _Stage:
 
     def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
         """Return the ranks of each of its calls: a group, or the ends of messages."""
-        group = self.prices.group(own, launch.axis)
+        group = self.prices.groups(launch.axis)[own]
         ends = [(own, group[peer]) for peer in launch.peers]
         if launch.verb == "exchange":  # both ways at once
             return [tuple(sorted(pair)) for pair in ends]
@@ -278,7 +256,7 @@ class _Stage:
             posted = player.turns[-AHEAD]
             player.turns.append(player.clock)
         # Axes of all ranks have one process group, see `comm.mesh`.
-        is_of_all = len(self.prices.group(player.rank, launch.axis)) == self.prices.num_ranks
+        is_of_all = len(self.prices.groups(launch.axis)[player.rank]) == self.prices.num_ranks
         stream = player.rank, launch.purpose, is_of_all or launch.axis
         in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
         for ranks in self._who(player.rank, launch):

@@ -19,7 +19,7 @@ fused, but for norms. Loaders, checkpoints and what Python does between operatio
 import copy
 import gc
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
 from minipar.parallel.pipeline.runtime import Pipeline
 from minipar.parallel.pipeline.simulate import SPAN_KIND
 from minipar.parallel.plan import Plan
-from minipar.sim.tracer import Compute, Event, Launch, Memory, Segment, Tracer
+from minipar.sim.tracer import Event, Memory, Segment, Tracer
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import forward_backward, train_step
@@ -59,30 +59,17 @@ class Trace:
         for segment in self.segments:
             yield from segment.events
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of products and attention, with what is computed again."""
-        return sum(e.flops for e in self.events() if type(e) is Compute)
-
-    def sent(self) -> dict[str, int]:
-        """Return the bytes that this rank sends in a step, by axis."""
-        totals: dict[str, int] = defaultdict(int)
-        for event in self.events():
-            if type(event) is Launch:
-                totals[event.axis] += event.num_bytes
-        return dict(totals)
-
     def at_peak(self) -> dict[str, int]:
         """Return the bytes by category when the rank holds the most."""
-        now, highest, total = dict(self.held), dict(self.held), sum(self.held.values())
-        most = total
+        now, highest = Counter(self.held), Counter(self.held)
+        most = total = now.total()
         for event in self.events():
             if type(event) is Memory:
-                now[event.category] = now.get(event.category, 0) + event.num_bytes
+                now[event.category] += event.num_bytes
                 total += event.num_bytes
                 if total > most:
-                    most, highest = total, dict(now)
-        return highest
+                    most, highest = total, now.copy()
+        return dict(highest)
 
 
 @dataclass(frozen=True)
@@ -260,68 +247,64 @@ def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int
 
 
 def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
-    """Play a step of a pipeline: compute few microbatches, then let all ranks follow their rows."""
+    """Play a step of a pipeline: all ranks follow their rows, and the first computes a little."""
     pipeline, schedule = actor.strategy.parts.pipeline, actor.strategy.parts.pipeline.schedule
-    own, done = schedule.stages_on(places[0]), {}
-    roles = [_roles(schedule, stage, distinct) for stage in own]
+    done: dict[Any, Segment] = {}
 
-    def hidden(action: Action) -> Tensor | None:
-        """Return what an action hands over, without computing it."""
-        return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
+    def follow(place: int, methods: Mapping[str, Any], distinct: int = DISTINCT) -> list[Any]:
+        """Return the step of a rank: its own messages, and keys of `done` for what it computes."""
+        twin, own = copy.copy(pipeline), schedule.stages_on(place)
+        twin.axis = replace(pipeline.axis, rank=place)
+        roles = [_roles(schedule, stage, distinct) for stage in own]
+        program, waiting = ["before", tracer.begin_segment("messages 0")], {}
 
-    def play(lowered: Schedule, microbatches: Sequence[Any], methods: Mapping) -> None:
-        def few(action: Action, given: Tensor | None) -> Tensor | None:
+        def act(action: Action, given: Tensor | None) -> Tensor | None:
             at = own.index(action.stage)
             role = roles[at].get(action.microbatch)
-            if role is None:
-                return hidden(action)
-            done[at, action.kind, role] = tracer.begin_segment(f"{at}{action.kind}")
-            recorder = tracer.recorder
-            frame = recorder.open(SPAN_KIND[action.kind], str(action))
-            made = methods[action.kind](action, given)
-            recorder.close(frame)
-            tracer.label("", given, made)  # counted where they are handed over
-            tracer.begin_segment("messages")
-            return made
+            key = at, action.kind, DISTINCT - 2 if role is None else role
+            if methods and role is not None:
+                done[key] = tracer.begin_segment(f"{at}{action.kind}")
+                frame = tracer.recorder.open(SPAN_KIND[action.kind], str(action))
+                like = None if given is None else torch.empty_like(given)
+                tracer.label("", like, methods[action.kind](action, like))
+                tracer.recorder.close(frame)
+            program.extend([key, tracer.begin_segment(f"messages {len(program)}")])
+            if action.kind == "F":
+                waiting[action.stage, action.microbatch] = given  # until its backward
+            else:
+                waiting.pop((action.stage, action.microbatch), None)
+            # What it hands over, and it itself was given, is counted here, and not as computed.
+            return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
 
-        tracer.begin_segment("messages")
-        Pipeline._play(pipeline, lowered, microbatches, dict.fromkeys(COMPUTE, few))
+        batch = [actor.microbatch] * actor.plan.microbatches
+        Pipeline._play(twin, schedule, batch, dict.fromkeys(COMPUTE, act))
+        return [*program, "after"]
+
+    def play(_: Schedule, __: Sequence[Any], methods: Mapping[str, Any]) -> None:
+        programs[places[0]] = follow(places[0], methods, distinct)
         done["after"] = tracer.begin_segment("after")
 
+    def computed(key: Any) -> Segment:
+        """Return what was computed in the place of `key`, perhaps in another kind of backward."""
+        if key not in done:
+            roles = (role for *start, role in done if start == [*key[:2]])
+            key = *key[:2], min(roles, key=lambda role: (role == DISTINCT, -role))
+        return done[key]
+
+    programs: dict[int, list[Any]] = {}
     done["before"] = tracer.begin_segment("before")
     pipeline._play = play
     try:
         actor.step()
     finally:
         del pipeline._play
-
-    def follow(place: int) -> list[Segment]:
-        """Return the step of another rank: its own messages, and the computing of this one."""
-        twin, theirs = copy.copy(pipeline), schedule.stages_on(place)
-        twin.axis = replace(pipeline.axis, rank=place)
-        roles = [_roles(schedule, stage, DISTINCT) for stage in theirs]
-        program, waiting = [done["before"]], {}
-
-        def again(action: Action, given: Tensor | None) -> Tensor | None:
-            at, key = theirs.index(action.stage), (action.stage, action.microbatch)
-            role = roles[at].get(action.microbatch, DISTINCT - 2)
-            if (at, action.kind, role) not in done:  # there it was in another kind of backward
-                found = (key[2] for key in done if key[:2] == (at, action.kind))
-                role = min(found, key=lambda role: (role == DISTINCT, -role))
-            program.append(done[at, action.kind, role])
-            program.append(tracer.begin_segment(f"messages {len(program)}"))
-            if action.kind == "F":
-                waiting[key] = given  # until its backward
-            else:
-                waiting.pop(key, None)
-            return hidden(action)
-
-        program.append(tracer.begin_segment("messages 0"))
-        batch = [actor.microbatch] * actor.plan.microbatches
-        Pipeline._play(twin, schedule, batch, dict.fromkeys(COMPUTE, again))
-        return [*program, done["after"]]
-
-    return {place: follow(place) for place in places} if distinct == DISTINCT else {}
+    if distinct < DISTINCT:
+        return {}
+    programs |= {place: follow(place, {}) for place in places[1:]}
+    return {
+        place: [at if type(at) is Segment else computed(at) for at in program]
+        for place, program in programs.items()
+    }
 
 
 def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
