@@ -206,8 +206,8 @@ def _products(job: Job) -> _Products:
         chosen, held = own * c.moe.top_k, max(1, c.moe.num_experts / job.experts_over)
         f = c.moe.expert_size / cut
         seconds += device.seconds_of_matmul(own, c.moe.num_experts, width, job.wide)  # the router
-        seconds += product(ups * f, width, chosen / held, held)
-        seconds += product(width, f, chosen / held, held)
+        each = chosen / held
+        seconds += product(ups * f, width, each, held) + product(width, f, each, held)
         hidden = c.moe.num_shared * f
         # Rows are gathered, computed, weighed and added up, each once.
         touched = (4 * width + 8 * f) * chosen / n
