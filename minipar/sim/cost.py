@@ -8,8 +8,8 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
 
             t = max(products + attention + passes * bytes / bandwidth + collectives, host)
 
-        A rank of the pipeline takes the t of its layers, the last one the head's as well. With M
-        microbatches, and a schedule that leaves a share b of 1F1B's bubble,
+        A rank of the pipeline takes the t of its layers, the last one the head's as well, and waits
+        for a message from either side. With M microbatches, and a schedule that leaves a share b of 1F1B's bubble,
 
             step = M max(t) + b (sum(t) - max(t)) + exposed + optimizer + fixed
 
@@ -29,8 +29,10 @@ the same plans.
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
+from minipar.parallel.pipeline.schedules import LOOPED
 from minipar.sim.hardware import BYTES, Machine
 from minipar.sim.job import Job
 
@@ -69,9 +71,13 @@ def seconds(job: Job) -> dict[str, float]:
     bubble = job.bubble(weights / sum(once.values()))
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
-        hop, longest = _to_next_stage(job)
-        pace = m * (job.chunks * longest - each[slowest])  # of a link slower than all stages
-        total["pp"] = max(2 * (m * job.chunks + bubble * (plan.pp - 1)) * hop, pace)
+        hops, around = _hops(job)
+        # A rank waits for a message from either side, as it posts receives when it needs them.
+        sides = zip(each, [around, *hops], [*hops, around], strict=True)
+        pace = max(busy + job.chunks * (before + after) for busy, before, after in sides)
+        # Forwards that are ahead of the first backward are one message after the other.
+        ahead = max((plan.pp - 1 - stage) * hop for stage, hop in enumerate(hops))
+        total["pp"] = m * (pace - each[slowest]) + bubble * max(2 * sum(hops), ahead)
         if job.config.tie_embeddings and not all(job.tables(0)):  # the ends sum its gradients
             nodes, table = 1 + (plan.num_ranks > job.machine.gpus), 4 * job.parameters.table
             total["pp"] += message(job.machine, table, nodes, plan.num_ranks // plan.pp)
@@ -161,16 +167,23 @@ def _head(job: Job) -> float:
     return 3 * product + _sum_up(job, words * width) + _touch(job, 2 * LOGITS * job.tokens * words)
 
 
-def _to_next_stage(job: Job) -> tuple[float, float]:
-    """Return the seconds of a message to the next stage: the mean, and the longest."""
-    plan, machine = job.plan, job.machine
+def _hops(job: Job) -> tuple[list[float], float]:
+    """Return the seconds of a message from each stage to the next, and from the last to the first.
+
+    The latter is none but for loops of stages.
+    """
+    plan, gpus = job.plan, job.machine.gpus
     # Each rank of tp sends its part of the tokens (Narayanan et al. 2021, section 4.1).
     size = 2 * job.tokens * job.config.hidden_size / plan.tp
     ranks = plan.num_ranks // plan.pp
-    # Of the stages that share a node, the last one alone sends out of it.
-    leave = min(1.0, ranks / machine.gpus) if plan.num_ranks > machine.gpus else 0.0
-    hops = [(f, message(machine, size, n, ranks)) for n, f in ((1, 1 - leave), (2, leave)) if f]
-    return sum(share * hop for share, hop in hops), max(hop for _, hop in hops)
+
+    def hop(first: int, other: int) -> float:
+        nodes = [(first + n) // gpus == (other + n) // gpus for n in range(min(ranks, gpus))]
+        return message(job.machine, size, 1 if all(nodes) else 2, ranks)
+
+    starts = range(0, plan.num_ranks, ranks)
+    around = hop(starts[-1], 0) if plan.schedule in LOOPED else 0.0
+    return [hop(*pair) for pair in pairwise(starts)], around
 
 
 def message(machine: Machine, num_bytes: float, nodes: int, ranks: int) -> float:

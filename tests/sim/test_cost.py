@@ -95,20 +95,21 @@ def test_schedules_trade_the_bubble_for_memory():
 
 
 def test_a_stage_beyond_the_node_is_sent_to_by_few_ranks():
-    """Of stages of 2 ranks, 4 share a node: one message in 4 leaves it, on a port for 2. Mutants:
-    all of them leave it; on a port for 8, or for each alone; none leaves it."""
+    """Of stages of 2 ranks, 4 share a node: one message in 7 leaves it, on a port for 2, and 4
+    forwards wait for it in a row. Mutants: all of them leave it; on a port for 8; none leaves it;
+    a rank of two has two neighbours."""
+    config = replace(PRESETS["llama-3-8b"], vocab_size=8)  # all stages are as long
     machine = hardware.load("h100-100gbe")
-    one = job("dp=2,pp=8,microbatches=16", machine=machine)
+    one, alone, wide = (
+        job(f"{mesh},microbatches=16", config=config, machine=machine)
+        for mesh in ("dp=2,pp=8", "pp=8", "dp=16,pp=2")
+    )
     message = 2 * one.tokens * one.config.hidden_size
-    near = machine.seconds_of_collective("send", message, 2, 1)
-    far = replace(machine, gpus=2).seconds_of_collective("send", message, 2, 2)
-    times = 2 * (16 + one.bubble() * 7)
-    assert cost.seconds(one)["pp"] == pytest.approx(times * (near * 3 / 4 + far / 4))
-    alone = job("pp=8,microbatches=16", machine=machine)  # on a node of their own
-    assert cost.seconds(alone)["pp"] == pytest.approx(times * near)
-    wide = job("dp=16,pp=2,microbatches=16", machine=machine)
-    far = machine.seconds_of_collective("send", message, 2, 2)
-    assert cost.seconds(wide)["pp"] == pytest.approx(2 * 17 * far)
+    near, far = (machine.seconds_of_collective("send", message, 2, nodes) for nodes in (1, 2))
+    few = replace(machine, gpus=2).seconds_of_collective("send", message, 2, 2)
+    assert cost.seconds(one)["pp"] == pytest.approx(16 * (near + few) + 4 * few, rel=0.01)
+    assert cost.seconds(alone)["pp"] == pytest.approx(2 * (16 + 7) * near, rel=0.2)
+    assert cost.seconds(wide)["pp"] == pytest.approx((16 + 2) * far, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,14 @@ def test_a_pipeline_on_a_shared_port_is_replayed_as_it_is_priced():
 
 
 def test_the_slowest_link_sets_the_pace_of_a_pipeline():
-    """Mutant: the mean of links, though one alone leaves the node; half of what replay finds."""
-    shape, slow = replace(PRESETS["llama-3.2-1b"], num_layers=10), hardware.load("h100-pcie-1gbe")
-    one = job("pp=10,microbatches=40,precision=bf16", config=shape, machine=slow, seq=8192)
-    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.2)
+    """Mutants: the mean of links, though one alone leaves the node; no forwards that wait in a row
+    for it, so that a third of what replay finds is missing."""
+    slow, options = hardware.load("h100-pcie-1gbe"), dict(software=hardware.software("minipar"))
+    for ranks in (10, 16):
+        shape = replace(PRESETS["llama-3.2-1b"], num_layers=ranks)
+        plan = f"pp={ranks},microbatches={2 * ranks},precision=bf16"
+        one = job(plan, config=shape, machine=slow, seq=4096, **options)
+        assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.05)
 
 
 def test_the_head_is_where_the_last_stage_is():
