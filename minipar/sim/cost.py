@@ -9,7 +9,8 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
             t = max(products + attention + passes * bytes / bandwidth + collectives, host)
 
         A rank of the pipeline takes the t of its layers, the last one the head's as well, and waits
-        for a message from either side. With M microbatches, and a schedule that leaves a share b of 1F1B's bubble,
+        for a message from either side. With M microbatches, and a schedule that leaves a share b of
+        1F1B's bubble,
 
             step = M max(t) + b (sum(t) - max(t)) + exposed + optimizer + fixed
 
@@ -115,8 +116,8 @@ def _sharded_layer(job: Job, forward: float, backward: float) -> float:
     sizes, tables = job.parameters, max(map(job.num_tables, range(job.plan.pp)))
     numbers = sizes.layer + tables * sizes.table / max(job.layers)
     gather, reduce = (
-        _over_dp(job, verb, 2, numbers, sizes.experts, math.inf)
-        for verb in ("all_gather", "reduce_scatter")
+        _over_dp(job, verb, width, numbers, sizes.experts, math.inf)
+        for verb, width in (("all_gather", 2), ("reduce_scatter", 4))
     )
     waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
     return waits + _touch(job, job.software.copies * sizes.layer)
@@ -128,16 +129,17 @@ def _over_dp(
     """Return the seconds of collectives over the ranks that have the same parameters.
 
     Each of `numbers` has `width` bytes; `experts` of them belong to experts, which fewer ranks
-    have. A collective carries a `bucket` of numbers at most; 0: the software's.
+    have. A collective carries a `bucket` of numbers at most, or one larger matrix; 0: the
+    software's.
     """
     plan, copies, bucket = job.plan, job.experts_copies, bucket or job.bucket
-    apart = job.experts_apart * job.experts_over
+    apart, matrices = job.experts_apart * job.experts_over, 7 * max(job.layers) + 2
     found = 0.0
     for count, inner, size in (
         (numbers - experts, plan.tp, job.group), (experts, apart, copies),
     ):  # fmt: skip
         if count and size > 1:
-            calls = max(1, math.ceil(count / bucket))
+            calls = max(1, min(math.ceil(count / bucket), matrices))
             found += calls * job.collective(verb, width * count / calls, inner, size)
     return found
 
@@ -187,8 +189,8 @@ def _hops(job: Job) -> tuple[list[float], float]:
 
 
 def message(machine: Machine, num_bytes: float, nodes: int, ranks: int) -> float:
-    """Return the seconds of a message of each of the `ranks` ranks of a stage to another stage."""
-    if nodes > 1:  # these share the node's port, and no others do
+    """Return the seconds of a message to the next rank of an axis, which is `ranks` ranks away."""
+    if nodes > 1:  # so many share the node's port, and no others do
         machine = replace(machine, gpus=min(ranks, machine.gpus))
     return machine.seconds_of_collective("send", num_bytes, 2, nodes)
 
@@ -269,8 +271,9 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     if plan.cp > 1:
         # A ring of messages travels beside attention.
         nodes = 1 + (job.spread(plan.tp * plan.ep, plan.cp) > 1)
-        message = 4 * times * n * keys
-        hop = job.machine.seconds_of_collective("send", message, 2, nodes)
+        # Keys and values in 16 bits; and in backward their gradients, in float32.
+        num_bytes = (12 if backward else 4) * n * keys
+        hop = message(job.machine, num_bytes, nodes, plan.tp * plan.ep)
         parts["cp"] = (plan.cp - 1) * max(0.0, hop - attention / plan.cp)
     if job.experts_over > 1 and c.moe is not None:
         parts["ep"] = 2 * _trip(job, products.own)

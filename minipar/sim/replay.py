@@ -140,9 +140,9 @@ class _Prices:
         verb = "send" if launch.peers else launch.verb
         if rounds := wire_bytes(verb, size, size):
             num_bytes = num_bytes * size / rounds  # of the whole tensor
-        if launch.peers and launch.axis == "pp":
-            stage = self.num_ranks // self.sizes["pp"]
-            return cost.message(self.machine, num_bytes, nodes, stage)
+        if launch.peers:
+            first, second, *_ = self.groups(launch.axis)[ranks[0]]
+            return cost.message(self.machine, num_bytes, nodes, second - first)
         return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 

@@ -258,6 +258,15 @@ def test_the_family_minipar_is_its_own_code(plan):
     assert -0.1 < simulated.peak_bytes / held(one) - 1 < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ep=4,dp=3,zero=3", "dp=12,zero=1"])
+def test_a_mixture_on_a_node_and_a_half_is_replayed_as_it_is_priced(plan):
+    """Mutants: gradients of ZeRO 3 in 16 bits; a matrix of all experts in many buckets."""
+    few, own = replace(PRESETS["mixtral-8x7b"], num_layers=4), hardware.software("minipar")
+    one = job(f"{plan},precision=bf16", config=few, software=own, seq=4096)
+    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.1)
+
+
 def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port():
     """Mutant: charged for what all ranks deal out, each waiting for ep times too long."""
     one = job("ep=64", config=SPARSE, seq=65_536)
