@@ -53,12 +53,10 @@ class LlamaConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-        sizes += ("num_kv_heads", "max_seq_len")
         check_kinds(self)
-        for name in (*sizes, "norm_eps", "rope_theta"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        for name, value in vars(self).items():
+            if type(value) in (int, float) and value <= 0 and name != "head_dim":
+                raise ValueError(f"{name}={value} must be positive")
         if self.num_heads % self.num_kv_heads:
             good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             heads = f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"

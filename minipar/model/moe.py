@@ -100,10 +100,7 @@ class MoEConfig:
         return min(seq_len, math.ceil(exact))
 
     def num_parameters(self, width: int, active: bool = False) -> int:
-        """Return the parameters of router and experts.
-
-        If `active`: the parameters that one token passes.
-        """
+        """Return the parameters of router and experts; if `active`, those that a token passes."""
         experts = (self.top_k if active else self.num_experts) + self.num_shared
         return self.num_experts * width + 3 * experts * self.expert_size * width
 
@@ -117,8 +114,6 @@ class Routing(NamedTuple):
 
 
 # ----------------------------------------------------------------------------------- the router
-
-
 class Router(nn.Module):
     """Chooses k experts for each token. Computes in fp32 at least: small differences decide.
 
@@ -250,8 +245,6 @@ class _Attach(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------- the mixture
-
-
 class MoE(nn.Module):
     """Router and experts in the place of an MLP: [B, T, D] -> the same."""
 
@@ -337,8 +330,6 @@ def start_step(model: nn.Module, loss_weight: Callable[[], Tensor]) -> None:
 
 
 # ------------------------------------------------------------------------------ slots and experts
-
-
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the slots in the order of their experts, [N k], and the slots per expert, [E] int64.
 

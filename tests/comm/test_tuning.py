@@ -1,13 +1,10 @@
 """Tuning: the line through measured messages, and the all-reduce that it calls the fastest."""
 
 import pytest
-import torch
 
-from minipar.comm import algorithms, plans
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm import plans
+from minipar.comm.mesh import Axis
 from minipar.comm.tuning import Tuning, fit, tune
-from minipar.emulate import link
-from tests.patience import busy
 
 
 def test_fit_finds_the_line():
@@ -37,29 +34,3 @@ def test_best_is_the_fastest_by_size():
     assert Tuning(4, 1e-6, 1e-9, sharing=0.0).best(10**6) != "direct"
     assert Tuning(4, 1e-3, 1e-9, sharing=0.0).best(10**6) == "direct"
     assert Tuning(4, 1e-3, 1e-9, gamma=1e-8, sharing=0.0).best(10**6) != "direct"
-
-
-@pytest.mark.slow
-def test_tune_measures_the_link(ranks):
-    """The link's own numbers, its wires apart, the same choice on all ranks; and it is used."""
-
-    def body() -> tuple[Tuning, str, str]:
-        axis = Mesh(dp=4).dp
-        link.use(link.Link("test", 10e-3, 1e7))
-        link.check_calls(False)
-        try:
-            tuning = tune(axis, (1_000, 300_000, 1_000_000), rounds=3)
-        finally:
-            link.use("none")
-            link.check_calls(True)
-        mine = torch.arange(13.0) + axis.rank
-        assert algorithms.all_reduce(mine, axis, tuning).equal(4 * torch.arange(13.0) + 6)
-        return tuning, tuning.best(100), tuning.best(10**8)
-
-    first, *others = ranks(4, "link").run(body)
-    assert all(other == first for other in others)
-    tuning, small, large = first
-    assert 0.9 * 10e-3 < tuning.alpha < 2 * 10e-3 * busy()
-    assert 0.8e-7 / busy() < tuning.beta < 1.5e-7 * busy()
-    assert tuning.sharing < 0.6 and 0 < tuning.gamma < tuning.beta
-    assert small == "direct" and large == "bidirectional"

@@ -19,11 +19,9 @@ from minipar.lab.draw.plan import crossing, explanation, families, placement
 from minipar.lab.draw.tensor import SAME, Matrix, formula, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
-from minipar.observe.spans import Span, moved
-from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import Costs, simulate
+from minipar.parallel.pipeline.simulate import Costs
 from tests.lab.figures import boxes, fills, shapes, texts, words
 from tests.lab.test_pictures import BOXES, HISTORY, MB, TINY, explained
 
@@ -205,20 +203,6 @@ def test_a_forward_and_the_backward_beside_it_share_a_frame():
     assert frames(plan) == []
     text = "a: microbatches 2; stages on ranks 0 0\nrank 0: 0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1"
     assert frames(Schedule.parse(text)) == [(1.0, 1.5)]  # 0F1 1B0
-
-
-def test_predicted_above_measured():
-    """A timeline of any clock, with other spans in it, drawn on the axis of the simulation."""
-    plan = make("1f1b", 2, 2)
-    slower = Timeline(moved(simulate(plan, Costs(0.011, 0.012, 0.013)).spans, 100.0))
-    measured = Timeline([*slower, Span("optimizer", "AdamW", 0, 101, 102)], "measured")
-    predicted = simulate(plan, Costs(0.01, 0.01, 0.01))
-    figure = pipeline.compare({"a": (plan, predicted), "b": (plan, measured)}, unit="ms")
-    first, second = panels(figure)
-    assert cells(first)[KIND["forward"]] == pytest.approx(40)
-    assert cells(second)[KIND["forward"]] == pytest.approx(44)
-    assert KIND["optimizer"] not in cells(second)
-    assert "Simulated. Measured." in texts(figure) and "milliseconds" in second.get_xlabel()
 
 
 # ---------------------------------------------------------------------- plans

@@ -6,7 +6,6 @@ import pytest
 
 from minipar.lab import guide
 from minipar.lab.draw import pen
-from minipar.sim import planner
 from tests.lab.figures import texts
 
 ROOT = Path(__file__).parents[2]
@@ -26,27 +25,6 @@ def test_a_box_bears_the_plan_that_the_planner_takes(found):
             size = getattr(ranked.job.plan, axis)
             assert size == 1 or f"{axis} {size}" in said
     assert "needs" in said and "does not fit" in said and "70B" in said and "64 GPUs" in said
-
-
-def test_the_simplest_is_legal_near_the_fastest_and_none_nearer_is_simpler(found):
-    """Mutant: the fastest, with an axis more for a percent."""
-
-    def axes(ranked):
-        return sum(getattr(ranked.job.plan, axis) > 1 for axis in ("tp", "pp"))
-
-    checked = 0
-    for search in found.values():
-        best, ranked = search.best(), guide.simplest(search)
-        assert (best is None) == (ranked is None)
-        if best is None:
-            continue
-        assert planner.problem(ranked.job) is None and best.step <= ranked.step
-        assert ranked.step <= guide.NEAR * best.step
-        near = [r for r in search.fit if r.step <= guide.NEAR * best.step]
-        legal = [r for r in near if planner.problem(r.job) is None]
-        assert axes(ranked) == min(map(axes, legal))
-        checked += 1
-    assert checked == 3  # 70B does not fit on 8
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import torch
 
 from minipar.cli import commands, main
 from minipar.model.hf import config_json
-from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.model.moe import MoEConfig
+from minipar.model.llama import PRESETS
 from minipar.parallel.plan import Plan
 from minipar.sim import asked, cost, footprint, hardware, planner
 from minipar.sim.planner import NothingFits, PlanConfig, Ranked
@@ -121,29 +120,6 @@ def test_words_that_no_search_varies_can_be_fixed(fix):
 def test_words_to_fix_are_read_as_those_of_a_plan():
     """Mutant: a name with a hyphen, or a blank behind it, is looked up as it was typed."""
     assert asked.fixed("tp = 2,sequence-parallel") == {"tp": 2, "sequence_parallel": True}
-
-
-DEEPSEEK = LlamaConfig(
-    129_280, 7168, 18_432, 58, 128, 8, 128, max_seq_len=4096,
-    moe=MoEConfig(256, 8, 2048, num_shared=1),
-)  # fmt: skip
-"""DeepSeek-V3 without its three first layers, whose attention is about as large."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fix", [{}, {"ep": 32, "zero": 3, "checkpointing": "full"}])
-def test_deepseek_v3_beyond_276_gib_does_not_fit(fix):
-    """torchtitan pull request 4016: more than devices of 288 GB have.
-
-    Mutant: experts cut among ranks of dp that share no experts.
-    """
-    assert DEEPSEEK.num_parameters == pytest.approx(671e9, rel=0.01)
-    base = replace(planner.base_of(replace(EIGHT, hardware="b300")), config=DEEPSEEK, seq_len=4096)
-    found = planner.search(base, 32, 32, fix)
-    smallest = found.smallest()
-    assert found.best() is None and sum(smallest.memory.values()) > 276 * 2**30
-    assert "nothing fits" in planner.lost(found, smallest, lambda _: True)
-    assert planner.search(base, 256, 256, {"ep": 64, "pp": 1, "tp": 1, "cp": 1}).best()
 
 
 # ---------------------------------------------------------------------- the words

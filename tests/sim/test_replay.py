@@ -12,7 +12,7 @@ from minipar.parallel.pipeline import simulate
 from minipar.parallel.plan import Plan
 from minipar.sim.replay import replay
 from minipar.sim.trace import trace
-from tests.sim.jobs import flops, sent
+from tests.sim.jobs import flops
 
 CONFIG = LlamaConfig(64, 64, 128, num_layers=4, num_heads=4, num_kv_heads=2)
 
@@ -90,25 +90,6 @@ def test_stages_reduce_at_once(zero):
     firsts = [min(s.start for s in spans if s.rank == rank) for rank in step.timeline.ranks]
     lasts = [max(s.end for s in spans if s.rank == rank) for rank in step.timeline.ranks]
     assert max(firsts) < min(lasts)
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("text", ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "tp=4,sequence_parallel"])
-def test_a_slower_network_only_adds_what_it_exposes(text):
-    """Same computing; steps grow with what nothing hides; bytes are those of the trace."""
-    found, before = traced(text), 0.0
-    axis = text[:2]
-    fast = replay(found, FAST)
-    for speed in (1e9, 1e8, 1e7, 1e6):
-        step = replay(found, Round(bytes_per_second=speed))
-        assert step.computing == pytest.approx(fast.computing)
-        assert before < step.seconds or step.seconds == pytest.approx(fast.seconds, rel=0.01)
-        assert step.seconds == pytest.approx(step.computing + step.exposed[axis], rel=0.01)
-        before = step.seconds
-    assert step.timeline.bytes_by_axis() == sent(found.ranks[0])
-    # Where the network is all that counts, a step is as long as its calls, one after the other.
-    spans = step.timeline.select(kind="comm")
-    assert step.seconds == pytest.approx(sum(s.duration for s in spans), rel=0.1)
 
 
 def test_who_waits_goes_on_when_the_call_has_ended():
