@@ -261,11 +261,7 @@ class Ranks(AbstractContextManager):
             try:
                 raise_interrupt()
                 self._listen(call)
-                if call.waiting and time.monotonic() >= call.limit:
-                    if not (call.stopped or call.failures):
-                        late = ", ".join(map(str, sorted(call.waiting)))
-                        raise TimeoutError(f"ranks {late}: not done after {seconds:g} s")
-                    self._stop(call)
+                self._press(call)
             except BaseException as error:  # Ctrl-C, the time limit, or an error of the sink
                 self._stop(call)
                 call.interrupted = error
@@ -282,6 +278,14 @@ class Ranks(AbstractContextManager):
                 call.answered(rank, *message[1:])
             else:
                 self.sink(rank, *message)
+
+    def _press(self, call: "Call") -> None:
+        """Stop the ranks that have not answered within the limit."""
+        if call.waiting and time.monotonic() >= call.limit:
+            if not (call.stopped or call.failures):
+                late = ", ".join(map(str, sorted(call.waiting)))
+                raise TimeoutError(f"ranks {late}: not done after {call.seconds:g} s")
+            self._stop(call)
 
     def _stop(self, call: "Call") -> None:
         """Stop the ranks that have not answered; kill them if they were stopped before."""
