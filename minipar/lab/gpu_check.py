@@ -117,6 +117,7 @@ def outcome(measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, An
 
 def calibrated(folder: Path) -> dict[str, Any]:
     """Measure this machine as `minipar calibrate` does, on one device."""
+    (folder / MACHINE).unlink(missing_ok=True)
     config = calibrate.CalibrateConfig(str(folder / MACHINE), ranks=1)
     device = calibrate.run(config).device
     return {"peak": device.peak, "memory_bandwidth": device.memory_bandwidth}

@@ -48,11 +48,13 @@ class CalibrateConfig:
 def run(config: CalibrateConfig) -> hardware.Machine:
     """Measure, write the file, print the result, and return the machine.
 
-    Raises `ValueError` for a place that no file can be written to.
+    Raises `ValueError` for a place that no file can be written to, or that has one.
     """
     path = Path(config.out)
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise ValueError(f"--out {config.out}: name a .toml file in a folder that exists")
+    if path.exists():  # by hand, a person may have named a network in it
+        raise ValueError(f"--out {config.out} is there already: name another file, or remove it")
     cores = min(8, psutil.cpu_count(logical=False) or 1)
     size = config.ranks or torch.cuda.device_count() or cores
     with Ranks(size, backend=backends.pick_backend(size), sink=None, timeout=120) as ranks:

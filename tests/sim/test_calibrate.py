@@ -41,11 +41,16 @@ def test_a_network_that_nobody_measured_ranks_nothing(tmp_path, ranks, gpus, whe
     assert planner.answer(replace(asked, gpus=ranks))[1]  # alone, or in a node
 
 
-@pytest.mark.parametrize("out", ["W/no/where.toml", "W/machine.json"])
-def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, out):
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [("W/no/where.toml", "name a .toml"), ("W/a.json", "name a .toml"), ("W/a.toml", "is there")],
+)
+def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, out, says):
+    """Mutant: a file in which a person has named a network is lost."""
+    (tmp_path / "a.toml").touch()
     with pytest.raises(SystemExit) as stop:
         main.main(["calibrate", "--out", out.replace("W", str(tmp_path))])
-    assert stop.value.code == 2 and "name a .toml file" in capfd.readouterr().err
+    assert stop.value.code == 2 and says in capfd.readouterr().err
 
 
 @pytest.mark.slow
