@@ -260,7 +260,8 @@ def replayed(ranked: Ranked) -> Ranked:
         found = simulate(short)
     except ValueError:
         return ranked
-    # Under ZeRO 3 our code copies less than software="any" does: less beside the replay, too.
+    # Our code copies less under ZeRO 3 than software="any". The replay is of our code, so the
+    # closed form beside the replay has our copies.
     own = replace(short.software, copies=hardware.software("minipar").copies)
     closed = sum(cost.seconds(replace(short, software=own)).values())
     seconds = ranked.step * (found.seconds + short.software.fixed) / closed

@@ -273,7 +273,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
                 waiting[action.stage, action.microbatch] = given  # until its backward
             else:
                 waiting.pop((action.stage, action.microbatch), None)
-            # What it hands over, and it itself was given, is counted here, and not as computed.
+            # Buffers that an action receives and hands over count as messages, once.
             return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
 
         batch = [actor.microbatch] * actor.plan.microbatches

@@ -35,7 +35,7 @@ class WrongFile(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """What a file says of its training, in functions of these names; the first four it must have.
+    """A training, as its file describes it by these names; a file must have the first four.
 
     `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
     All is in float64, whatever the model casts to or FSDP2 is told to.
@@ -58,8 +58,8 @@ class Job:
     no_sync: Callable[[nn.Module], Any] | None = None
     """A context for all microbatches but the last; ``model.no_sync`` by default."""
     backward: Callable[..., Any] | None = None
-    """Of the loss over the number of microbatches; ``loss.backward()`` by default. With the
-    arguments (loss, microbatches), the division is the file's."""
+    """Run backward on the loss divided by the number of microbatches; ``loss.backward()`` by
+    default. With the arguments (loss, microbatches), the division is the file's."""
     accumulate: Callable[[nn.Module, list], Tensor] | None = None
     """model, batches -> the loss, after all of a step's forwards and backwards."""
     gather: Callable[[str, Tensor | None, Mesh], Tensor | None] | None = None
