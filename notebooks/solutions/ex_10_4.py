@@ -246,3 +246,13 @@ def _send_at(last, row, compute, gradients, axis):
         compute(action)
         if last[_stage_of(action)] == at:
             dist.all_reduce(gradients[_stage_of(action)], group=axis.group)
+
+
+@fails(
+    "result",
+    "The gradients were averaged: asked is their sum over the ranks.",
+)
+def wrong_averages(row, compute, gradients, axis):
+    solution(row, compute, gradients, axis)
+    for gradient in gradients.values():
+        gradient /= axis.size

@@ -78,3 +78,21 @@ def wrong_sums_over_all_ranks(gradient, dp, ep):
 )
 def wrong_sums_nothing(gradient, dp, ep):
     return gradient / (dp.size * ep.size)
+
+
+@fails(
+    "result",
+    "Summed, and not divided: the mean is over the tokens of all ranks, dp.size * ep.size.",
+)
+def wrong_divides_nothing(gradient, dp, ep):
+    dist.all_reduce(gradient, group=dp.group)
+    return gradient
+
+
+@fails(
+    "result",
+    "Summed over ep, whose ranks hold other experts: the copies are along dp.",
+)
+def wrong_sums_over_ep(gradient, dp, ep):
+    dist.all_reduce(gradient, group=ep.group)
+    return gradient / (dp.size * ep.size)

@@ -82,7 +82,9 @@ def check_fits(case: Case) -> None:
             continue
         found = [one for one in explained if one.plan == chosen]
         if not found:
-            raise CheckFailed(f"the `plan` of one of the explanations, or None; got {chosen!r}")
+            raise CheckFailed(
+                f"the `plan` of one of the explanations, or None; got {str(chosen)[:60]}"
+            )
         places = _places(found[0], layer_bytes)
         if max(places) > budget:
             raise CheckFailed(

@@ -21,32 +21,37 @@ SIZES = (1,)
 
 SHARE = 0.15
 PARTS = ("compute", "tp", "bubble", "dp")
-PLANS = (  # of each: the network, and the plan
-    ("h100-ndr", "dp=8,tp=8,microbatches={m}"),
-    ("h100-ndr", "dp=8,tp=4,pp=2,microbatches={m}"),
-    ("h100-ndr", "tp=8,pp=4,microbatches={m}"),
-    ("h100-100gbe", "dp=32,tp=8,microbatches={m}"),
-    ("h100-100gbe", "dp=16,tp=8,pp=4,schedule=interleaved_1f1b,stages_per_rank=2,microbatches={m}"),
-    ("h100-100gbe", "dp=8,tp=2,pp=4,microbatches={m}"),
+PLANS = (  # of each: the network, the plan, and the tokens of a sequence
+    ("h100-ndr", "dp=8,tp=8,microbatches={m}", 8192),
+    ("h100-ndr", "dp=8,tp=4,pp=2,microbatches={m}", 8192),
+    ("h100-ndr", "tp=8,pp=4,microbatches={m}", 8192),
+    ("h100-100gbe", "dp=32,tp=8,microbatches={m}", 8192),
+    (
+        "h100-100gbe",
+        "dp=16,tp=8,pp=4,schedule=interleaved_1f1b,stages_per_rank=2,microbatches={m}",
+        8192,
+    ),
+    ("h100-100gbe", "dp=8,tp=2,pp=4,microbatches={m}", 8192),
+    ("h100-ndr", "tp=8,pp=4,microbatches={m}", 65_536),  # attention is a quarter, or more
 )
 
 
 def given(size, random):
     """Triples (model, plan, speeds), and what the planner says of each."""
     cases = []
-    for network, text in PLANS:
+    for network, text, tokens in PLANS:
         name = ("llama-3-70b", "llama-3-405b")[int(torch.randint(2, (), generator=random))]
         m = 4 * 2 ** int(torch.randint(3, (), generator=random))
-        cases.append(ask(name, network, text.format(m=m)))
+        cases.append(ask(name, network, text.format(m=m), tokens))
     return [(cases,)] * size
 
 
-def ask(name, network, text):
+def ask(name, network, text, tokens):
     """Return (model, plan, speeds) as the exercise gives them, and the planner's seconds."""
     config, machine = model_config(name), hardware.load(network)
     plan = Plan.parse(f"{text},precision=bf16")
     plan = replace(plan, sequence_parallel=plan.tp > 1)
-    job = cost.Job(config, plan, machine, hardware.software("any"), 8192)
+    job = cost.Job(config, plan, machine, hardware.software("any"), tokens)
     model = {
         "tokens": job.seq_len,
         "width": config.hidden_size,
@@ -89,7 +94,7 @@ def run(answer, axis, cases):
 
 
 def _check(case: Case, part: str) -> None:
-    for (_, plan, _, truth), found in zip(case.given[0][0], case.results[0], strict=True):
+    for (model, plan, _, truth), found in zip(case.given[0][0], case.results[0], strict=True):
         if part not in found:
             raise CheckFailed(f"{part!r} is missing; got {', '.join(found)}")
         want = truth[part]
@@ -98,8 +103,8 @@ def _check(case: Case, part: str) -> None:
         off = found[part] / want - 1 if want else float("inf")
         if not abs(off) <= SHARE:
             raise CheckFailed(
-                f"{plan}: {part} takes {want:.3g} s by the planner, {found[part]:.3g} s by you; "
-                f"within {SHARE:.0%} is asked for"
+                f"{plan}, {model['tokens']:,} tokens: {part} takes {want:.3g} s by the planner, "
+                f"{found[part]:.3g} s by you; within {SHARE:.0%} is asked for"
             )
 
 
@@ -228,3 +233,13 @@ def wrong_reduces_the_whole_model(model, plan, speeds):
 )
 def wrong_reduces_two_bytes(*given):
     return _with("dp", lambda found, *_: found / 2)(*given)
+
+
+@fails(
+    "compute",
+    "Attention is missing: a long text spends more on it than on its matrices.",
+)
+def wrong_forgets_attention(model, plan, speeds):
+    matrices = 6 * model["parameters"] / plan["tp"] / plan["pp"] * model["tokens"]
+    seconds = plan["microbatches"] * matrices / speeds["flops"]
+    return solution(model, plan, speeds) | {"compute": seconds}

@@ -17,7 +17,7 @@ from minipar.sim import emulate
 
 SECONDS = 60  # two runs on emulated GPUs
 LEVEL, MINUTES = "hard", 30
-GOOD = "stages of neighbouring layers, the dearest of which is as cheap as it can be"
+GOOD = "stages of neighbouring layers, and the slowest stage is as fast as possible"
 PRAISE = "No rank is waited for longer than it must be."
 
 BUGS = {
@@ -84,7 +84,7 @@ def _stages(cut, costs):
 
 
 def _least(costs, stages):
-    """The dearest stage of the best cut, by trying all ends of all stages, one after the other."""
+    """The cost of the slowest stage of the best cut: all ends of all stages are tried, in turn."""
     embedding, *layers, head = costs
     best = {0: 0.0}  # of the first i layers
     for stage in range(stages):
@@ -111,10 +111,10 @@ def _refused(cut, model):
             f"{shown}: {cut} is no cut; {stages} counts that add up to {layers}, none of them 0 "
             "but the first and the last"
         )
-    dearest, least = max(_stages(cut, costs)), _least(costs, stages)
-    if dearest > least * (1 + 1e-9):
-        texts = told_apart(dearest, least)
-        return "balance", f"{shown}: the dearest stage costs {texts[0]}; {texts[1]} would do"
+    slowest, least = max(_stages(cut, costs)), _least(costs, stages)
+    if slowest > least * (1 + 1e-9):
+        texts = told_apart(slowest, least)
+        return "balance", f"{shown}: the slowest stage costs {texts[0]}; {texts[1]} is possible"
     return None
 
 

@@ -53,7 +53,7 @@ def given(size, random):
 def run(answer, axis, every):
     """Return the race, if there is one; the pieces, who waited in `send`, how many buffers."""
     gradients, every = every[axis.rank], every.sum(0).view(BLOCKS, axis.size, -1)
-    state = SimpleNamespace(staging=torch.empty_like(gradients[0]), pending=None, pieces=[])
+    state = SimpleNamespace(staging=torch.zeros_like(gradients[0]), pending=None, pieces=[])
     left, calls, seen = [], [], set()
 
     def note(work):
@@ -68,7 +68,8 @@ def run(answer, axis, every):
                 time.sleep(0.004)  # it is computed
                 answer(gradient.clone(), state, axis)
                 left.append(time.monotonic())
-                seen.add(state.staging.data_ptr())
+                if torch.equal(state.staging, gradient):  # else the gradient itself is sent
+                    seen.add(state.staging.data_ptr())
             if state.pending is not None:
                 state.pieces.append(state.pending.wait())
             dist.barrier(axis.group)
@@ -157,6 +158,11 @@ def check_memory(case: Case) -> None:
     for rank, (_, _, _, buffers, *_) in enumerate(case.results):
         if buffers > 1:
             raise CheckFailed(f"rank {rank} has used {buffers} staging buffers; one is enough")
+        if buffers == 0:
+            raise CheckFailed(
+                f"rank {rank} sent the gradients themselves, each kept alive until it has arrived; "
+                "copy each into state.staging, and send from there"
+            )
 
 
 def drawn(case: Case):
@@ -240,3 +246,13 @@ def wrong_forgets_the_pieces(gradient, state, axis):
 )
 def wrong_sends_nothing(gradient, state, axis):
     return None
+
+
+@fails(
+    "memory",
+    "The gradient itself is sent, and must live until it has arrived: copy it into the buffer.",
+)
+def wrong_sends_the_gradient_itself(gradient, state, axis):
+    if state.pending is not None:
+        state.pieces.append(state.pending.wait())
+    state.pending = reduce_scatter(gradient, axis, async_op=True)

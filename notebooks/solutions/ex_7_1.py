@@ -107,3 +107,14 @@ def wrong_gathers_what_lies_between(x, a, a_bias, b, b_bias, axis):
 def wrong_divides_instead_of_cutting(x, a, a_bias, b, b_bias, axis):
     """The right result, and every rank does all of the work."""
     return all_reduce(F.silu(x @ a + a_bias) @ b / axis.size, axis) + b_bias
+
+
+@fails(
+    "result",
+    "The sum is thrown away: collectives.all_reduce returns it, and leaves its input as it was.",
+)
+def wrong_throws_the_sum_away(x, a, a_bias, b, b_bias, axis):
+    n, r = axis.size, axis.rank
+    part = F.silu(x @ a.chunk(n, 1)[r] + a_bias.chunk(n)[r]) @ b.chunk(n, 0)[r]
+    all_reduce(part, axis)
+    return part + b_bias

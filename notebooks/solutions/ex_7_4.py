@@ -143,3 +143,12 @@ def wrong_one_by_one(params, axis):
     for name, p in params.items():
         if _is_norm(name) and p.grad is not None:
             p.grad = all_reduce(p.grad, axis)
+
+
+@fails(
+    "norms",
+    "The sums are thrown away: copy each piece back into its p.grad.",
+)
+def wrong_throws_the_sums_away(params, axis):
+    norms = [p.grad for name, p in params.items() if _is_norm(name) and p.grad is not None]
+    all_reduce(torch.cat(norms), axis)

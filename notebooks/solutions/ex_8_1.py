@@ -8,7 +8,7 @@ Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 import torch
 import torch.nn.functional as F
 
-from minipar.comm import autograd
+from minipar.comm import autograd, collectives
 from minipar.comm.collectives import wire_bytes
 from minipar.lab.exercises import Case, CheckFailed, Sent, fails
 
@@ -163,3 +163,20 @@ def wrong_normalises_all_tokens(x, scale, a, b, axis):
     """Gathered one line too early: every rank norms, and keeps, all tokens."""
     normed = F.rms_norm(autograd.all_gather(x, axis, to="R"), scale.shape, scale)
     return x + autograd.reduce_scatter(F.silu(normed @ a) @ b, axis)
+
+
+@fails(
+    "gradients",
+    "No gradient flows through collectives: gather and scatter with autograd's functions.",
+)
+def wrong_gathers_without_backward(x, scale, a, b, axis):
+    normed = collectives.all_gather(F.rms_norm(x, scale.shape, scale), axis)
+    return x + collectives.reduce_scatter(F.silu(normed @ a) @ b, axis)
+
+
+@fails(
+    "result",
+    "The residual path is missing: add x, this rank's tokens of it.",
+)
+def wrong_forgets_the_residual_path(x, scale, a, b, axis):
+    return solution(x, scale, a, b, axis) - x

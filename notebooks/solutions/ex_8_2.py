@@ -179,3 +179,19 @@ def wrong_sums_more_than_its_own(x, a, axis):
         return autograd.convert(whole, axis) @ a
 
     return checkpoint(product, x, a, use_reentrant=False)
+
+
+class _SumsNothing(_OwnTokensOnly):
+    @staticmethod
+    def backward(ctx, gradient):
+        (x, a), axis = ctx.saved_tensors, ctx.axis
+        whole = collectives.all_gather(x, axis)
+        return (gradient @ a.T).chunk(axis.size)[axis.rank], whole.T @ gradient, None
+
+
+@fails(
+    "gradients",
+    "Each rank has a part of the gradient of x: reduce-scatter the parts.",
+)
+def wrong_cuts_and_does_not_sum(x, a, axis):
+    return _SumsNothing.apply(x, a, axis)

@@ -37,14 +37,14 @@ def _query(rank):
 
 def run(answer, axis, kv):
     """Return which blocks came, the attention over them, when it was computed, and the sends."""
-    came, scores, values, computed, sends = [], [], [], [], []
+    came, blocks, scores, computed, sends = [], [], [], [], []
 
     def compute(kv, source):
         computed.append(time.monotonic())
         came.append(int(source))
         scores.append(_query(axis.rank) @ kv[0].mT)
         time.sleep(PRODUCT)
-        values.append(kv[1].clone())
+        blocks.append(kv.clone())
 
     def note(work):
         if work.verb == "send":
@@ -59,14 +59,14 @@ def run(answer, axis, kv):
         link.observers.remove(note)
     out = torch.zeros(1, WIDTH, dtype=torch.float64)
     if scores:
-        out = torch.cat(scores, -1).softmax(-1) @ torch.cat(values)
-    return out, came, computed, sorted(sends)
+        out = torch.cat(scores, -1).softmax(-1) @ torch.cat([block[1] for block in blocks])
+    return out, came, blocks, computed, sorted(sends)
 
 
 def check_result(case: Case) -> None:
     kv = torch.stack([mine for (mine,) in case.given])
     keys, values = kv[:, 0].flatten(0, 1), kv[:, 1].flatten(0, 1)
-    for rank, (_, came, _, _) in enumerate(case.results):
+    for rank, (_, came, *_) in enumerate(case.results):
         if sorted(came) != list(range(case.size)):
             raise CheckFailed(
                 f"rank {rank} computed with the blocks of {came}; each of 0 to {case.size - 1} once"
@@ -74,6 +74,13 @@ def check_result(case: Case) -> None:
     expected = [(_query(rank) @ keys.mT).softmax(-1) @ values for rank in range(case.size)]
     found = [out for out, *_ in case.results]
     Case(case.size, case.given, found, case.sent).expect_close(expected, "attention")
+    for rank, (_, came, blocks, *_) in enumerate(case.results):
+        for step, (source, block) in enumerate(zip(came, blocks, strict=True)):
+            if not torch.equal(block, kv[source]):
+                raise CheckFailed(
+                    f"rank {rank}, product {step}: source is {source}, and this is no block of "
+                    f"rank {source}; a causal mask would hide the wrong keys"
+                )
 
 
 def check_traffic(case: Case) -> None:
@@ -84,7 +91,7 @@ def check_traffic(case: Case) -> None:
 
 
 def check_overlap(case: Case) -> None:
-    for rank, (_, _, computed, sends) in enumerate(case.results):
+    for rank, (*_, computed, sends) in enumerate(case.results):
         for step, (begun, waits) in enumerate(sends):
             if begun > computed[step]:
                 raise CheckFailed(
@@ -206,3 +213,14 @@ def wrong_waits_before_it_computes(kv, compute, axis):
         compute(kv, (axis.rank - step) % axis.size)
         if coming is not None:
             [kv] = coming
+
+
+@fails(
+    "result",
+    "The blocks are right, and their ranks are not: after s steps it is that of rank - s.",
+)
+def wrong_names_the_next_rank(kv, compute, axis):
+    def named(kv, source):
+        compute(kv, (2 * axis.rank - source) % axis.size)
+
+    solution(kv, named, axis)
