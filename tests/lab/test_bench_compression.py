@@ -1,4 +1,4 @@
-"""The bench of compression: its arithmetic, its pictures, and a small comparison on real ranks."""
+"""The bench of compression: its arithmetic, its pictures, and its committed numbers."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from minipar.lab.draw import compression as draw_compression
 
 pytestmark = pytest.mark.trains
 
-SMALL = CompressionConfig(steps=2, seeds=1)
 MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.json"
 
 
@@ -37,9 +36,14 @@ def test_a_row_compares_with_fp32_from_the_same_weights():
     assert row["losses"] == [5.5, 2.7]
     assert (exact["step_ms"], row["step_ms"]) == pytest.approx((200, 100))  # medians
     assert row["exposed_ms"] == pytest.approx(10)
-    head, _, line = race.table([exact, row], bench.columns(2)).splitlines()
+    head, _, line = race.table([exact, row], bench.COLUMNS).splitlines()
     assert line[head.index("gap") :] == "+0.200 [+0.100, +0.300]"
     assert line.split()[1:3] == ["1,000,000", "25.0%"]
+
+
+def test_a_run_of_no_step_is_refused():
+    with pytest.raises(ValueError, match="--steps 0 must be 1 or more"):
+        bench.run(CompressionConfig(steps=0))
 
 
 def test_the_finding_is_what_the_rows_say():

@@ -166,9 +166,9 @@ COLUMNS = {
     "our step": "{ours_ms:.0f} ms",
     "PyTorch's": "{torch}",
     "its step": "{torch_ms:.0f} ms",
-    "ratio [quartiles]": "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]",
+    "ours / PyTorch's [quartiles]": "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]",
     "MB sent: ours": "{ours_megabytes:.2f}",
-    "torch": "{torch_megabytes:.2f}",
+    "its": "{torch_megabytes:.2f}",
 }
 
 
