@@ -213,7 +213,6 @@ def row(config: CompressionConfig, name: str, learned: dict[str, list[Learned]])
     num_bytes = statistics.mean(run.num_bytes for run in runs)
     curve = [statistics.mean(at) for at in zip(*(run.losses for run in runs), strict=True)]
     return {
-        "bench": "compression",
         "link": link.parse(config.link).label,
         "ranks": RANKS,
         "preset": "tiny",
