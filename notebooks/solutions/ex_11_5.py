@@ -109,3 +109,11 @@ def wrong_balances_the_load(rows):
     node = torch.zeros(rows.shape[1], dtype=torch.int64)
     node[order[1::2]] = 1
     return node
+
+
+@fails(
+    "crossing",
+    "The nodes are swapped: an expert belongs on the node that sends it more rows.",
+)
+def wrong_swaps_the_nodes(rows):
+    return [1 - node for node in solution(rows)]
