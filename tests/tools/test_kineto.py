@@ -97,7 +97,7 @@ def gpu_trace(rank, host="node0", skew_us=0.0):
         _kernel("sm90_xmma_gemm_bf16", 200, 100, 2),
         _kernel(NCCL, 250, 100, 9, **{"Collective name": "allreduce", "Seq": 41}, **group, **sizes),
         _kernel("multi_tensor_apply_kernel", 360, 40, 3),
-        _kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 380, 10, 10),
+        _kernel("ncclDevKernel_SendRecv(x)", 380, 10, 10, **{"Collective name": "coalesced"}),
         {**_kernel("Memcpy HtoD", 0, 10, 11), "cat": "gpu_memcpy"},
         {**_kernel("nccl:all_reduce", 250, 100, 9), "cat": "gpu_user_annotation"},
     ]

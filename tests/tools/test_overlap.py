@@ -24,7 +24,9 @@ def steps_trace(rank, host="a", skew=0.0, late=0.0):
     said = {"Collective name": "_allgather_base", "Process Group Description": "mesh_dp"}
     said |= {"Group size": 2, "In msg nelems": 100, "dtype": "Half", "Process Group Ranks": "[0,1]"}
     events = []
-    for i in range(2):
+    # NCCL's copy engine, and a kernel that no table names: the call says what they are.
+    copied = {"cat": "gpu_memcpy", "bytes": 100}
+    for i, (name, more) in enumerate([("Memcpy DtoD (x)", copied), ("vendor_x<1>", {})]):
         t, number = 1000.0 * i, 10 * i
         events += [
             _host(f"ProfilerStep#{i + 3}", t, 990, 1, cat="user_annotation"),
@@ -33,8 +35,8 @@ def steps_trace(rank, host="a", skew=0.0, late=0.0):
             _host("typing_extensions.py(9): wrapper", t + 3, 90, 1, cat="python_function"),
             _host("record_param_comms", t + 40, 50, 1, **said, Seq=i),
             *launched("gemm", t + 10, t + 100, 200, number + 1),
-            # No table names these two: the annotation says what they are, and torch's own are not.
-            *launched("vendor_x<1>", t + 50, t + 200 + late, 200 - late, number + 2),
+            *launched(name, t + 50, t + 200 + late, 200 - late, number + 2, **more),
+            _host("aten::copy_", t + 55, 9, 1),
             *launched("at::native::copy<1>", t + 60, t + 410, 10, number + 3),
         ]
     peers = {"fromDevice": 0, "toDevice": 1, "bytes": 77}
@@ -89,6 +91,27 @@ def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
     assert (third.calls, fourth.calls) == (2, 0)
     assert third.total == pytest.approx(110e-6) and third.exposed == pytest.approx(50e-6)
     assert " -" in str(parts).splitlines()[1]  # bytes are not known
+
+
+@pytest.mark.parametrize("first, common", [(3, [3, 4]), (4, [4]), (9, [])])
+def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path, first, common):
+    """Steps 3 and 4, and three from `first` on, on another host, 20 us late; no Seq.
+    Mutants: the nth calls of both are one; step 5, of one rank, takes half as long."""
+    for rank, begin in enumerate((3, first)):
+        events = []
+        for i in range(begin, begin + 2 + rank):
+            at, late = 1000 * i + 3e6 * rank, 20 * rank
+            events += [_host(f"ProfilerStep#{i}", at, 990, 1, "user_annotation")]
+            events += launched(NCCL, at + 9, at + 100 + late, 200 - late, i, **WORLD)
+        document = gpu_trace(rank, f"n{rank}") | {"traceEvents": events}
+        write(tmp_path / f"r{rank}.json", document)
+    t = from_profiler(tmp_path)
+    parts = breakdown(t)
+    told = {row.name: row.calls for row in parts.parts["step"] if row.name != "median"}
+    assert told == {f"ProfilerStep#{i}": 1 for i in common}
+    assert [(w.calls, w.of) for w in parts.waited] == [(len(common),) * 2] * bool(common)
+    assert any("-3000.000 ms" in note for note in t.notes) == bool(common)
+    assert ("no step is recorded on all ranks" in str(t)) == (not common)
 
 
 def test_time_in_which_several_collectives_wait_counts_once(tmp_path):
