@@ -7,12 +7,12 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from minipar.observe.spans import Span, read_json
+from minipar.observe.spans import Span, clipped, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
 from minipar.tools import kineto
@@ -147,7 +147,12 @@ def _common(spans: list[Span], notes: list[str]) -> list[Span]:
     if common and common != every:
         which = shorten(", ".join(sorted(common, key=lambda name: (len(name), name))), 100)
         notes.append(f"{len(every)} steps; all ranks recorded {which}; the others are left out")
-        return [span for span in spans if span.meta.get("step") in common]
+        told = Timeline(span for span in spans if span.meta.get("step") in common)
+        rest = (span for span in spans if span.meta.get("step") not in common)
+        beside = [replace(span, meta={}) for span in rest if span.kind != "comm"]  # which may hide
+        begins = {rank: rows[0][1] for rank, rows in told.steps.items()}
+        ends = {rank: max(end for *_, end in rows) for rank, rows in told.steps.items()}
+        return told.spans + clipped(beside, begins, ends)
     if common != every:
         notes.append("no step is recorded on all ranks: steps are not compared")
         for span in spans:
