@@ -83,6 +83,19 @@ def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):
     assert "no call of ranks 0, 1 was recorded" in said and "TORCH_FR_BUFFER_SIZE must be" in said
 
 
+def test_dumps_of_an_older_job_are_skipped(tmp_path, capsys):
+    """Times in minutes, and 10 to time out: rank 2 left no dump when the job was started again.
+    Mutant: its old one tells that all others are behind."""
+    began = {0: 100, 1: 100, 2: 80, 3: 95}
+    calls = {2: call("all_reduce", 50), 3: call("all_reduce", 5)}
+    of_ranks = {rank: calls.get(rank, waits("all_reduce", 6)) for rank in began}
+    for rank, entry in of_ranks.items():
+        entry |= {"time_created_ns": began[rank] * 60 * 10**9, "timeout_ms": 600_000}
+    report = told(tmp_path, {rank: dump(entry) for rank, entry in of_ranks.items()})
+    assert report.culprits == [3, 2] and "rank 3 did not come" in report.findings[0]
+    assert "trace_2 is of an older job" in capsys.readouterr().err
+
+
 UNTOLD = {
     "nothing is known of rank 1.": {0: dump(waits("send 0->1", 1), members=WORLD)},
     "in a circle, unless a message has left": {

@@ -306,6 +306,25 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         ["rank 0 sends 16 BFloat16 in send #2 to rank 1 on default_pg, which expects 8 BFloat16."],
         [0, 1],
     ),
+    "what lacks its end in a batch, though the rank that lacks it is in a batch as well": (
+        {r: dump(*(waits(verb, 1, record_id=5) for verb in verbs), members=WORLD | {TP: [0, 1, 2]})
+         for r, verbs in enumerate((
+             ["send 0->1", "send 0->1", "recv 0<-1"],
+             ["recv 1<-0", "send 1->0", "send 1->2"],
+             ["recv 2<-1"]))},
+        ["rank 0 waits in send #1 to rank 1 on default_pg; the other end is not open on rank 1."],
+        [1],
+    ),
+    "both send first, and both have called the other end": (
+        {0: dump(waits("send 0->1", 7), waits("recv 0<-1", 8), members=WORLD),
+         1: dump(waits("send 1->0", 7), waits("recv 1<-0", 8), members=WORLD)},
+        ["They wait in a circle: rank 0, which waits for rank 1, which waits for rank 0.",
+         "rank 0 waits in send #7 to rank 1 on default_pg; rank 1 has its other end behind "
+         "send #7.",
+         "rank 1 waits in send #7 to rank 0 on default_pg; rank 0 has its other end behind "
+         "send #7."],
+        [0, 1],
+    ),
     "a message to a rank that the dumps do not tell": (
         {0: dump(waits("send 0->5", 1))},
         ["rank 0 waits in send #1 on default_pg; with which rank is unknown."],
