@@ -165,8 +165,8 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     timed = [v for v in dump["entries"] if {"time_created_ns", "timeout_ms"} <= v.keys()]
     begin = min((v["time_created_ns"] for v in timed), default=0)
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
-    has_turned = first > 0 or has_ended
-    return Recording(rank, "", entries, groups, last=last, has_turned=has_turned, when=(begin, end))
+    told = dict(last=last, has_turned=first > 0 or has_ended, when=(begin, end))
+    return Recording(rank, "", entries, groups, **told)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:

@@ -303,9 +303,9 @@ def _explain_messages(group: Group, report: Report) -> None:
     """For the oldest open messages of each pair, look for their other ends at the other rank.
 
     Messages of one number are a batch, which ends as a whole. So one that is met at its other end
-    is no news where its batch lacks another, or where that end is in a batch that lacks this rank.
+    is no news where its rank lacks another, or where the rank that meets it lacks this one.
     """
-    told: list[tuple[tuple[int, int], int | None, Finding, str]] = []  # batch, who meets it
+    told: list[tuple[int, int | None, Finding, str]] = []  # by rank, and by who meets it
     lacks: dict[int | None, set[int | None]] = defaultdict(set)
     for (rank, number), mine in group.messages.items():
         peer = group.ranks[number] if number < len(group.ranks) else None
@@ -340,13 +340,12 @@ def _explain_messages(group: Group, report: Report) -> None:
                 kind, named, end = "unknown", [peer], f"; nothing is known of rank {peer}."
             text = f"rank {rank} {does} in {call} on {group.name}{end}"
             meets = peer if twin and not twin.done else None
-            told.append(((rank, e.number), meets, Finding(kind, named, text), call))
+            told.append((rank, meets, Finding(kind, named, text), call))
             lacks[rank] |= {peer} if kind != "stuck" else set()
-    no_news = {batch for batch, _, finding, _ in told if finding.kind != "stuck"}
-    no_news |= {batch for batch, meets, *_ in told if batch[0] in lacks[meets]}
-    for batch, _, finding, call in told:
-        if finding.kind != "stuck" or batch not in no_news:
-            report.add(group, [finding], {batch[0]: call}, is_message=True)
+    explained = {rank for rank, meets, *_ in told if lacks[rank] or rank in lacks[meets]}
+    for rank, _, finding, call in told:
+        if finding.kind != "stuck" or rank not in explained:
+            report.add(group, [finding], {rank: call}, is_message=True)
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:

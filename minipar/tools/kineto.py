@@ -138,7 +138,7 @@ def _gpu_span(event: Event) -> Span:
     if verb is None and "Collective name" not in args and not within:
         return event.span(_phase(event.around) if is_kernel else "copy", name)
     known = {**said[-1], **args} if said else args
-    verb = verb or _verb(known.get("Collective name"), name)
+    verb = verb or _verb(known.get("Collective name") or name)
     axis = _axis(known.get("Process Group Description"), known.get("Process Group Name"))
     span = event.span("comm", verb, axis, _bytes(verb, known if is_kernel else args))
     span.meta["group"] = str(known.get("Process Group Ranks", ""))
@@ -170,15 +170,10 @@ def _site(asked: Sequence[Event]) -> str:
     return printable(own[-1] if own else around or "not recorded")
 
 
-def _verb(*names: str | None) -> str:
-    """Return all_reduce for "allreduce", "gloo:all_reduce", "ncclDevKernel_AllReduce_Sum_RING".
-
-    The first of `names` with a verb counts: "coalesced" is what ncclDevKernel_SendRecv does.
-    """
-    given = [name for name in names if name]
-    letters = [re.sub(r"[^a-z]", "", name.lower()) for name in given]
-    found = (verb for name in letters for spelled, verb in _VERBS.items() if spelled in name)
-    return next(found, printable(given[0]))
+def _verb(name: str) -> str:
+    """Return all_reduce for "allreduce", "gloo:all_reduce", "ncclDevKernel_AllReduce_Sum_RING"."""
+    letters = re.sub(r"[^a-z]", "", name.lower())
+    return next((verb for spelled, verb in _VERBS.items() if spelled in letters), printable(name))
 
 
 def _axis(*names: Any) -> str:

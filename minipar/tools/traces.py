@@ -7,7 +7,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -143,21 +143,22 @@ def _common(spans: list[Span], notes: list[str]) -> list[Span]:
     for span in spans:
         steps[span.rank].add(span.meta.get("step", ""))
     every = set.union(*steps.values()) - {""}
-    common = set.intersection(*steps.values()) - {""}
-    if common and common != every:
-        which = shorten(", ".join(sorted(common, key=lambda name: (len(name), name))), 100)
-        notes.append(f"{len(every)} steps; all ranks recorded {which}; the others are left out")
-        told = Timeline(span for span in spans if span.meta.get("step") in common)
-        rest = (span for span in spans if span.meta.get("step") not in common)
-        beside = [replace(span, meta={}) for span in rest if span.kind != "comm"]  # which may hide
-        begins = {rank: rows[0][1] for rank, rows in told.steps.items()}
-        ends = {rank: max(end for *_, end in rows) for rank, rows in told.steps.items()}
-        return told.spans + clipped(beside, begins, ends)
-    if common != every:
+    common = set.intersection(*steps.values()) & every
+    if common == every:
+        return spans
+    rest = [span for span in spans if span.meta.get("step") not in common]
+    for span in rest:
+        span.meta.pop("step", None)
+    if not common:
         notes.append("no step is recorded on all ranks: steps are not compared")
-        for span in spans:
-            span.meta.pop("step", None)
-    return spans
+        return spans
+    which = shorten(", ".join(sorted(common, key=lambda name: (len(name), name))), 100)
+    notes.append(f"{len(every)} steps; all ranks recorded {which}; the others are left out")
+    told = Timeline(span for span in spans if "step" in span.meta)
+    beside = [span for span in rest if span.kind != "comm"]  # which may hide a call
+    begins = {rank: rows[0][1] for rank, rows in told.steps.items()}
+    ends = {rank: max(end for *_, end in rows) for rank, rows in told.steps.items()}
+    return told.spans + clipped(beside, begins, ends)
 
 
 def _align(traces: list[_Trace]) -> str:

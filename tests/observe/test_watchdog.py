@@ -31,18 +31,6 @@ def waiting(rank: int, *calls: Call) -> State:
 
 
 # ---------------------------------------------------------------------- the conclusion
-def test_names_who_is_missing_and_not_who_waits():
-    late = state(2, call(117, seconds=63.0), stack="  File here, line 1")
-    here = call(118, num_bytes=4_000_000)
-    assert explain([waiting(0, here), waiting(1, here), late]) == (
-        "minipar: stalled\n"
-        "rank 2 of 4 (dp=2) has not reached all_reduce #118 on dp (4.0 MB on the wire), in which "
-        "ranks 0, 1 have waited for 61.0 s.\n"
-        "rank 2 of 4 (dp=2): its last was all_reduce #117 on dp, begun 63.0 s ago. It is here:\n"
-        "  File here, line 1"
-    )
-
-
 def test_follows_waits_to_their_end_and_shows_everybody_of_a_circle():
     """0 and 1 wait for 2, which waits for 3 on another axis: the stack to see is that of 3."""
     first, second = call(5), call(9, axis="tp", ranks=(2, 3))

@@ -5,7 +5,6 @@ Every number here is worked out by hand beside the trace that it follows from.
 
 import gzip
 import json
-import random
 import time
 
 import pytest
@@ -97,7 +96,7 @@ def gpu_trace(rank, host="node0", skew_us=0.0):
         _kernel("sm90_xmma_gemm_bf16", 200, 100, 2),
         _kernel(NCCL, 250, 100, 9, **{"Collective name": "allreduce", "Seq": 41}, **group, **sizes),
         _kernel("multi_tensor_apply_kernel", 360, 40, 3),
-        _kernel("ncclDevKernel_SendRecv(x)", 380, 10, 10, **{"Collective name": "coalesced"}),
+        _kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 380, 10, 10),
         {**_kernel("Memcpy HtoD", 0, 10, 11), "cat": "gpu_memcpy"},
         {**_kernel("nccl:all_reduce", 250, 100, 9), "cat": "gpu_user_annotation"},
     ]
@@ -204,20 +203,6 @@ def test_on_cpus_a_blocking_call_inside_of_an_operator_is_no_computing(tmp_path)
     assert [s.kind for s in t] == ["backward", "comm", "backward"]
     assert [round(1e6 * s.duration) for s in t] == [20, 58, 20]
     assert t.hidden_fraction == 0
-
-
-def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
-    """2 s of skew, three files. Catches a sign error, and clocks of one host that are moved."""
-    shift = {0: 0.0, 1: 2e6, 2: -3e6}
-    files = [
-        write(tmp_path / f"rank{r}.json", gpu_trace(r, f"node{r}", us)) for r, us in shift.items()
-    ]
-    random.Random(0).shuffle(files)
-    t = from_profiler(files)
-    assert t.duration == pytest.approx(400e-6)
-    assert t.ranks == [0, 1, 2]
-    same = [write(tmp_path / f"rank{r}.json", gpu_trace(r, "node0", us)) for r, us in shift.items()]
-    assert from_profiler(same).duration == pytest.approx(5 + 400e-6)
 
 
 @pytest.mark.parametrize(

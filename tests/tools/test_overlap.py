@@ -97,21 +97,23 @@ def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
 def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path, first, common):
     """Steps 3 and 4, and three from `first` on, on another host, 20 us late; no Seq. A gemm of
     each hides 50 us of the next one's call. Mutants: the nth calls of both are one; a step of one
-    rank takes half as long; no gemm of a step that is left out hides anything."""
+    rank takes half as long; no gemm of a step that is left out hides anything; nor batches count.
+    """
+    batch = WORLD | {"Collective name": "coalesced"}
     for rank, begin in enumerate((3, first)):
         events = []
         for i in range(begin, begin + 2 + rank):
             at, late = 1000 * i + 3e6 * rank, 20 * rank
             events += [_host(f"ProfilerStep#{i}", at, 990, 1, "user_annotation")]
-            events += launched(NCCL, at + 9, at + 100 + late, 200 - late, 2 * i, **WORLD)
-            events += launched("gemm", at + 20, at + 1150, 50, 2 * i + 1)
+            events += launched(NCCL, at + 9, at + 100 + late, 200 - late, 3 * i, **WORLD)
+            events += launched("ncclDevKernel_SendRecv", at + 9, at + 600, 9, 3 * i + 1, **batch)
+            events += launched("gemm", at + 20, at + 1150, 50, 3 * i + 2)
         document = gpu_trace(rank, f"n{rank}") | {"traceEvents": events}
         write(tmp_path / f"r{rank}.json", document)
-    t = from_profiler(tmp_path)
-    parts = breakdown(t)
+    parts = breakdown(t := from_profiler(tmp_path))
     told = {row.name: row.calls for row in parts.parts["step"] if row.name != "median"}
-    assert told == {f"ProfilerStep#{i}": 1 for i in common}
-    exposed = (150 + (180 if first == 4 else 130)) / 2  # in step 4, of 200 and 180 us
+    assert told == {f"ProfilerStep#{i}": 2 for i in common}
+    exposed = 9 + (150 + (180 if first == 4 else 130)) / 2  # in step 4, of 200 and 180 us
     assert not common or parts.parts["step"][-1].exposed == pytest.approx(1e-6 * exposed)
     assert [(w.calls, w.of) for w in parts.waited] == [(len(common),) * 2] * bool(common)
     assert any("-3000.000 ms" in note for note in t.notes) == bool(common)
