@@ -103,7 +103,7 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
-    begin = union(recording.when for _, recording in found.values())[-1][0]
+    begin, _ = (union(recording.when for _, recording in found.values()) or [(0, 0)])[-1]
     for rank, (file, recording) in [*found.items()]:
         if recording.when[1] < begin:
             print(f"skipped: {printable(file)} is of an older job than others", file=sys.stderr)
