@@ -102,7 +102,8 @@ class Report:
         calls = sum(len(r.entries) for r in self.recordings.values())
         lines = [f"{calls:,} calls of {names(sorted(self.recordings))}"]
         lines += [f"look at {names(self.blamed)} first"] if self.blamed else []
-        lines += _most(self.findings) or ["no hang: every recorded call has ended"]
+        unseen = "not recorded are new_group, monitored_barrier and gloo's messages"
+        lines += _most(self.findings) or [f"no hang: every recorded call has ended; {unseen}"]
         here = [rank for rank in self.culprits if rank in self.recordings]
         lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
         if silent := [rank for rank in self.culprits if rank not in self.recordings]:

@@ -108,8 +108,7 @@ def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path, first, common)
             events += launched(NCCL, at + 9, at + 100 + late, 200 - late, 3 * i, **WORLD)
             events += launched("ncclDevKernel_SendRecv", at + 9, at + 600, 9, 3 * i + 1, **batch)
             events += launched("gemm", at + 20, at + 1150, 50, 3 * i + 2)
-        document = gpu_trace(rank, f"n{rank}") | {"traceEvents": events}
-        write(tmp_path / f"r{rank}.json", document)
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank, f"n{rank}") | {"traceEvents": events})
     parts = breakdown(t := from_profiler(tmp_path))
     told = {row.name: row.calls for row in parts.parts["step"] if row.name != "median"}
     assert told == {f"ProfilerStep#{i}": 2 for i in common}
@@ -216,13 +215,13 @@ def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
 
 @pytest.mark.parametrize("verb, moves", [("Broadcast", False), ("AllReduce", True)])
 def test_clocks_are_not_aligned_at_what_need_not_end_together(tmp_path, verb, moves):
-    """A root ends early. Mutant: all collectives end together."""
+    """A root ends early; the last end is seen 5 s late. Mutants: all collectives end together; the
+    mean counts."""
     group = {"Process Group Description": "mesh_dp", "Process Group Ranks": "[0, 1]"}
     for rank in range(2):
-        events = [
-            _kernel(f"ncclDevKernel_{verb}_Sum", 20_000 * i, 1000 + 5000 * rank, i, Seq=i, **group)
-            for i in range(9)
-        ]
+        times = [(20_000 * i, 1000 + (5000 if i < 8 else 5e6) * rank) for i in range(9)]
+        name = f"ncclDevKernel_{verb}_Sum"
+        events = [_kernel(name, *at, i, Seq=i, **group) for i, at in enumerate(times)]
         write(tmp_path / f"r{rank}.json", gpu_trace(rank, f"node{rank}") | {"traceEvents": events})
     t = from_profiler(tmp_path)
     assert any("clocks moved: rank 1 (node1) -5.000 ms" in note for note in t.notes) == moves

@@ -66,10 +66,8 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
         pen.text(ax, x + wide / 2, top - 0.25, f"#{number}", ha="center", color=MUTED, size=8)
         odd = {rank for what in ("verb", "data") for rank in odd_ones(here, what)[1]}
         for row, rank in enumerate(group.ranks[:ROWS]):
-            y, place = (
-                top - 0.4 - ROW * (row + 1),
-                group.place(rank, number, report.heard.get(rank)),
-            )
+            y = top - 0.4 - ROW * (row + 1)
+            place = group.place(rank, number, report.heard.get(rank))
             word = here[rank].verb.replace("_", "-").strip("-") if rank in here else ""
             word = "?" if place == "unknown" else word[: int(13 * wide)]
             pen.cell(ax, (x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04), word, inks[place], 7)
