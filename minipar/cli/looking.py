@@ -83,8 +83,6 @@ MOST_DRAWN = 256  # ranks in one picture: more would take gigabytes
 
 def overlap(command: Overlap) -> None:
     """Print how much communication the traces hide, per rank and axis, and draw it."""
-    if not command.traces:
-        raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
     recorded = read_timeline(command.traces)
     parts = breakdown(recorded)
     if command.json:

@@ -9,6 +9,7 @@ containers, text and numbers are read.
 
 import io
 import json
+import math
 import pickle
 import re
 import sys
@@ -20,6 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from minipar.observe.spans import Interval, union
 from minipar.observe.watchdog import State, names
 from minipar.text import printable
 
@@ -56,6 +58,7 @@ class Recording:
     silence: str = ""  # why nothing can be said of its calls
     last: dict[str, tuple[int, int]] = field(default_factory=dict)  # group: enqueued, completed
     has_turned: bool = False  # True if older calls are not in the dump
+    when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
 
     def title(self, group: str) -> str:
         """Return the description of a group, else its name."""
@@ -66,7 +69,7 @@ class Recording:
     def has_all_messages(self) -> bool:
         """True if no message is missing before the last one. Those of a batch have one number."""
         numbers = {entry.number for entry in self.entries if entry.peer is not None}
-        return len(numbers) >= max(numbers, default=0)
+        return not self.has_turned and len(numbers) >= max(numbers, default=0)
 
 
 class _Plain(pickle.Unpickler):
@@ -80,7 +83,8 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     """Return the recordings of files, and of all dumps in folders, by rank.
 
     Raises `ValueError`, which names the file, for a named file that is no dump, for two of one
-    rank, and where no call was recorded. Says on stderr which files of a folder are no dumps.
+    rank, and where no call was recorded. Says on stderr which files of a folder are no dumps, and
+    which are of an older job: all their calls timed out before the others began.
     """
     found: dict[int, tuple[Path, Recording]] = {}
     for path in map(Path, paths):
@@ -99,6 +103,11 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
+    begin, _ = (union(recording.when for _, recording in found.values()) or [(0, 0)])[-1]
+    for rank, (file, recording) in [*found.items()]:
+        if recording.when[1] < begin:
+            print(f"skipped: {printable(file)} is of an older job than others", file=sys.stderr)
+            del found[rank]
     by_rank = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
     if not any(recording.entries or recording.last for recording in by_rank.values()):
@@ -153,7 +162,11 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     last = _status(status, ids, groups)
     # A dump of open calls alone is empty where all have ended.
     has_ended = not entries and any(s["last_enqueued_collective"] > 0 for s in status.values())
-    return Recording(rank, "", entries, groups, last=last, has_turned=first > 0 or has_ended)
+    timed = [v for v in dump["entries"] if {"time_created_ns", "timeout_ms"} <= v.keys()]
+    begin = min((v["time_created_ns"] for v in timed), default=0)
+    end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
+    told = dict(last=last, has_turned=first > 0 or has_ended, when=(begin, end))
+    return Recording(rank, "", entries, groups, **told)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:

@@ -102,7 +102,8 @@ class Report:
         calls = sum(len(r.entries) for r in self.recordings.values())
         lines = [f"{calls:,} calls of {names(sorted(self.recordings))}"]
         lines += [f"look at {names(self.blamed)} first"] if self.blamed else []
-        lines += _most(self.findings) or ["no hang: every recorded call has ended"]
+        unseen = "not recorded are new_group, monitored_barrier and gloo's messages"
+        lines += _most(self.findings) or [f"no hang: every recorded call has ended; {unseen}"]
         here = [rank for rank in self.culprits if rank in self.recordings]
         lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
         if silent := [rank for rank in self.culprits if rank not in self.recordings]:
@@ -300,33 +301,52 @@ _TO = {"send": "to", "recv": "from", "exchange": "with"}
 
 
 def _explain_messages(group: Group, report: Report) -> None:
-    """For each open message, look for its other end at the other rank."""
+    """For the oldest open messages of each pair, look for their other ends at the other rank.
+
+    Messages of one number are a batch, which ends as a whole. So one that is met at its other end
+    is no news where its rank lacks another, or where the rank that meets it lacks this one.
+    """
+    told: list[tuple[int, int | None, Finding, str]] = []  # by rank, and by who meets it
+    lacks: dict[int | None, set[int | None]] = defaultdict(set)
     for (rank, number), mine in group.messages.items():
         peer = group.ranks[number] if number < len(group.ranks) else None
         theirs = group.messages.get((peer, group.ranks.index(rank)), [])
         is_known = all(r in report.heard and report.heard[r].has_all_messages for r in (rank, peer))
-        for i, e in [(i, e) for i, e in enumerate(mine) if not e.done]:
-            others = [m for m in theirs if m.verb != e.verb or m.verb == "exchange"]
+        open_here, open_there = ([m for m in of if not m.done] for of in (mine, theirs))
+        here, there = (mine, theirs) if is_known else (open_here, open_there)
+        for i, e in enumerate(here):
+            if e.done or e.number > open_here[0].number:
+                continue  # what queues up behind an open one is no hang of its own
+            others = [m for m in there if m.verb != e.verb or m.verb == "exchange"]
             # A small message leaves before it is received: the nth there is the nth here.
-            nth = sum(m.verb == e.verb for m in mine[:i])
-            twin = others[nth] if is_known and nth < len(others) else None
+            nth = sum(m.verb == e.verb for m in here[:i])
+            twin = others[nth] if nth < len(others) else None
             # Both ends of an exchange have one number.
-            has_ended = any(m.verb == e.verb and m.number >= e.number for m in others)
+            has_ended = any(m.verb == e.verb == "exchange" and m.number >= e.number for m in theirs)
             does, call = "waits", f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
             if peer is None:
                 call = f"{e.verb} #{e.number}"
                 kind, named, end = "stuck", [rank], "; with which rank is unknown."
-            elif twin and e.verb == "send" and twin.data != e.data:
+            elif is_known and twin and e.verb == "send" and twin.data != e.data:
                 does, end = f"sends {e.data}", f", which expects {twin.data}."
                 kind, named = "unlike", [rank, peer]
-            elif twin or has_ended or any(not m.done for m in others):
+            elif twin and not twin.done and twin.number > open_there[0].number:
+                queued = f"its other end behind {open_there[0].verb} #{open_there[0].number}"
+                kind, named, end = "absent", [peer], f"; rank {peer} has {queued}."
+            elif twin or has_ended:
                 kind, named, end = "stuck", [rank], f", and rank {peer} has called it."
             elif peer in report.heard:
                 kind, named, end = "absent", [peer], f"; the other end is not open on rank {peer}."
             else:
                 kind, named, end = "unknown", [peer], f"; nothing is known of rank {peer}."
             text = f"rank {rank} {does} in {call} on {group.name}{end}"
-            report.add(group, [Finding(kind, named, text)], {rank: call}, is_message=True)
+            meets = peer if twin and not twin.done else None
+            told.append((rank, meets, Finding(kind, named, text), call))
+            lacks[rank] |= {peer} if kind != "stuck" else set()
+    explained = {rank for rank, meets, *_ in told if lacks[rank] or rank in lacks[meets]}
+    for rank, _, finding, call in told:
+        if finding.kind != "stuck" or rank not in explained:
+            report.add(group, [finding], {rank: call}, is_message=True)
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:

@@ -131,15 +131,16 @@ def _gpu_span(event: Event) -> Span:
     verb, ends = verb_of(name), {args.get("fromDevice"), args.get("toDevice")}
     if not is_kernel and None not in ends and len(ends) == 2:
         verb = "peer_copy"
-    # Torch's launches for a collective are part of it, but for copies and its own kernels.
+    # Part of a collective is what its call launches itself, not what its aten::copy_ does.
     said = [call.args for call in event.around if call.name == "record_param_comms"]
-    within = is_kernel and said and "at::native" not in name
+    caller = [call.name for call in event.around if call.cat == "cpu_op"][-1:]
+    within = caller == ["record_param_comms"] and (is_kernel or "DtoD" in name)
     if verb is None and "Collective name" not in args and not within:
         return event.span(_phase(event.around) if is_kernel else "copy", name)
     known = {**said[-1], **args} if said else args
     verb = verb or _verb(known.get("Collective name") or name)
     axis = _axis(known.get("Process Group Description"), known.get("Process Group Name"))
-    span = event.span("comm", verb, axis, _bytes(verb, known))
+    span = event.span("comm", verb, axis, _bytes(verb, known if is_kernel else args))
     span.meta["group"] = str(known.get("Process Group Ranks", ""))
     span.meta["seq"] = known["Seq"] if isinstance(known.get("Seq"), int) else None
     return span

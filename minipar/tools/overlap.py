@@ -58,10 +58,10 @@ class Breakdown:
         if self.waited:
             w = self.waited[0]
             last = f"last to begin {w.calls} of its {w.of} collectives"
-            others = f"the others spent {1e3 * w.seconds:.1f} ms in them until it came"
+            others = f"the others spent {1e3 * w.seconds:.2f} ms in them until it came"
             tables.append(f"waited for most: rank {w.rank}, {last}; {others}")
         elif self.ranks > 1:
-            why = "no collective of a known group on one clock"
+            why = "no collective that ranks share, of a known group and on one clock"
             tables.append(f"who is waited for is not known: {why}")
         return "\n\n".join(tables)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from minipar.observe.spans import Span, read_json
+from minipar.observe.spans import Span, clipped, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
 from minipar.tools import kineto
 from minipar.tools.kernels import looks_like_communication
 
-_MESSAGES = "send", "recv", "exchange", "peer_copy"
+_MESSAGES = "send", "recv", "exchange", "coalesced", "peer_copy"
 _ROOTED = "broadcast", "reduce", "gather", "scatter"  # which end earlier on some ranks
 
 
@@ -51,7 +51,8 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     group, `num_bytes` 0 where it is not told, ``meta["step"]`` the step that launched a call.
 
     Clocks: files of one host share one. Others are aligned at the ends of common collectives:
-    the nth all-reduce of a group ends on all of its ranks together (median over n).
+    the nth all-reduce of a group ends on all of its ranks together (median over n). Steps: where
+    ranks recorded different ones, only what is of the steps that all recorded is read.
 
     The result starts at 0 s; its `notes` say what was cut, moved or guessed. Raises `ValueError`
     for a file that is not a trace, holds no work, or lacks the GPU of its job; for two of one rank,
@@ -70,7 +71,7 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
         trace.move(1e-9 * (trace.base - first))  # of integers: floats lack the digits
     if len({(trace.host, trace.base) for trace in traces}) > 1:
         notes.append(_align(traces))
-    spans = [span for trace in traces for span in trace.spans]
+    spans = _common([span for trace in traces for span in trace.spans], notes)
     alike = sorted({s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)})
     if alike:
         what = "these names look like communication and were counted as computing"
@@ -88,6 +89,8 @@ def _trace_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
         if not inside:
             raise ValueError(f"no .json or .json.gz in the folder {path}")
         files += sorted(inside)
+    if not files:
+        raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
     return files
 
 
@@ -130,7 +133,34 @@ def _number(traces: Sequence[_Trace]) -> list[str]:
     return ["no file tells its rank: they are numbered in the order given"] if is_guess else []
 
 
-# ---------------------------------------------------------------------- clocks
+# ---------------------------------------------------------------------- steps and clocks
+def _common(spans: list[Span], notes: list[str]) -> list[Span]:
+    """Return what belongs to steps that all ranks recorded, where ranks recorded others as well.
+
+    Where no step is common, return all spans, which tell no step any more.
+    """
+    steps: dict[int, set[str]] = defaultdict(set)
+    for span in spans:
+        steps[span.rank].add(span.meta.get("step", ""))
+    every = set.union(*steps.values()) - {""}
+    common = set.intersection(*steps.values()) & every
+    if common == every:
+        return spans
+    rest = [span for span in spans if span.meta.get("step") not in common]
+    for span in rest:
+        span.meta.pop("step", None)
+    if not common:
+        notes.append("no step is recorded on all ranks: steps are not compared")
+        return spans
+    which = shorten(", ".join(sorted(common, key=lambda name: (len(name), name))), 100)
+    notes.append(f"{len(every)} steps; all ranks recorded {which}; the others are left out")
+    told = Timeline(span for span in spans if "step" in span.meta)
+    beside = [span for span in rest if span.kind != "comm"]  # which may hide a call
+    begins = {rank: rows[0][1] for rank, rows in told.steps.items()}
+    ends = {rank: max(end for *_, end in rows) for rank, rows in told.steps.items()}
+    return told.spans + clipped(beside, begins, ends)
+
+
 def _align(traces: list[_Trace]) -> str:
     """Move the clocks of traces so that common collectives end together, and say by how much.
 
@@ -165,13 +195,15 @@ def _align(traces: list[_Trace]) -> str:
 def matched(timeline: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[int, Span]]:
     """Return collectives by group, verb and number: the span of each rank.
 
-    Neither messages nor the verbs of `but` are collectives that begin or end together.
+    The number is what NCCL says, else that within the step. Neither messages nor the verbs of
+    `but` are collectives that begin or end together.
     """
     calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in sorted(timeline, key=lambda span: span.start):
         # of several groups, gloo does not say which one it is
         if span.kind == "comm" and span.name not in (*_MESSAGES, *but) and span.axis != "gloo":
-            group = span.axis, span.meta.get("group"), span.meta.get("clock")
+            step = span.meta.get("step") if span.meta.get("seq") is None else None
+            group = span.axis, span.meta.get("group"), span.meta.get("clock"), step
             calls[group][span.rank].append(span)
     found: dict[Any, dict[int, Span]] = defaultdict(dict)
     for group, ranks in calls.items():

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from minipar.lab.draw.hang import hang as picture
-from minipar.tools import dumps
+from minipar.tools import dumps, hang
 from tests.tools.test_hang import WORLD, call, dump, many, run, told, waits, write
 
 
@@ -44,14 +44,6 @@ REFUSED = [  # the content of a file, and what is said of it
 ]
 
 
-def test_what_is_no_dump_is_skipped_beside_one(tmp_path, capsys):
-    """Mutant: one log file hides all dumps of a folder."""
-    folder = write(tmp_path / "run", {0: dump(call("all_reduce", 1))})
-    (folder / "log_1.txt").write_text("step 1\n", encoding="utf-8")
-    assert list(dumps.read([folder])) == [0]
-    assert f"skipped: {folder / 'log_1.txt'} is not a dump" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("content, why", REFUSED)
 def test_what_is_no_dump_is_named_and_calls_nothing(tmp_path, monkeypatch, content, why):
     monkeypatch.chdir(tmp_path)
@@ -81,6 +73,22 @@ def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):
     assert run(write(tmp_path / "none", many((0, 1)))) == 2
     said = capfd.readouterr().err
     assert "no call of ranks 0, 1 was recorded" in said and "TORCH_FR_BUFFER_SIZE must be" in said
+
+
+def test_logs_and_dumps_of_an_older_job_are_skipped(tmp_path, capsys):
+    """Times in minutes, and 10 to time out: rank 2 left no dump when the job was started again.
+    Mutants: its old one tells that all others are behind; one log file hides all dumps."""
+    began = {0: 100, 1: 100, 2: 80, 3: 95}
+    calls = {2: call("all_reduce", 50), 3: call("all_reduce", 5)}
+    of_ranks = {rank: calls.get(rank, waits("all_reduce", 6)) for rank in began}
+    for rank, entry in of_ranks.items():
+        entry |= {"time_created_ns": began[rank] * 60 * 10**9, "timeout_ms": 600_000}
+    folder = write(tmp_path / "run", {rank: dump(entry) for rank, entry in of_ranks.items()})
+    (folder / "log_1.txt").write_text("step 1\n", encoding="utf-8")
+    report, said = hang.explain(dumps.read([folder])), capsys.readouterr().err
+    assert report.culprits == [3, 2] and "rank 3 did not come" in report.findings[0]
+    assert "trace_2 is of an older job" in said
+    assert f"skipped: {folder / 'log_1.txt'} is not a dump" in said
 
 
 UNTOLD = {

@@ -24,7 +24,9 @@ def steps_trace(rank, host="a", skew=0.0, late=0.0):
     said = {"Collective name": "_allgather_base", "Process Group Description": "mesh_dp"}
     said |= {"Group size": 2, "In msg nelems": 100, "dtype": "Half", "Process Group Ranks": "[0,1]"}
     events = []
-    for i in range(2):
+    # NCCL's copy engine, and a kernel that no table names: the call says what they are.
+    copied = {"cat": "gpu_memcpy", "bytes": 100}
+    for i, (name, more) in enumerate([("Memcpy DtoD (x)", copied), ("vendor_x<1>", {})]):
         t, number = 1000.0 * i, 10 * i
         events += [
             _host(f"ProfilerStep#{i + 3}", t, 990, 1, cat="user_annotation"),
@@ -33,8 +35,8 @@ def steps_trace(rank, host="a", skew=0.0, late=0.0):
             _host("typing_extensions.py(9): wrapper", t + 3, 90, 1, cat="python_function"),
             _host("record_param_comms", t + 40, 50, 1, **said, Seq=i),
             *launched("gemm", t + 10, t + 100, 200, number + 1),
-            # No table names these two: the annotation says what they are, and torch's own are not.
-            *launched("vendor_x<1>", t + 50, t + 200 + late, 200 - late, number + 2),
+            *launched(name, t + 50, t + 200 + late, 200 - late, number + 2, **more),
+            _host("aten::copy_", t + 55, 9, 1),
             *launched("at::native::copy<1>", t + 60, t + 410, 10, number + 3),
         ]
     peers = {"fromDevice": 0, "toDevice": 1, "bytes": 77}
@@ -89,6 +91,32 @@ def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
     assert (third.calls, fourth.calls) == (2, 0)
     assert third.total == pytest.approx(110e-6) and third.exposed == pytest.approx(50e-6)
     assert " -" in str(parts).splitlines()[1]  # bytes are not known
+
+
+@pytest.mark.parametrize("first, common", [(3, [3, 4]), (4, [4]), (9, [])])
+def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path, first, common):
+    """Steps 3 and 4, and three from `first` on, on another host, 20 us late; no Seq. A gemm of
+    each hides 50 us of the next one's call. Mutants: the nth calls of both are one; a step of one
+    rank takes half as long; no gemm of a step that is left out hides anything; nor batches count.
+    """
+    batch = WORLD | {"Collective name": "coalesced"}
+    for rank, begin in enumerate((3, first)):
+        events = []
+        for i in range(begin, begin + 2 + rank):
+            at, late = 1000 * i + 3e6 * rank, 20 * rank
+            events += [_host(f"ProfilerStep#{i}", at, 990, 1, "user_annotation")]
+            events += launched(NCCL, at + 9, at + 100 + late, 200 - late, 3 * i, **WORLD)
+            events += launched("ncclDevKernel_SendRecv", at + 9, at + 600, 9, 3 * i + 1, **batch)
+            events += launched("gemm", at + 20, at + 1150, 50, 3 * i + 2)
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank, f"n{rank}") | {"traceEvents": events})
+    parts = breakdown(t := from_profiler(tmp_path))
+    told = {row.name: row.calls for row in parts.parts["step"] if row.name != "median"}
+    assert told == {f"ProfilerStep#{i}": 2 for i in common}
+    exposed = 9 + (150 + (180 if first == 4 else 130)) / 2  # in step 4, of 200 and 180 us
+    assert not common or parts.parts["step"][-1].exposed == pytest.approx(1e-6 * exposed)
+    assert [(w.calls, w.of) for w in parts.waited] == [(len(common),) * 2] * bool(common)
+    assert any("-3000.000 ms" in note for note in t.notes) == bool(common)
+    assert ("no step is recorded on all ranks" in str(t)) == (not common)
 
 
 def test_time_in_which_several_collectives_wait_counts_once(tmp_path):
@@ -187,13 +215,13 @@ def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
 
 @pytest.mark.parametrize("verb, moves", [("Broadcast", False), ("AllReduce", True)])
 def test_clocks_are_not_aligned_at_what_need_not_end_together(tmp_path, verb, moves):
-    """A root ends early. Mutant: all collectives end together."""
+    """A root ends early; the last end is seen 5 s late. Mutants: all collectives end together; the
+    mean counts."""
     group = {"Process Group Description": "mesh_dp", "Process Group Ranks": "[0, 1]"}
     for rank in range(2):
-        events = [
-            _kernel(f"ncclDevKernel_{verb}_Sum", 20_000 * i, 1000 + 5000 * rank, i, Seq=i, **group)
-            for i in range(9)
-        ]
+        times = [(20_000 * i, 1000 + (5000 if i < 8 else 5e6) * rank) for i in range(9)]
+        name = f"ncclDevKernel_{verb}_Sum"
+        events = [_kernel(name, *at, i, Seq=i, **group) for i, at in enumerate(times)]
         write(tmp_path / f"r{rank}.json", gpu_trace(rank, f"node{rank}") | {"traceEvents": events})
     t = from_profiler(tmp_path)
     assert any("clocks moved: rank 1 (node1) -5.000 ms" in note for note in t.notes) == moves
