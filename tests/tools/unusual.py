@@ -190,7 +190,28 @@ class Complex(Net):
         return torch.fft.irfft(torch.fft.rfft(super().forward(tokens)) * self.spectrum, n=WORDS)
 
 
+class Shifted(Net):
+    """Adds one number to all logits of a position, which no softmax sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.shift[: tokens.shape[1]]
+
+
+def of_any_size(model):
+    return torch.optim.AdamW(model.parameters(), eps=1e-20)
+
+
+def on_one_stage(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1 * hasattr(model, "head"))
+
+
 RIGHT = {
+    "a shift that no softmax sees, by hand": (job(gallery.megatron, build=Shifted,
+        optimizer=of_any_size), {"tp": 2}),
     "gradients elsewhere by hand": (job(kept_elsewhere, optimizer=from_elsewhere), DP),
     "complex weights": (job(torch_ddp, build=Complex), DP),
     "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
@@ -287,7 +308,9 @@ WRONG = {
         DP, "output of 2", "another mode", build=gallery.with_batch_norm),
     "a tie of two stages": told(stages, {"pp": 2}, "gradient of embed", "tie lost", ranks=[0],
         build=partial(Net, tied=True), loss=loss_of_stage),
-    "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient of what is not used",
+    "a stage that stays": told(stages, {"pp": 2}, "weights of embed", "not in the optimizer",
+        ranks=[0], loss=loss_of_stage, optimizer=on_one_stage),
+    "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient that one device has not",
         build=with_spare),
     "over shards alone": told(over_shards, {"dp": 2, "fsdp": 2}, "gradient of head",
         "reduced over too few ranks", ranks=range(4)),
