@@ -178,8 +178,7 @@ def _notes(s: Suspect, is_equal: bool, is_loose: bool) -> list[str]:
     if is_equal and is_loose:
         notes.append("clip(model) never changed a gradient: prove it with a lower bound as well")
     if is_equal and device.noise:
-        few = f"{len(device.noise)} weights such as {next(iter(device.noise))}"
-        notes.append(f"{few} have gradients that are rounding alone: there they were not compared")
+        notes.append(f"not compared where gradients are rounding: {', '.join(device.noise)}")
     if is_equal and elsewhere:
         notes.append(f"{len(elsewhere)} gradients are not in .grad: their updates were compared")
     return notes
