@@ -30,7 +30,6 @@ def fails(*args, **kwargs):
         (torch, "__version__", "2.9.1", "FAIL +software .*2.13 are needed"),
         (doctor, "PACKAGES", ("torch", "matplotlip"), "FAIL +software .*pip install matplotlip"),
         (doctor, "Ranks", fails, "FAIL +ranks .*Too many open files"),
-        (socket, "create_connection", fails, "FAIL +network .*does not answer.*ip link set lo up"),
     ],
 )
 def test_what_will_fail_is_named_with_its_cure(capsys, monkeypatch, where, what, bad, said):

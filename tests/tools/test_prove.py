@@ -49,6 +49,8 @@ def test_what_is_right_passes(ranks, name):
     # Where a rank has pieces and nothing says how they are clipped, no norm is compared.
     no_norm = name.startswith(NO_NORM) or ("hand" in name and sizes == TP)
     assert any("norms were not compared" in note for note in verdict.notes) == no_norm
+    is_cut = callable(case.shares)
+    assert any("gives the ranks 50%, 50% of" in note for note in verdict.notes) == is_cut
     is_elsewhere = name == "gradients elsewhere by hand"
     assert any("are not in .grad" in note for note in verdict.notes) == is_elsewhere
 
@@ -57,6 +59,16 @@ def test_what_is_right_passes(ranks, name):
 def test_microbatches_that_weigh_differently_are_the_files_own(ranks):
     verdict = prove(unusual.UNEVEN, DP, ranks)
     assert verdict.parting is None and len(verdict.trials) == 4, str(verdict)
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e3])
+def test_a_bound_that_never_clips_is_told(ranks, bound):
+    verdict = prove(job(gallery.torch_ddp, clip=partial(clipped, bound)), DP, ranks)
+    assert any("never changed a gradient" in note for note in verdict.notes) == (bound > 1)
+
+
+def clipped(bound, model):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
 
 
 # Who made it; where it parts, and why.
@@ -133,7 +145,7 @@ def test_a_mistake_is_named(ranks, name):
     told = found.stage, found.module, found.step, found.ranks, found.cause
     assert told == expected, str(verdict)
     assert "NOT equal" in str(verdict) and found.cause in str(verdict)
-    assert name != "a mean of own tokens" or "weighed by its tokens?" in found.why
+    assert name != "a mean of own tokens" or "weighed by its tokens" in found.why
     assert name != "alike over tp alone" or "drawn by build() on rank 2," in found.why
     assert name != "batch norm of a share" or "2 (BatchNorm1d) looks at several" in found.why
 

@@ -190,7 +190,28 @@ class Complex(Net):
         return torch.fft.irfft(torch.fft.rfft(super().forward(tokens)) * self.spectrum, n=WORDS)
 
 
+class Shifted(Net):
+    """Adds one number to all logits of a position, which no softmax sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.shift[: tokens.shape[1]]
+
+
+def of_any_size(model):
+    return torch.optim.AdamW(model.parameters(), eps=1e-20)
+
+
+def on_one_stage(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1 * hasattr(model, "head"))
+
+
 RIGHT = {
+    "a shift that no softmax sees, by hand": (job(gallery.megatron, build=Shifted,
+        optimizer=of_any_size), {"tp": 2}),
     "gradients elsewhere by hand": (job(kept_elsewhere, optimizer=from_elsewhere), DP),
     "complex weights": (job(torch_ddp, build=Complex), DP),
     "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
@@ -256,18 +277,6 @@ def summing(model):
     return Summing(model.parameters(), lr=0.1)
 
 
-class Counted(Net):
-    """Counts steps, once for each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.steps += dist.get_world_size()
-        return super().forward(tokens)
-
-
 class Gated(Net):
     """Gate and up are one weight, so halves of it do not belong together."""
 
@@ -283,17 +292,16 @@ WRONG = {
         build=partial(Scaled, 1)),
     "a balance loss beside one number": told(torch_ddp, DP, "gradient of head",
         "samples see each other", build=partial(Scaled, 1), loss=with_balance),
-    "evaluated on one rank": told(lambda model, mesh: torch_ddp(model.train(mesh.rank == 0), mesh),
-        DP, "output of 2", "another mode", build=gallery.with_batch_norm),
     "a tie of two stages": told(stages, {"pp": 2}, "gradient of embed", "tie lost", ranks=[0],
         build=partial(Net, tied=True), loss=loss_of_stage),
-    "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient of what is not used",
+    "a stage that stays": told(stages, {"pp": 2}, "weights of embed", "not in the optimizer",
+        ranks=[0], loss=loss_of_stage, optimizer=on_one_stage),
+    "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient that one device has not",
         build=with_spare),
     "over shards alone": told(over_shards, {"dp": 2, "fsdp": 2}, "gradient of head",
-        "reduced over too few ranks", ranks=range(4)),
+        "shares are missing", ranks=range(4)),
     "summed in the step": told(alike, DP, "weights of embed", "another update",
         optimizer=summing, reduced_in_step=True),
-    "steps of all ranks": told(torch_ddp, DP, "buffer", "another buffer", build=Counted),
     "tokens never reduced": told(alike, {"cp": 2}, "gradient of head",
         "missing all-reduce", shares=gallery.tokens_apart),
     "a mean of own tokens": told(gallery.context_parallel, {"cp": 2}, "gradient of head",

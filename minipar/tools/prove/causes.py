@@ -94,8 +94,10 @@ def cause_of(s: Suspect) -> Cause:
                 return cause
     if s.stage in OTHERWISE:
         return OTHERWISE[s.stage]
-    asked = "" if s.device.has_whole_batch else ". Is each rank weighed by its tokens?"
-    return "unknown", f"no cause that is known here has these numbers{asked}"
+    where = "Forward is right: does a collective lack its backward, is something detached?"
+    if not s.device.has_whole_batch:  # the losses of such shares are not known
+        where = "Is each rank weighed by its tokens, and has it all targets of them?"
+    return "unknown", f"no cause that is known here has these numbers. {where}"
 
 
 def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | None:
@@ -131,8 +133,10 @@ def _tie_lost(s: Suspect) -> Cause | None:
 
 def _unused(s: Suspect) -> Cause | None:
     if s.device.gradients[s.step][s.name] is None:
-        why = "one device has None, which an optimizer leaves alone; zeros decay, or keep moving"
-        return "a gradient of what is not used", why
+        why = (
+            "None there: frozen, or not used. An optimizer leaves it alone; zeros decay, or move on"
+        )
+        return "a gradient that one device has not", why
     return None
 
 
@@ -158,7 +162,7 @@ def _factor(s: Suspect) -> Cause | None:
         more, less = "counted on every rank", "averaged, not summed"
         if any(map(s.over_data, axis.split(" x "))):
             more, less = "summed, not averaged", "divided once too often"
-        why = f"exactly 1/{n}: divided by the ranks of {over} once more"
+        why = f"exactly 1/{n}: divided once more, by the ranks of {over} or {n} of something else"
         if is_sum:
             less = "a sum where a mean is meant"
             why = f"exactly 1/{n}: a batch's loss() is the sum of its shares' losses"
@@ -244,8 +248,8 @@ def _kept(s: Suspect) -> Cause | None:
             return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
         if (missing := _summands(s)) is not None:
             return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
-    why = "weights and step 1 were equal: something stays, as a buffer, a handle, an error fed back"
-    return "kept between steps", why
+    why = f"all was equal until step {s.step + 1}: something stays (a buffer, a handle, an error "
+    return "kept between steps", f"{why}fed back), or begins (another branch, a warm-up that ends)"
 
 
 def _shares(s: Suspect) -> Cause | None:
@@ -259,7 +263,9 @@ def _shares(s: Suspect) -> Cause | None:
         return None
     if there is None:
         first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
-        where = f"{first} ({s.device.kinds[first]})" if first else "loss() or a module"
+        kind = s.device.kinds.get(first, "")
+        by = "the caller of " * bool(_ROW_BY_ROW.search(kind))  # a Linear looks at one, an MoE not
+        where = f"{by}{first} ({kind})" if first else "loss() or a module"
         why = f"{where} looks at several samples, and each rank sees its own alone: as BatchNorm, "
         return "samples see each other", why + "a contrastive or a balance loss"
     factors = here.view(m, n)
@@ -270,18 +276,12 @@ def _shares(s: Suspect) -> Cause | None:
 
     absent = [i for i in range(n) if is_nothing(factors[:, i])]
     own_alone = [str(i + 1) for i in range(m) if is_nothing(factors[i, ~mine])]
-    is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
-    is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
     is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
-    is_short = bool(absent) and is_same and is_nothing(factors * (factors - even))
     causes = {
-        "a rank gave nothing": (is_short,
-            "what is in it weighs right; other shares are zero: frozen, detached, or left out"),
-        "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
-        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
+        "not reduced": (n > 1 and is_nothing(factors - mine / m),
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
-        "reduced over too few ranks": (bool(absent) and s.share_of(own) not in absent,
-            "some shares are not in it: the all-reduce is over a smaller group"),
+        "shares are missing": (bool(absent),
+            "some are not in it: not reduced, or in a smaller group, or sent by one rank, or zero"),
         "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
         "accumulated gradients are not reduced": (n > 1 and bool(own_alone),
             f"those of microbatch {' and '.join(own_alone)} stay here"),
@@ -290,7 +290,8 @@ def _shares(s: Suspect) -> Cause | None:
         "mean of means": (is_nothing(factors - even),
             "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
             "weigh each rank by its own"),
-        "shares weighed wrongly": (True, "as where each rank clips, or divides, before the sum"),
+        "shares weighed wrongly": (True, "as where each rank clips, or divides, before the sum"
+            if n > 1 else "as where what has accumulated is scaled again"),
     }  # fmt: skip
     name = next(name for name, (holds, _) in causes.items() if holds)
     told = f"rank {own} has {_times(factors)}; one device has {_times(there.view(m, n))}"
@@ -325,7 +326,7 @@ def _norms(s: Suspect) -> Cause | None:
 def _update(s: Suspect) -> Cause | None:
     """Solve for how often the right step, and the weight itself, are in the weight."""
     before = (s.device.weights[s.step - 1] if s.step else s.device.before)[s.name]
-    if len(s.ranks) < len(s.found) and s.are(before):
+    if len(s.ranks) < sum(s.name in one.weights[s.step] for one in s.seen) and s.are(before):
         return "updated on some ranks only", "there it did not move: its owner has not sent it"
     if s.step == 0 and s.are(before):
         why = "it did not move: make the optimizer of the parameters that parallelize() leaves"
@@ -345,13 +346,6 @@ def _update(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- outputs
-def _mode(s: Suspect) -> Cause | None:
-    alone, modes = s.device.modes[s.name], [one.modes.get(s.name) for one in s.seen]
-    if (not alone) in modes:
-        return "another mode", f".training is {alone} on one device, and {modes} on the ranks"
-    return None
-
-
 def _ran_before(s: Suspect) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
     names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
@@ -374,7 +368,7 @@ def _ran_before(s: Suspect) -> Cause | None:
             why += f"a {kind} needs no more. "
             if how == s.device.outputs[before].ndim - 1:
                 return "another piece", f"{why}Are q, k and v, or gate and up, in one weight?"
-            why += "Do positions, or a mask, begin at 0 on every rank?"
+            why += "What lies between? Do positions, or a mask, begin at 0 on every rank?"
             return "positions, or another piece", why
     return None
 
@@ -384,7 +378,7 @@ _ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
-    "output": [_mode, _factor, _summands, _rounding, _pieces, _ran_before],
+    "output": [_factor, _summands, _rounding, _pieces, _ran_before],
     "loss": [_rounding, _ran_before, _kept, _factor],
     "gradient": [_rounding, _tie_lost, _unused, _kept, _factor, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
@@ -393,8 +387,9 @@ SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
-    "output": ("in this module", "modules before it and weights are right: what is it given?"),
+    "output": ("in this module", "all before it is right: other inputs, or random, or in eval()?"),
     "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
+    "gradient norm": ("another norm", "gradients are equal: which squares does clip() add up?"),
     "weights": ("another update", "gradients are right; clip() or step() does something else"),
     "buffer": ("another buffer", "forward or step() fills it otherwise than on one device"),
-}
+}  # fmt: skip

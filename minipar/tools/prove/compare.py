@@ -91,6 +91,18 @@ def is_close(ours: Tensor, theirs: Tensor, rtol: float = RTOL, floor: float = 0.
     return not apart.any() or _largest((ours - theirs)[apart]) <= bound
 
 
+def noise(gradients: State) -> State:
+    """Return where gradients are what rounding leaves of zero: Adam makes steps of any size of it.
+
+    Such is the gradient of a key's bias, which no softmax sees, or of a bias before BatchNorm.
+    """
+    held = {name: g.abs() for name, g in gradients.items() if g is not None}
+    floor = ROUNDING * max(map(_largest, held.values()), default=0.0)
+    small = {name: g <= floor for name, g in held.items()}
+    # Rounding leaves some zeros as well; a tensor with no other small numbers has true ones.
+    return {name: where for name, where in small.items() if held[name][where].any()}
+
+
 def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.strategy import Strategy
-from minipar.tools.prove.compare import Record, State, differing
+from minipar.tools.prove.compare import Record, State, differing, noise
 from minipar.tools.prove.job import Job, WrongFile, blamed, joined, rows
 
 SEED = 1000  # of rank 0, and of one device; rank r has SEED + r
@@ -61,9 +61,11 @@ class Seen(Record):
     built: State = field(default_factory=dict)  # by build(), here, before parallelize
     outputs: State = field(default_factory=dict)  # by module, in order of execution
     kinds: dict[str, str] = field(default_factory=dict)  # names of modules -> of their classes
-    modes: dict[str, bool] = field(default_factory=dict)  # -> whether they ran in train()
     own_norms: list[float] = field(default_factory=list)  # of what this rank holds, by step
+    share: float = 1.0  # how much of a batch's numbers this rank is given
     # On one device alone:
+    is_clipped: bool | None = None  # did clip() change a gradient? None where there is none
+    noise: State = field(default_factory=dict)  # where gradients are rounding, in any step
     data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
     has_whole_batch: bool = True  # False if the file's function shares it out
     has_uneven: bool = False
@@ -157,10 +159,13 @@ class _Run:
             named = [(self.clean(n), p) for n, p in self.model.named_parameters()]
             # Under our zero gradients lie elsewhere, and `whole` asks for them.
             gradients = {n: None if hasattr(p, "stepped_elsewhere") else p.grad for n, p in named}
-            shards = [_local(g) for g in gradients.values() if g is not None]
-            seen.own_norms.append(math.sqrt(sum(float(g.abs().square().sum()) for g in shards)))
+            seen.own_norms.append(_own_norm(self.model))
+            for name, where in noise(_copies(gradients) if self.is_alone else {}).items():
+                seen.noise[name] = where | seen.noise.get(name, where)
             seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
             norm = self.norm()
+            if self.job.clip is not None and not seen.is_clipped:
+                seen.is_clipped = _own_norm(self.model) != seen.own_norms[-1]
             seen.norms.append(norm if has_gradients else None)
             self.optimizer.step()
             state = self.weights()
@@ -175,6 +180,7 @@ class _Run:
         if self.is_alone and self.trial.is_joined:
             batches = [joined(batches)]
         own = [job.share(batch, self.mesh) for batch in batches]
+        self.seen.share = _numbers(own) / max(1, _numbers(batches))
         if job.accumulate is not None:
             with AllDigits():
                 return float(_full(job.accumulate(self.model, own).detach()))
@@ -261,7 +267,6 @@ class _Run:
             numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
             if numbers and name not in outputs:
                 outputs[name] = numbers[0].detach().clone()
-                self.seen.modes[name] = module.training
 
         for full_name, module in self.model.named_modules():
             name = self.clean(full_name)
@@ -349,6 +354,17 @@ def _copies(named: State) -> State:
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()
 
     return {name: None if t is None else copy(t) for name, t in named.items()}
+
+
+def _own_norm(model: nn.Module) -> float:
+    """Return the norm of what this rank holds of the gradients."""
+    held = [p for p in model.parameters() if p.grad is not None]
+    shards = [_local(p.grad) for p in held if not hasattr(p, "stepped_elsewhere")]
+    return math.sqrt(sum(float(shard.abs().square().sum()) for shard in shards))
+
+
+def _numbers(batches: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(batches) if isinstance(leaf, Tensor))
 
 
 def _full(value: Tensor) -> Tensor:

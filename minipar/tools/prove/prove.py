@@ -14,6 +14,7 @@ that ends in the right loss. Gradients are asked in the order of backward.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -111,10 +112,12 @@ def prove(
         raise WrongFile(f"a mesh of {size} rank is one device itself; use dp=2 or more")
     file = source if isinstance(source, str) else source.file
     passed: list[str] = []
+    clipped: set[bool | None] = set()
     for trial in TRIALS:
         try:
             device = _observe(pool(1), source, sizes, trial, True)[0]
             seen = _observe(pool(size), source, sizes, trial, False)
+            clipped.add(device.is_clipped)
             several = {axis: size for axis, size in sizes.items() if size > 1}
             suspect = Suspect(trial, several, device, seen, rtol)
             parting, modules = _parting(suspect)
@@ -126,7 +129,9 @@ def prove(
         passed.append(trial.name)
         if len(passed) == 2 and not device.has_uneven:
             break
-    return Verdict(file, sizes, passed, parting, modules, _notes(suspect, parting is None))
+    return Verdict(
+        file, sizes, passed, parting, modules, _notes(suspect, parting is None, clipped == {False})
+    )
 
 
 def _observe(ranks: Ranks, *args: Any) -> list[Seen]:
@@ -145,7 +150,7 @@ def _observe(ranks: Ranks, *args: Any) -> list[Seen]:
         raise WrongFile(told) from None
 
 
-def _notes(s: Suspect, is_equal: bool) -> list[str]:
+def _notes(s: Suspect, is_equal: bool, is_loose: bool) -> list[str]:
     """Return sentences on what was compared, and what was not."""
     device, own = s.device, s.device.data
     parameters, buffers = device.gradients[0] or device.weights[0], device.buffers[0]
@@ -153,10 +158,14 @@ def _notes(s: Suspect, is_equal: bool) -> list[str]:
     counts += f", buffers: {len(buffers)}" if buffers else ""
     notes = [f"{counts}; float64, ranks seeded differently, equal means to {s.rtol:g}"]
     rows = [f"ranks of {' x '.join(own)} have rows of their own"] if own else []
+    if not device.has_whole_batch:
+        parts = ", ".join(f"{one.share:.0%}" for one in s.seen)
+        rows.append(f"shares(batch, mesh) gives the ranks {parts} of the numbers of a batch")
     if (shared := [axis for axis in s.sizes if axis not in own]) and device.has_whole_batch:
         rows.append(f"ranks of {' x '.join(shared)} have the same rows")
     notes += ["; ".join(rows)] if rows else []
-    has_pieces = any(not math.isclose(one.own_norms[0], device.own_norms[0]) for one in s.seen)
+    is_norm = partial(math.isclose, device.own_norms[0], rel_tol=max(1e-9, s.rtol))
+    has_pieces = not all(is_norm(one.own_norms[0]) for one in s.seen)
     elsewhere = [
         name
         for name, theirs in device.gradients[0].items()
@@ -166,6 +175,10 @@ def _notes(s: Suspect, is_equal: bool) -> list[str]:
         notes.append("gradients and their norms were not compared: step() reduces them")
     elif is_equal and has_pieces and s.seen[0].norms[0] is None:
         notes.append("gradient norms were not compared; clip(model) in the file returns them")
+    if is_equal and is_loose:
+        notes.append("clip(model) never changed a gradient: prove it with a lower bound as well")
+    if is_equal and (few := [*device.noise]):
+        notes.append(f"{len(few)} weights not compared where gradients are rounding: {few[0]} ...")
     if is_equal and elsewhere:
         notes.append(f"{len(elsewhere)} gradients are not in .grad: their updates were compared")
     return notes
@@ -249,6 +262,8 @@ def _assembled(s: Suspect, stage: str, step: int | None, expected: State) -> lis
             if own[rank] is None:
                 is_sent = stage == "gradient" and _is_updated(s, step, name, rank)
                 own[rank] = theirs if name not in state or is_sent else None
+            if stage == "weights" and own[rank] is not None and name in s.device.noise:
+                own[rank] = torch.where(s.device.noise[name], theirs, own[rank])
             found[rank][name] = own[rank]
     return found
 
