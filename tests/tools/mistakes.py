@@ -34,6 +34,11 @@ DP, TP, CP, BOTH = {"dp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}
 
 
 # ---------------------------------------------------------------------- gradients
+def sends_one(gradient: Tensor) -> Tensor:
+    dist.broadcast(gradient, 0)
+    return gradient
+
+
 def fills_once(model, mesh):
     """The bucket is filled in the first step only."""
     bucket: dict[nn.Parameter, Tensor] = {}
@@ -47,6 +52,19 @@ def sums_again(model, mesh):
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
     return afterwards(model, lambda p: p.grad / 2)
+
+
+def divides_again(model, mesh):
+    """By microbatches, by which the loss has been divided."""
+    model, count = torch_ddp(model, mesh), []
+    model.register_forward_hook(lambda *_: count.append(1))
+
+    def after() -> None:
+        for p in model.parameters():
+            p.grad /= len(count)
+        count.clear()
+
+    return model, after
 
 
 def over_the_world(model, mesh):
@@ -110,8 +128,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
 
 
-def local_attention(model, mesh):
-    model.start = 2 * mesh.cp.rank
+def local_attention(model, mesh, starts: bool = True):
+    model.start = 2 * mesh.cp.rank * starts
     return DistributedDataParallel(model, process_group=mesh.cp.group, find_unused_parameters=True)
 
 
@@ -129,6 +147,25 @@ def renamed(model, mesh):
     model = torch_ddp(model, mesh)
     model.module.out = model.module._modules.pop("head")
     model.module.head = lambda x: model.module.out(x)
+    return model
+
+
+class VocabularyPiece(nn.Module):
+    """An embedding cut by words, which looks up words of others as well."""
+
+    def __init__(self, embed: nn.Embedding, axis) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(embed.weight.detach().chunk(axis.size)[axis.rank].clone())
+        self.axis = axis
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        own = (tokens - self.axis.rank * len(self.weight)).clamp(0, len(self.weight) - 1)
+        return autograd.all_reduce(F.embedding(own, self.weight), self.axis, to="I")
+
+
+def vocabulary(model, mesh):
+    replicate(model, mesh.tp)
+    model.embed = VocabularyPiece(model.embed, mesh.tp)
     return model
 
 
@@ -187,7 +224,7 @@ def counting(model, mesh):
 
 def running_mean(model, mesh):
     """Of microbatches (a + b) / 2: right for two of them only."""
-    replicate(model, mesh.tp)
+    replicate(model, mesh.dp)
     kept: dict[nn.Parameter, list[Tensor]] = {p: [] for p in model.parameters()}
 
     def take(p) -> None:
@@ -264,16 +301,24 @@ def tokens_of_all(model, batch):
     return summed(model, batch) / count
 
 
-def divided_again(loss, microbatches):
-    (loss / microbatches**2).backward()
-
-
 def undivided(loss, microbatches):
     loss.backward()
 
 
 def summed_up(gradient: Tensor) -> Tensor:
     return average(gradient) * dist.get_world_size()
+
+
+def halves_what_it_has(model, mesh):
+    """Each forward halves the gradients of the microbatches before."""
+    replicate(model, mesh.tp)
+
+    def halve(model, _) -> None:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad / 2
+
+    model.register_forward_pre_hook(halve)
+    return model
 
 
 def frozen_on_one(model, mesh):
@@ -304,11 +349,12 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
 
 
 WRONG = {
-    "frozen on one rank": told(frozen_on_one, DP, "gradient of up", "shares are missing"),
+    "gradients of rank 0": told(partial(by_hand, change=sends_one), DP, "gradient of head",
+        "broadcast, not reduced"),
+    "frozen on one rank": told(frozen_on_one, DP, "gradient of up", "a rank gave nothing"),
     "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
     "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
-    "divided again": told(torch_ddp, DP, "gradient of head", "divided by microbatches twice",
-        backward=divided_again),
+    "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
     "pieces averaged": told(over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0,
         1, 2, 3]),
     "nothing sent": told(torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1],
@@ -323,9 +369,10 @@ WRONG = {
     "averaged": told(partial(megatron, row={"leave": averaged}), TP, "output of down",
         "averaged, not summed"),
     "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
+    "words of others": told(vocabulary, TP, "output of embed", "in this module"),
     "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
     "syncs no more": told(counting, DP, "gradient of head", "not reduced any more", step=2),
-    "a running mean": told(running_mean, TP, "gradient of head", "shares weighed wrongly"),
+    "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
     "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
     "a balance loss": told(torch_ddp, DP, "gradient of head", "samples see each other",
         loss=with_balance),
@@ -342,5 +389,6 @@ WRONG = {
         backward=undivided),
     "summed over two axes": told(partial(by_hand, change=summed_up), {"replicate": 2, "shard": 2},
         "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3]),
+    "halved again": told(halves_what_it_has, TP, "gradient of head", "shares weighed wrongly"),
     "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
 }  # fmt: skip

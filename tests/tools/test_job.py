@@ -58,6 +58,8 @@ WRONG = {
         "in parallelize.*NameErr"),
     "a batch without its seed": ("generator=torch.Generator().manual_seed(seed)", "",
         r"draw batch\(seed\) from its seed"),
+    "no word for shares": ("import torch\n", "import torch\nshares = 3\n",
+        "shares is 3; it must be"),
     "death": ("p.data, src=0)", "p.data, src=0)\n    import os; os._exit(3)", "ended by exit 3"),
 }  # fmt: skip
 

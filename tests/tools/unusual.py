@@ -277,6 +277,18 @@ def summing(model):
     return Summing(model.parameters(), lr=0.1)
 
 
+class Counted(Net):
+    """Counts steps, once for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.steps += dist.get_world_size()
+        return super().forward(tokens)
+
+
 class Gated(Net):
     """Gate and up are one weight, so halves of it do not belong together."""
 
@@ -292,6 +304,8 @@ WRONG = {
         build=partial(Scaled, 1)),
     "a balance loss beside one number": told(torch_ddp, DP, "gradient of head",
         "samples see each other", build=partial(Scaled, 1), loss=with_balance),
+    "evaluated on one rank": told(lambda model, mesh: torch_ddp(model.train(mesh.rank == 0), mesh),
+        DP, "output of 2", "another mode", build=gallery.with_batch_norm),
     "a tie of two stages": told(stages, {"pp": 2}, "gradient of embed", "tie lost", ranks=[0],
         build=partial(Net, tied=True), loss=loss_of_stage),
     "a stage that stays": told(stages, {"pp": 2}, "weights of embed", "not in the optimizer",
@@ -299,9 +313,10 @@ WRONG = {
     "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient that one device has not",
         build=with_spare),
     "over shards alone": told(over_shards, {"dp": 2, "fsdp": 2}, "gradient of head",
-        "shares are missing", ranks=range(4)),
+        "reduced over too few ranks", ranks=range(4)),
     "summed in the step": told(alike, DP, "weights of embed", "another update",
         optimizer=summing, reduced_in_step=True),
+    "steps of all ranks": told(torch_ddp, DP, "buffer", "another buffer", build=Counted),
     "tokens never reduced": told(alike, {"cp": 2}, "gradient of head",
         "missing all-reduce", shares=gallery.tokens_apart),
     "a mean of own tokens": told(gallery.context_parallel, {"cp": 2}, "gradient of head",

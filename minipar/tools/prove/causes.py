@@ -276,12 +276,18 @@ def _shares(s: Suspect) -> Cause | None:
 
     absent = [i for i in range(n) if is_nothing(factors[:, i])]
     own_alone = [str(i + 1) for i in range(m) if is_nothing(factors[i, ~mine])]
+    is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
+    is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
     is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
+    is_short = bool(absent) and is_same and is_nothing(factors * (factors - even))
     causes = {
-        "not reduced": (n > 1 and is_nothing(factors - mine / m),
+        "a rank gave nothing": (is_short,
+            "what is in it weighs right; other shares are zero: frozen, detached, or left out"),
+        "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
+        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
-        "shares are missing": (bool(absent),
-            "some are not in it: not reduced, or in a smaller group, or sent by one rank, or zero"),
+        "reduced over too few ranks": (bool(absent) and s.share_of(own) not in absent,
+            "some shares are not in it: the all-reduce is over a smaller group"),
         "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
         "accumulated gradients are not reduced": (n > 1 and bool(own_alone),
             f"those of microbatch {' and '.join(own_alone)} stay here"),
@@ -346,6 +352,13 @@ def _update(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- outputs
+def _mode(s: Suspect) -> Cause | None:
+    alone, modes = s.device.modes[s.name], [one.modes.get(s.name) for one in s.seen]
+    if (not alone) in modes:
+        return "another mode", f".training is {alone} on one device, and {modes} on the ranks"
+    return None
+
+
 def _ran_before(s: Suspect) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
     names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
@@ -378,7 +391,7 @@ _ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
-    "output": [_factor, _summands, _rounding, _pieces, _ran_before],
+    "output": [_mode, _factor, _summands, _rounding, _pieces, _ran_before],
     "loss": [_rounding, _ran_before, _kept, _factor],
     "gradient": [_rounding, _tie_lost, _unused, _kept, _factor, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
@@ -387,7 +400,7 @@ SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
-    "output": ("in this module", "all before it is right: other inputs, or random, or in eval()?"),
+    "output": ("in this module", "all before it is right: what is it given? Does it draw numbers?"),
     "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
     "gradient norm": ("another norm", "gradients are equal: which squares does clip() add up?"),
     "weights": ("another update", "gradients are right; clip() or step() does something else"),

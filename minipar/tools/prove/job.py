@@ -86,6 +86,10 @@ class Job:
         given = {name: getattr(module, name) for name in names if hasattr(module, name)}
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
+        shares = given.get("shares", [])
+        if not (callable(shares) or shares == "batch" or type(shares) is list):
+            words = '"batch", a list of axes, or a function'
+            raise WrongFile(f"shares is {shares!r}; it must be {words}")
         return Job(**given, file=path)
 
     def on_one_device(self) -> "Job":
@@ -99,7 +103,7 @@ class Job:
 
         Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
         """
-        if callable(self.shares):
+        if callable(self.shares) or not self.shares:
             return []
         by_name = self.shares == "batch"
         own = [a for a in sizes if (is_among(a, DATA) if by_name else a in self.shares)]

@@ -177,8 +177,9 @@ def _notes(s: Suspect, is_equal: bool, is_loose: bool) -> list[str]:
         notes.append("gradient norms were not compared; clip(model) in the file returns them")
     if is_equal and is_loose:
         notes.append("clip(model) never changed a gradient: prove it with a lower bound as well")
-    if is_equal and (few := [*device.noise]):
-        notes.append(f"{len(few)} weights not compared where gradients are rounding: {few[0]} ...")
+    if is_equal and device.noise:
+        few = f"{len(device.noise)} weights, such as {next(iter(device.noise))}"
+        notes.append(f"{few}, were not compared where their gradient is rounding alone")
     if is_equal and elsewhere:
         notes.append(f"{len(elsewhere)} gradients are not in .grad: their updates were compared")
     return notes
