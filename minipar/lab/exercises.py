@@ -100,7 +100,7 @@ class Exercise:
         self.bugs: dict[str, str] = part("BUGS", {})
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
         self.wrongs = _named(module, "wrong_")
-        self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {})
+        self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {"seed": 0, "told": {}})
 
 
 def _run(answer: Callable, axis: Axis | list[Axis], *given: Any) -> Any:
@@ -169,6 +169,7 @@ def check(
         how = f'where your function is f, write  check("{number}", f)'
         raise CheckFailed(f"This is no function: {_short(answer)}; {how}", "written")
     seed = secrets.randbelow(10**6) if seed is None else seed
+    name = getattr(answer, "__name__", "your_function")
     criteria = asked.checks | asked.bonuses if bonus else asked.checks
     for size in asked.sizes:
         try:
@@ -176,7 +177,7 @@ def check(
         except CheckFailed as error:
             if error.criterion == "written":
                 raise
-            again = f'check("{number}", {name_of(answer)}, seed={seed})'
+            again = f'check("{number}", {name}, seed={seed})'
             guess = _looks_like(asked, answer, size, error)
             raise CheckFailed(
                 f"Exercise {number}{_on((size,))}: not there yet ({error.criterion}).\n{error}\n"
@@ -189,7 +190,7 @@ def check(
     if asked.drawn is not None:
         display(asked.drawn(case))
     if asked.bonuses and not bonus:
-        harder = f'check("{number}", {name_of(answer)}, bonus=True)'
+        harder = f'check("{number}", {name}, bonus=True)'
         print(f"Want more? {harder}: {', '.join(asked.bonuses)}")
 
 
@@ -219,13 +220,21 @@ def _diagnose(asked: Exercise, name: str) -> None:
     print(f"Exercise {asked.id}: yes, {name}. Now mend it.")
 
 
+GUESSES = {  # by what any refusal may say
+    r"NameError: name '\w+' is not": "A cell of %%ranks defines its names on the ranks only.",
+    r"\b(got|returned|says) None\b": "Is a `return` missing?",
+    r"ha(s|ve) left your function": "Does a rank return early, or skip a call that others make?",
+    r"in vain|not done after": "Does each call have group=axis.group? Does each loop end?",
+}
+
+
 def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
     """Return the sentence of the wrong answer that fails alike on the same inputs, or ""."""
-    code = code_of(answer)
-    if code and (names := {"rank", "world_size", "mesh"}.intersection(globals_of(code))):
-        return f"A guess: `{min(names)}` is none of your function's arguments: ask axis.rank, say\n"
-    if not asked.slips:
-        return ""
+    code, ask = code_of(answer), {"rank": "axis.rank", "world_size": "axis.size", "mesh": "axis"}
+    if code and (names := ask.keys() & globals_of(code)):
+        name = min(names)
+        return f"A guess: `{name}` is none of your function's arguments: ask {ask[name]}, say\n"
+    general = next((guess for said, guess in GUESSES.items() if re.search(said, str(error))), "")
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
         try:
             with redirect_stdout(StringIO()):  # it has said once which pieces it is made of
@@ -233,12 +242,8 @@ def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed
             return ""
         except CheckFailed as known:
             error = known
-    sentence = asked.slips["told"].get(error.fingerprint)
+    sentence = asked.slips["told"].get(error.fingerprint) or general
     return f"A guess: {sentence}\n" if sentence else ""
-
-
-def name_of(answer: Callable) -> str:
-    return getattr(answer, "__name__", "your_function")
 
 
 def _on(sizes: tuple[int, ...]) -> str:
@@ -329,12 +334,10 @@ _END = "the end"  # how a rank calls the barrier after a learner's function
 def _in_words(error: Exception, source: Source | None) -> str:
     """Say how a run failed; call the barrier behind it, which no learner wrote, leaving."""
     text = "\n\n".join(error.reports()) if isinstance(error, RankError) else str(error)
-    if isinstance(error, TimeoutError):
-        text += "\nDoes a rank wait for a message that no rank sends, or loop for ever? "
-        text += "Does every collective get group=axis.group?"
     for who, verb in ((r"ranks [\d, ]+", "have"), (r"rank \d+", "has")):
         text = re.sub(rf"({who}) called {_END}\b", rf"\1 {verb} left your function", text)
-    text = text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
+    left = r"has left your function, others have not\1"  # and not at a line of ours
+    text = re.sub(rf"waits in {_END}, in vain(.*)\n.+\n.+", left, text)
     text = re.sub(rf"\b{_END} on (rank \d+):", r"after your function, \1:", text)
     if source is None:
         return text

@@ -88,3 +88,31 @@ def wrong_sends_all_numbers(numbers, axis):
     padded = torch.full((MOST,), torch.nan, dtype=numbers.dtype)
     padded[: len(numbers)] = numbers
     return all_gather(padded, axis).nanmean()
+
+
+@fails(
+    "result",
+    "The sum was not used: all_reduce returns it, and leaves its argument as it was.",
+)
+def wrong_drops_the_result(numbers, axis):
+    own = torch.tensor([numbers.sum(), len(numbers)], dtype=numbers.dtype)
+    all_reduce(own, axis)
+    return own[0] / own[1].clamp(min=1)
+
+
+@fails(
+    "result",
+    "The sum was not used: all_reduce returns it, and leaves its argument as it was.",
+)
+def wrong_drops_the_result_and_divides_by_0(numbers, axis):
+    own = torch.tensor([numbers.sum(), len(numbers)], dtype=numbers.dtype)
+    all_reduce(own, axis)
+    return own[0] / own[1]
+
+
+@fails(
+    "result",
+    "Divided by the number of ranks: divide by the count of all numbers.",
+)
+def wrong_divides_by_the_ranks(numbers, axis):
+    return all_reduce(numbers.sum(), axis) / axis.size

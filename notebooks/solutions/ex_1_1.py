@@ -180,3 +180,45 @@ def wrong_leaves_the_first_token_nothing(q, k, v):
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
     return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+
+@fails(
+    "result",
+    "A score of 0 still gets weight in a softmax: set the future to minus infinity.",
+)
+def wrong_sets_the_future_to_zero(q, k, v):
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    return (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).tril().softmax(-1) @ v
+
+
+@fails(
+    "result",
+    "The past is hidden, and the future seen: triu(1) marks what to hide.",
+)
+def wrong_hides_the_past(q, k, v):
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-1)
+    return scores.masked_fill(past, -torch.inf).softmax(-1) @ v
+
+
+@fails(
+    "result",
+    "The softmax goes over the queries: it goes over the keys, the last dim.",
+)
+def wrong_softmax_over_the_queries(q, k, v):
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-2) @ v
+
+
+@fails(
+    "result",
+    "The scores are divided by K: divide by its square root.",
+)
+def wrong_divides_by_the_head_width(q, k, v):
+    return solution(q / q.shape[-1] ** 0.5, k, v)

@@ -5,7 +5,6 @@ projections (two of them narrower with grouped-query attention), three matrices 
 norms. One norm at the end.
 """
 
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
@@ -20,7 +19,7 @@ SIZES = (1,)
 
 
 def given(size, random):
-    """A list of shapes: the fields of a `LlamaConfig` without its properties."""
+    """A list of shapes: too few fields of a `LlamaConfig` for a model that counts itself."""
 
     def draw(low, high):
         return int(torch.randint(low, high, (), generator=random))
@@ -28,7 +27,7 @@ def given(size, random):
     shapes = []
     for tied in (True, False, True, False):
         groups, share = draw(1, 5), draw(2, 4)
-        config = LlamaConfig(
+        shape = SimpleNamespace(
             vocab_size=draw(100, 500),
             hidden_size=draw(16, 100),
             intermediate_size=draw(50, 300),
@@ -38,7 +37,7 @@ def given(size, random):
             head_dim=2 * draw(2, 9),
             tie_embeddings=tied,
         )
-        shapes.append(SimpleNamespace(**asdict(config)))
+        shapes.append(shape)
     return [(shapes,)] * size
 
 
@@ -130,3 +129,28 @@ def wrong_divides_the_width_by_the_heads(config):
     layer = 2 * width * width + 2 * keys + mlp + 2 * width
     tables = 1 if config.tie_embeddings else 2
     return tables * config.vocab_size * width + config.num_layers * layer + width
+
+
+@fails(
+    "run",
+    "A model was built to be counted: the shape alone is enough.",
+)
+def wrong_builds_the_model(config):
+    return sum(p.numel() for p in Llama(config).parameters())
+
+
+@fails(
+    "result",
+    "The MLP has three matrices of D x F: gate, up and down.",
+)
+def wrong_forgets_a_matrix_of_the_mlp(config):
+    return solution(config) - config.num_layers * config.hidden_size * config.intermediate_size
+
+
+@fails(
+    "result",
+    "The output projection is missing: attention has four matrices, q, k, v and o.",
+)
+def wrong_forgets_the_output_projection(config):
+    heads = config.num_heads * config.head_dim
+    return solution(config) - config.num_layers * config.hidden_size * heads

@@ -57,7 +57,7 @@ def counted_flops(config: LlamaConfig, batch_size: int, seq_len: int) -> int:
 
 def _compare(case: Case, place: int, what: str, truth) -> None:
     for (config, batch_size, seq_len), got in zip(case.given[0][0], case.results[0], strict=True):
-        if not isinstance(got, tuple) or len(got) != 2:
+        if not isinstance(got, tuple | list) or len(got) != 2:
             raise CheckFailed(f"expected (flops, num_bytes), got {got!r}")
         want = truth(config, batch_size, seq_len)
         if got[place] != want:
@@ -142,7 +142,7 @@ def wrong_lets_norms_multiply(config, batch_size, seq_len):
 
 @fails(
     "flops",
-    "Attention has two products per head and layer: scores, and scores times values.",
+    "Half of attention: two products per head and layer, each of the full T x T square.",
 )
 def wrong_forgets_a_product_of_attention(config, batch_size, seq_len):
     flops, num_bytes = solution(config, batch_size, seq_len)
@@ -156,3 +156,29 @@ def wrong_forgets_a_product_of_attention(config, batch_size, seq_len):
 )
 def wrong_takes_six_times_all(config, batch_size, seq_len):
     return 6 * config.num_parameters * batch_size * seq_len, 16 * config.num_parameters
+
+
+@fails(
+    "flops",
+    "Half of the truth: a multiplication and an addition are two FLOPs.",
+)
+def wrong_counts_multiplications_alone(config, batch_size, seq_len):
+    flops, num_bytes = solution(config, batch_size, seq_len)
+    return flops // 2, num_bytes
+
+
+@fails(
+    "flops",
+    "A third of the truth: this is forward, and backward costs twice as much.",
+)
+def wrong_forgets_backward(config, batch_size, seq_len):
+    flops, num_bytes = solution(config, batch_size, seq_len)
+    return flops // 3, num_bytes
+
+
+@fails(
+    "flops",
+    "One sequence alone: the batch has batch_size of them.",
+)
+def wrong_forgets_the_batch(config, batch_size, seq_len):
+    return solution(config, 1, seq_len)

@@ -162,3 +162,18 @@ def wrong_serves_the_longest_branch_last(tensor, src, axis):
         if place < reach < axis.size - place:
             send(result, axis, (axis.rank + reach) % axis.size)
     return result
+
+
+@fails(
+    "result",
+    "What arrived was not kept: recv(buffer, ...) fills the buffer, and returns it.",
+)
+def wrong_keeps_nothing(tensor, src, axis):
+    place, have = (axis.rank - src) % axis.size, 1
+    while have < axis.size:
+        if place < have and place + have < axis.size:
+            send(tensor, axis, (axis.rank + have) % axis.size)
+        elif have <= place < 2 * have:
+            recv(torch.empty_like(tensor), axis, (axis.rank - have) % axis.size)
+        have *= 2
+    return tensor

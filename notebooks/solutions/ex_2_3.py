@@ -123,3 +123,17 @@ def wrong_swaps_the_whole_buffer(block, axis):
         (theirs,) = exchange([(joined, partner)], [(torch.empty_like(joined), partner)], axis)
         joined, reach = joined + theirs, 2 * reach
     return joined
+
+
+@fails(
+    "result",
+    "Only the own block is sent: in each round send all that you have so far.",
+)
+def wrong_sends_its_own_block_alone(block, axis):
+    mine, reach = block, 1
+    while reach < axis.size:
+        partner = axis.rank ^ reach
+        (theirs,) = exchange([(block, partner)], [(torch.empty_like(block), partner)], axis)
+        mine = torch.cat([theirs, mine] if partner < axis.rank else [mine, theirs])
+        reach *= 2
+    return mine

@@ -119,3 +119,29 @@ def wrong_sends_each_time_alone(num_bytes, seconds, axis):
 )
 def wrong_takes_the_mean_stopwatch(num_bytes, seconds, axis):
     return wrong_trusts_its_own_stopwatch(num_bytes, all_reduce(seconds, axis, "avg"), axis)
+
+
+@fails(
+    "result",
+    "This is the inverse: seconds per byte, where bytes per second are asked for.",
+)
+def wrong_inverts_the_bandwidth(num_bytes, seconds, axis):
+    latency, bandwidth = solution(num_bytes, seconds, axis)
+    return latency, 1 / bandwidth
+
+
+@fails(
+    "result",
+    "Each of the 2(n-1) rounds carries N/n bytes: the slope is 2(n-1) / (n beta).",
+)
+def wrong_takes_the_slope_for_all_bytes(num_bytes, seconds, axis):
+    latency, bandwidth = solution(num_bytes, seconds, axis)
+    return latency, bandwidth * axis.size / (2 * (axis.size - 1))
+
+
+@fails(
+    "result",
+    "The two are exchanged: return latency, then bandwidth.",
+)
+def wrong_exchanges_the_two(num_bytes, seconds, axis):
+    return solution(num_bytes, seconds, axis)[::-1]

@@ -125,3 +125,13 @@ def wrong_gathers_too_early(tensor, across, inside):
 def wrong_exchanges_the_levels(tensor, across, inside):
     mine = reduce_scatter(_padded(tensor, across), across)
     return all_gather(all_reduce(mine, inside), across)[: len(tensor)]
+
+
+@fails(
+    "result",
+    "The sum across was not used: all_reduce returns it.",
+)
+def wrong_drops_the_sum_across(tensor, across, inside):
+    mine = reduce_scatter(_padded(tensor, inside), inside)
+    all_reduce(mine, across)
+    return all_gather(mine, inside)[: len(tensor)]

@@ -148,3 +148,46 @@ def wrong_drops_the_result(model, axis):
     for parameter in model.parameters():
         if parameter.grad is not None:
             all_reduce(parameter.grad, axis, "avg")
+
+
+@fails(
+    "run",
+    "dist.all_reduce changes its tensor in place, and returns nothing.",
+)
+def wrong_divides_what_is_returned(model, axis):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = dist.all_reduce(parameter.grad, group=axis.group) / axis.size
+
+
+@fails(
+    "run",
+    "dist.all_reduce changes its tensor in place, and returns nothing.",
+)
+def wrong_keeps_what_is_returned(model, axis):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = dist.all_reduce(parameter.grad, group=axis.group)
+            parameter.grad /= axis.size
+
+
+@fails(
+    "run",
+    "Ask `p.grad is not None`: a tensor of several numbers is neither true nor false.",
+)
+def wrong_asks_whether_a_tensor_is_true(model, axis):
+    for parameter in model.parameters():
+        if parameter.grad:
+            dist.all_reduce(parameter.grad, group=axis.group)
+            parameter.grad /= axis.size
+
+
+@fails(
+    "run",
+    "The axis is not a process group: group=axis.group.",
+)
+def wrong_takes_the_axis_for_a_group(model, axis):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=axis)
+            parameter.grad /= axis.size

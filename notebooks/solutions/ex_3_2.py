@@ -193,3 +193,54 @@ def _reduce(bucket, axis):
     pieces = flat.split([parameter.numel() for parameter in bucket])
     for parameter, piece in zip(bucket, pieces, strict=True):
         parameter.grad = piece.view_as(parameter)
+
+
+@fails(
+    "result",
+    "Exactly n times the average: did you divide by axis.size?",
+)
+def wrong_forgets_to_divide(model, axis, capacity):
+    solution(model, axis, capacity)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= axis.size
+
+
+@fails(
+    "run",
+    "A frozen parameter has grad None: leave it out of every bucket.",
+)
+def wrong_flattens_what_is_frozen(model, axis, capacity):
+    for bucket in _filled(reversed(list(model.parameters())), capacity):
+        _reduce(bucket, axis)
+
+
+@fails(
+    "buckets",
+    "The room is not set anew: each bucket begins with the whole capacity.",
+)
+def wrong_never_sets_the_room_anew(model, axis, capacity):
+    buckets, used = [[]], 0
+    for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
+        if buckets[-1] and used + parameter.nbytes > capacity:
+            buckets.append([])
+        buckets[-1].append(parameter)
+        used += parameter.nbytes
+    for bucket in buckets:
+        _reduce(bucket, axis)
+
+
+@fails(
+    "buckets",
+    "A bucket is closed when it is too full already: ask before you put one more in.",
+)
+def wrong_asks_too_late(model, axis, capacity):
+    buckets, used = [[]], 0
+    for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
+        if used >= capacity:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(parameter)
+        used += parameter.nbytes
+    for bucket in buckets:
+        _reduce(bucket, axis)

@@ -212,7 +212,7 @@ def wrong_never_waits(model, backwards, axis):
 
 @fails(
     "result",
-    "Exactly n times the average: divide before the call or after the wait, not in between.",
+    "Exactly n times the average: divide before the call, or after the wait.",
 )
 def wrong_divides_what_travels(model, backwards, axis):
     works = []
@@ -284,3 +284,30 @@ def wrong_starts_in_every_backward(model, backwards, axis):
         work.wait()
     for parameter in model.parameters():
         parameter.grad /= axis.size
+
+
+@fails(
+    "run",
+    "Register the function, not its result: hook, and not hook(p).",
+)
+def wrong_registers_what_a_hook_returns(model, backwards, axis):
+    def send(parameter):
+        works.append(dist.all_reduce(parameter.grad, group=axis.group, async_op=True))
+
+    works = []
+    *early, last = backwards
+    for backward in early:
+        backward()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send(parameter))
+    last()
+
+
+@fails(
+    "result",
+    "A microbatch counts twice: run each backward once.",
+)
+def wrong_runs_the_last_twice(model, backwards, axis):
+    for backward in backwards[:-1]:
+        backward()
+    solution(model, backwards[-1:] * 2, axis)

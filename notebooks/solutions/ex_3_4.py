@@ -235,3 +235,34 @@ def wrong_divides_sums_by_the_ranks(model, microbatches, axis):
         loss.backward()
         total += loss.detach()
     return _average(model, total, axis)
+
+
+@fails(
+    "result",
+    "The loss is this rank's part alone: all-reduce it, as the gradients.",
+)
+def wrong_keeps_its_part_of_the_loss(model, microbatches, axis):
+    count = sum((targets != IGNORE).sum() for _, targets in microbatches)
+    dist.all_reduce(count, group=axis.group)
+    total = torch.zeros((), dtype=torch.float64)
+    for x, targets in microbatches:
+        loss = _sum_of_losses(model, x, targets) / count
+        loss.backward()
+        total += loss.detach()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=axis.group)
+    return total
+
+
+@fails(
+    "result",
+    "Targets of -100 are counted, too: they count for nothing.",
+)
+def wrong_counts_what_is_ignored(model, microbatches, axis):
+    count = torch.tensor(sum(targets.numel() for _, targets in microbatches))
+    dist.all_reduce(count, group=axis.group)
+    for x, targets in microbatches:
+        (_sum_of_losses(model, x, targets) / count).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=axis.group)
+    return count

@@ -24,19 +24,19 @@ PRAISE = "This is data parallelism: the first piece of a trainer of your own."
 SIZES = (3,)
 
 MICROBATCHES, STEPS = 2, 2
-CAPACITY = 200  # bytes: 25 numbers; the parameters have 12, 3, 20, 4, 25, 5, 30 of them
+CAPACITY = 200  # bytes: 25 numbers; the parameters have 8, 2, 12, 4, 15, 3, 30, 5 of them
 SLOW = Link("slow", latency=0.05, bandwidth=1e9)  # a call takes far longer than the backward
 
 
 def given(size, random):
-    """For each rank the same model and other microbatches of each step: x [B, 6], y [B, 3]."""
+    """For each rank the same model and other microbatches of each step: x [B, 6], y [B, 2]."""
     model = nn.Sequential(
-        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3)
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4), nn.Linear(4, 2)
     ).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=random)
     model[4].bias.requires_grad_(False)  # a frozen parameter has no gradient to average
-    shape = size, STEPS, MICROBATCHES, 2, 9
+    shape = size, STEPS, MICROBATCHES, 2, 8
     data = torch.randn(shape, generator=random, dtype=torch.float64)
     return [(copy.deepcopy(model), rows[..., :6], rows[..., 6:]) for rows in data]
 
@@ -286,3 +286,34 @@ class wrong_waits_for_the_first_step_again(solution):
             flat = self.pending[i].wait()
             for q, mean in zip(bucket, flat.split([q.numel() for q in bucket]), strict=True):
                 q.grad = mean.view_as(q)
+
+
+@fails(
+    "buckets",
+    "Buckets are filled from the first parameter on: the last parameters go first.",
+)
+class wrong_first_parameter_first(solution):
+    def __init__(self, model, axis, capacity, microbatches):
+        turned = nn.ParameterList(reversed(list(model.parameters())))
+        super().__init__(turned, axis, capacity, microbatches)
+
+
+@fails(
+    "run",
+    "A frozen parameter (requires_grad is false) takes no hook: leave it out.",
+)
+class wrong_hooks_what_is_frozen:
+    def __init__(self, model, axis, capacity, microbatches):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: None)
+
+
+@fails(
+    "run",
+    "A lambda in a loop sees the last bucket only: bind it, lambda p, i=i: ...",
+)
+class wrong_hooks_know_the_last_bucket(solution):
+    def __init__(self, model, axis, capacity, microbatches):
+        super().__init__(model, axis, capacity, microbatches)
+        last = self.buckets[-1][0]
+        self.bucket_of = dict.fromkeys(self.bucket_of, self.bucket_of[last])

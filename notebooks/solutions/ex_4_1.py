@@ -36,7 +36,8 @@ def check_result(case: Case) -> None:
     allowed = 0.501 * steps.sum(0).repeat_interleave(BLOCK) + 1e-6 * vectors.abs().sum(0)
     for rank, got in enumerate(case.results):
         if not isinstance(got, torch.Tensor) or got.shape != truth.shape:
-            raise CheckFailed(f"rank {rank}: expected a tensor {list(truth.shape)}, got {got!r}")
+            what = list(got.shape) if isinstance(got, torch.Tensor) else repr(got)
+            raise CheckFailed(f"rank {rank}: expected a tensor {list(truth.shape)}, got {what}")
         if not got.isfinite().all():
             raise CheckFailed(f"rank {rank}: there are numbers that are not finite; a block is 0")
         error = (got.double() - truth).abs() - allowed
@@ -154,3 +155,45 @@ def wrong_a_scale_per_number(vector, block, axis):
     codes = (vector / scale.clamp(min=1e-38)).round().to(torch.int8)
     every = all_gather(codes, axis).view(axis.size, -1)
     return (every * all_gather(scale, axis).view(axis.size, -1)).sum(0)
+
+
+@fails(
+    "result",
+    "The average of the ranks, where their sum is asked for.",
+)
+def wrong_averages(vector, block, axis):
+    return solution(vector, block, axis) / axis.size
+
+
+@fails(
+    "result",
+    "Codes of all ranks are decoded with this rank's scales: gather the scales, too.",
+)
+def wrong_decodes_with_its_own_scales(vector, block, axis):
+    blocks = vector.view(-1, block)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    codes = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8)
+    return (all_gather(codes, axis).view(axis.size, *codes.shape) * scale).sum(0).flatten()
+
+
+@fails(
+    "result",
+    "Codes were added as int8, which overflows: decode, then add.",
+)
+def wrong_all_reduces_codes(vector, block, axis):
+    blocks = vector.view(-1, block)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    codes = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8)
+    return (all_reduce(codes, axis) * scale).flatten()
+
+
+@fails(
+    "result",
+    "128 is no int8, and becomes -128: divide the largest by 127.",
+)
+def wrong_divides_by_128(vector, block, axis):
+    blocks = vector.view(-1, block)
+    scale = blocks.abs().amax(1, keepdim=True) / 128
+    codes = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8)
+    every = all_gather(codes, axis).view(axis.size, *codes.shape)
+    return (every * all_gather(scale, axis).view(axis.size, *scale.shape)).sum(0).flatten()

@@ -31,7 +31,7 @@ def run(answer, axis, gradients, k):
     for gradient in gradients:
         out = answer(gradient.clone(), residue.clone(), k, axis)
         if not isinstance(out, tuple) or len(out) != 2:
-            raise CheckFailed(f"return (average, residue), two tensors; got {out!r}")
+            raise CheckFailed("return (average, residue), two tensors")
         average, residue = out
         averages.append(average)
         residues.append(residue)
@@ -182,3 +182,47 @@ def wrong_sends_zeros_too(gradient, residue, k, axis):
 def wrong_keeps_what_is_not_in_the_average(gradient, residue, k, axis):
     average, _ = solution(gradient, residue, k, axis)
     return average, gradient + residue - average
+
+
+@fails(
+    "result",
+    "Exactly n times the average: divide by axis.size.",
+)
+def wrong_forgets_to_divide(gradient, residue, k, axis):
+    average, residue = solution(gradient, residue, k, axis)
+    return average * axis.size, residue
+
+
+@fails(
+    "result",
+    "The residue is what this rank did not send: v, with zeros at its own places.",
+)
+def wrong_forgets_what_others_sent(gradient, residue, k, axis):
+    v = gradient + residue
+    places = all_gather(v.abs().topk(k).indices.int(), axis).long()
+    average, _ = solution(gradient, residue, k, axis)
+    return average, v.index_fill(0, places, 0)
+
+
+@fails(
+    "result",
+    "Signs are lost: topk of v.abs() gives places, and v at these places is sent.",
+)
+def wrong_sends_magnitudes(gradient, residue, k, axis):
+    v = gradient + residue
+    values, places = v.abs().topk(k)
+    values, everywhere = all_gather(values, axis), all_gather(places.int(), axis)
+    total = torch.zeros_like(v).index_add(0, everywhere, values)
+    return total / axis.size, v.index_fill(0, places, 0)
+
+
+@fails(
+    "result",
+    "The gradient was sent without the residue: send v, which is their sum.",
+)
+def wrong_sends_the_gradient_alone(gradient, residue, k, axis):
+    v = gradient + residue
+    places = v.abs().topk(k).indices
+    values, everywhere = all_gather(gradient[places], axis), all_gather(places.int(), axis)
+    total = torch.zeros_like(v).index_add(0, everywhere, values)
+    return total / axis.size, v.index_fill(0, places, 0)

@@ -213,3 +213,28 @@ def wrong_sends_the_matrix(gradient, residue, q, axis):
     p = torch.linalg.qr(mean @ q).Q
     q = mean.T @ p
     return p @ q.T, matrix - p @ q.T, q
+
+
+@fails(
+    "first_step",
+    "The sums were not used: all_reduce returns them.",
+)
+def wrong_drops_the_sums(gradient, residue, q, axis):
+    matrix = gradient + residue
+    p = matrix @ q
+    all_reduce(p, axis)
+    p = torch.linalg.qr(p).Q
+    q = matrix.T @ p
+    all_reduce(q, axis)
+    average = p @ q.T / axis.size
+    return average, matrix - average, q
+
+
+@fails(
+    "run",
+    "torch.linalg.qr returns Q and R: take .Q.",
+)
+def wrong_takes_q_and_r(gradient, residue, q, axis):
+    matrix = gradient + residue
+    p = torch.linalg.qr(all_reduce(matrix @ q, axis))
+    return all_reduce(matrix.T @ p, axis)

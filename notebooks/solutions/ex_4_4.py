@@ -33,7 +33,7 @@ def run(answer, axis, start, ways):
         own = outer + way  # what some inner steps have made of it
         out = answer(outer.clone(), own, velocity.clone(), LR, MOMENTUM, axis)
         if not isinstance(out, tuple) or len(out) != 2:
-            raise CheckFailed(f"return (outer, velocity), two tensors; got {out!r}")
+            raise CheckFailed("return (outer, velocity), two tensors")
         outer, velocity = out
         seen.append(outer)
     return seen
@@ -120,5 +120,25 @@ def wrong_starts_from_its_own(outer, own, velocity, lr, momentum, axis):
 )
 def wrong_gathers_everybody(outer, own, velocity, lr, momentum, axis):
     gradient = all_gather(outer - own, axis).view(axis.size, -1).mean(0)
+    velocity = momentum * velocity + gradient
+    return outer - lr * (gradient + momentum * velocity), velocity
+
+
+@fails(
+    "result",
+    "The next round starts from the old velocity: return the new one.",
+)
+def wrong_returns_the_old_velocity(outer, own, velocity, lr, momentum, axis):
+    outer, _ = solution(outer, own, velocity, lr, momentum, axis)
+    return outer, velocity
+
+
+@fails(
+    "result",
+    "The average was not used: all_reduce returns it.",
+)
+def wrong_drops_the_average(outer, own, velocity, lr, momentum, axis):
+    gradient = outer - own
+    all_reduce(gradient, axis, "avg")
     velocity = momentum * velocity + gradient
     return outer - lr * (gradient + momentum * velocity), velocity

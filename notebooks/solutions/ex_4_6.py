@@ -351,3 +351,26 @@ def wrong_learns_padding(model, documents, seq_len, axis):
 def wrong_cuts_the_graph(model, documents, seq_len, axis):
     loss, rows = _of_rows(model, documents, seq_len, _my_rows(documents, axis))
     return loss.detach() + 0 * sum(p.sum() for p in model.parameters()), rows
+
+
+@fails(
+    "loss",
+    "The sum is not divided: divide it by the targets of all documents.",
+)
+def wrong_forgets_to_divide(model, documents, seq_len, axis):
+    rows = _my_rows(documents, axis)
+    return _loss(model, documents, rows, seq_len), rows
+
+
+@fails(
+    "loss",
+    "Targets are not shifted: a token at d[i] predicts d[i + 1].",
+)
+def wrong_predicts_what_it_sees(model, documents, seq_len, axis):
+    targets, rows = sum(len(d) - 1 for d in documents), _my_rows(documents, axis)
+    total = 0
+    for i in (i for row in rows for i in row):
+        x = documents[i][None, :-1]
+        logits = model(x, torch.arange(x.shape[1])[None], _causal(x))
+        total = total + F.cross_entropy(logits[0], x[0], reduction="sum")
+    return total / targets, rows

@@ -237,3 +237,62 @@ def wrong_looks_for_infinity_only(weight, optimizer, losses, scale, interval):
 def wrong_grows_once(weight, optimizer, losses, scale, interval):
     arguments = weight, optimizer, losses, scale, interval
     return _scaled(*arguments, lambda grad: grad.isfinite().all(), starts_anew=False)
+
+
+@fails(
+    "scales",
+    "Noted after it had changed: append the scale that this step used.",
+)
+def wrong_notes_the_next_scale(weight, optimizer, losses, scale, interval):
+    used = solution(weight, optimizer, losses, scale, interval)
+    return [*used[1:], used[-1]]
+
+
+@fails(
+    "scales",
+    "Gradients pile up from step to step: zero_grad() before each backward.",
+)
+def wrong_lets_gradients_pile_up(weight, optimizer, losses, scale, interval):
+    used, good = [], 0
+    for loss in losses:
+        (loss() * scale).backward()
+        used.append(scale)
+        weight.grad /= scale
+        if weight.grad.isfinite().all():
+            optimizer.step()
+            good += 1
+            if good == interval:
+                scale, good = scale * 2, 0
+        else:
+            scale, good = scale / 2, 0
+    return used
+
+
+@fails(
+    "scales",
+    "Doubled one step late: as soon as there are `interval` good steps.",
+)
+def wrong_grows_a_step_late(weight, optimizer, losses, scale, interval):
+    return solution(weight, optimizer, losses, scale, interval + 1)
+
+
+@fails(
+    "scales",
+    "The loss may be finite where its gradient is not: ask weight.grad.",
+)
+def wrong_asks_the_loss(weight, optimizer, losses, scale, interval):
+    used, good = [], 0
+    for loss in losses:
+        optimizer.zero_grad()
+        scaled = loss() * scale
+        scaled.backward()
+        used.append(scale)
+        weight.grad /= scale
+        if scaled.isfinite():
+            optimizer.step()
+            good += 1
+            if good == interval:
+                scale, good = scale * 2, 0
+        else:
+            scale, good = scale / 2, 0
+    return used

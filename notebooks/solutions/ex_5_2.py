@@ -53,7 +53,8 @@ def given(size, random):
 def run(answer, axis, steps, scale):
     decisions = []
     for grads in steps:
-        decisions.append(bool(answer(grads, scale, axis)))
+        said = answer(grads, scale, axis)
+        decisions.append(None if said is None else bool(said))
     return decisions, steps
 
 
@@ -160,3 +161,21 @@ def wrong_adds_up_what_is_divided(grads, scale, axis):
     _divide(grads, scale)
     total = sum((grad.sum() for grad in grads), torch.zeros(()))
     return not all_reduce(total[None], axis).isfinite().item()
+
+
+@fails(
+    "decision",
+    "The maximum was not used: all_reduce returns it.",
+)
+def wrong_drops_the_maximum(grads, scale, axis):
+    found = _divide(grads, scale)
+    all_reduce(found, axis, "max")
+    return found.item() > 0
+
+
+@fails(
+    "decision",
+    "Turned round: return True where a step is to be skipped.",
+)
+def wrong_says_whether_to_step(grads, scale, axis):
+    return not solution(grads, scale, axis)

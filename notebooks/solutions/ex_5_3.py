@@ -172,3 +172,14 @@ def wrong_asks_rank_0(weight, update, seed, axis):
 )
 def wrong_seeds_by_rank(weight, update, seed, axis):
     return solution(weight, update, seed + axis.rank, axis)
+
+
+@fails(
+    "neighbours",
+    "Rounded twice: set the lower 16 bits to zero before .bfloat16().",
+)
+def wrong_rounds_twice(weight, update, seed, axis):
+    dice = torch.Generator().manual_seed(seed)
+    exact = (weight.float() + update).view(torch.int32)
+    noise = torch.randint(1 << 16, exact.shape, generator=dice, dtype=torch.int32)
+    return (exact + noise).view(torch.float32).bfloat16()

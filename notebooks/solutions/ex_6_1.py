@@ -205,3 +205,37 @@ def _train(
             if hand_out:
                 dist.broadcast(p, group=axis.group, group_src=owners[i])
     return optimizer
+
+
+@fails(
+    "result",
+    "Momentum is lost in each step: make the optimizer once, before the first.",
+)
+def wrong_makes_an_optimizer_for_each_step(params, gradients, make, axis):
+    for step in gradients:
+        optimizer = _train(params, [step], make, axis)
+    return optimizer
+
+
+@fails(
+    "balance",
+    "Handed out in the order of params: the largest parameter goes first.",
+)
+def wrong_hands_out_unsorted(params, gradients, make, axis):
+    owns, owners = [0] * axis.size, []
+    for p in params:
+        owners.append(owns.index(min(owns)))
+        owns[owners[-1]] += p.numel()
+    return _train(params, gradients, make, axis, owners)
+
+
+@fails(
+    "run",
+    "Only owners call: every rank calls each reduce and each broadcast.",
+)
+def wrong_lets_owners_call_alone(params, gradients, make, axis):
+    owners = _greedy([p.numel() for p in params], axis.size)[0]
+    for step in gradients:
+        for i, gradient in enumerate(step):
+            if owners[i] == axis.rank:
+                dist.reduce(gradient, group=axis.group, group_dst=owners[i])

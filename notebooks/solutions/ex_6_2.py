@@ -146,7 +146,7 @@ def wrong_sends_nothing(params, backward, axis):
 
 @fails(
     "result",
-    "Exactly n times the average: divide by axis.size.",
+    "Exactly n times the average: divide before the call, or after the wait.",
 )
 def wrong_adds_up_and_does_not_divide(params, backward, axis):
     slices = solution(params, backward, axis)
@@ -259,3 +259,18 @@ def _reduced(p, axis):
 
 def _mine(p, axis):
     return _padded(p.grad, axis.size).chunk(axis.size)[axis.rank].clone()
+
+
+@fails(
+    "run",
+    "A gradient is no multiple of the ranks: pad it with zeros first.",
+)
+def wrong_does_not_pad(params, backward, axis):
+    def send(p):
+        flat = p.grad.flatten()
+        mine = flat.new_empty(len(flat) // axis.size)
+        dist.reduce_scatter_single(mine, flat, group=axis.group, async_op=True).wait()
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(send)
+    backward()

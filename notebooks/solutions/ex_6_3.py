@@ -140,7 +140,7 @@ def wrong_sends_nothing(shards, x, compute, axis):
 
 @fails(
     "result",
-    "compute ran before its weight had arrived: wait for it first.",
+    "compute ran on a weight that had not arrived: wait first, and use two buffers.",
 )
 def wrong_does_not_wait(shards, x, compute, axis):
     works = []

@@ -98,7 +98,7 @@ def wrong_takes_a_square_mesh_for_granted(shard, gradient, lr, replica, node):
 
 @fails(
     "run",
-    "The axes are exchanged: cut inside of the node, sum across.",
+    "Sizes do not fit: cut along node and not along replica, and give the output first.",
 )
 def wrong_axis_first(shard, gradient, lr, replica, node):
     """Cuts across nodes and sums inside: a slice of gradients that belongs to other weights."""
@@ -136,3 +136,30 @@ def _gathered(shard, node):
     whole = shard.new_empty(len(shard) * node.size)
     dist.all_gather_single(whole, shard, group=node.group)
     return whole
+
+
+@fails(
+    "result",
+    "A sum of gradients, where their average is asked for: divide by all ranks.",
+)
+def wrong_forgets_to_divide(shard, gradient, lr, replica, node):
+    return solution(shard, gradient, lr * node.size * replica.size, replica, node)
+
+
+@fails(
+    "result",
+    "The weights go uphill: subtract lr times the gradient.",
+)
+def wrong_adds_the_gradient(shard, gradient, lr, replica, node):
+    return solution(shard, gradient, -lr, replica, node)
+
+
+@fails(
+    "result",
+    "The gradient was gathered: gather the new weights.",
+)
+def wrong_gathers_the_gradient(shard, gradient, lr, replica, node):
+    mine = torch.empty_like(shard)
+    dist.reduce_scatter_single(mine, gradient, group=node.group)
+    dist.all_reduce(mine, group=replica.group)
+    return _gathered(mine, node)

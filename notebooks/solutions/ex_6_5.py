@@ -258,3 +258,14 @@ class wrong_gathers_too_often(_with(_GathersTooOften)):
 @fails("run", "A slice is a view of the flat weights, and is freed with them: clone it.")
 class wrong_cuts_a_view(_with(_Views)):
     pass
+
+
+class _GathersOnce(Unit):
+    def gather(self):
+        if torch.is_grad_enabled():  # not in backward
+            super().gather()
+
+
+@fails("run", "A block ran without its weights: gather before forward, and before backward.")
+class wrong_does_not_gather_for_backward(_with(_GathersOnce)):
+    pass

@@ -1,6 +1,7 @@
 """Every exercise proves itself: stub, solution, wrong answers; the checks cannot be fooled."""
 
 import inspect
+import re
 import subprocess
 import sys
 import time
@@ -25,9 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 IDS = list(exercises.exercises())
 WRONG = [(number, name) for number in IDS for name in exercise(number).wrongs]
 STUBS = [
-    (tag.removeprefix("exercise-"), cell.source)
+    (tag.removeprefix("exercise-"), cell.source, "\n".join(c.source for c in cells))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
-    for cell in nbformat.read(path, as_version=4).cells
+    for cells in [[c for c in nbformat.read(path, 4).cells if not c.source.startswith("%%")]]
+    for cell in cells
     for tag in cell.metadata.get("tags", [])
     if tag.startswith("exercise-")
 ]
@@ -91,8 +93,8 @@ def test_an_exercise_is_complete(number):
     assert any(silent), "no wrong answer that communicates nothing"
 
 
-@pytest.mark.parametrize(("number", "source"), STUBS)
-def test_the_stub_of_the_notebook_is_waiting(number, source, monkeypatch):
+@pytest.mark.parametrize(("number", "source", "cells_of_kernel"), STUBS)
+def test_the_stub_of_the_notebook_is_waiting(number, source, cells_of_kernel, monkeypatch):
     """And no rank is started for it."""
     monkeypatch.setattr(exercises, "_pool", None)
     space = {"torch": torch, "dist": dist, "Tensor": torch.Tensor}
@@ -104,11 +106,13 @@ def test_the_stub_of_the_notebook_is_waiting(number, source, monkeypatch):
     # What a learner is given, in the order in which it comes.
     asked, given = (inspect.signature(f).parameters for f in (stub, exercise(number).solution))
     assert [*asked] == [*given][: len(asked)]
+    for module in re.findall(r"\b(collectives|dist)\.\w+\(", source):  # that it is to call
+        assert re.search(rf"import .*\b{module}\b|^{module} =", cells_of_kernel, re.M), module
 
 
 def test_exercises_are_in_notebooks_and_in_the_order_of_their_numbers():
     """As names of files, 10.1 would stand between 0.2 and 1.1."""
-    assert sorted(number for number, _ in STUBS) == sorted(IDS)
+    assert sorted(number for number, *_ in STUBS) == sorted(IDS)
     assert sorted(IDS, key=lambda number: [int(part) for part in number.split(".")]) == IDS
 
 
@@ -248,30 +252,25 @@ def other_answers() -> dict[str, tuple]:
         return schedules.make("zb_h1", p, m).as_text()
 
     # ------------------------------------------------------------------ of another kind
-    def returns(name, function, says):
-        known[name] = "2.1", lambda tensor, axis: function(tensor), "result", (says,)
+    def returns(name, function, says, criterion="result"):
+        known[name] = "2.1", lambda tensor, axis: function(tensor), criterion, (says,)
 
-    returns("none", lambda x: None, "expected a tensor, got None")
-    returns("a_part", lambda x: x[:3], "expected (24,) of torch.float64, got (3,)")
-    returns("nan", lambda x: x * float("nan"), "24 of 24 values are wrong")
+    returns("none", lambda x: None, "expected a tensor, got None\nA guess: Is a `return` missing?")
+    returns("slip", lambda x: x[2400], "IndexError", "run")
+    returns("tidies_up", lambda x: dist.destroy_process_group(), "after your function, ra", "run")
+    returns("of_ranks", lambda x: ring_round(x), "A guess: A cell of %%ranks", "run")  # noqa: F821
 
-    @answer("2.1", "run", "; ranks 1, 2, 3 have left your function", "in only_rank_0")
+    @answer(
+        "2.1", "run", "; ranks 1, 2, 3 have left your function", "in only_rank_0", "skip a call"
+    )
     def only_rank_0(tensor, axis):
         if axis.rank == 0:
             dist.all_reduce(tensor, group=axis.group)
         return tensor
 
-    @answer("2.1", "run", "A guess: `rank` is none of your function's arguments: ask axis.rank")
+    @answer("2.1", "run", "`world_size` is none of your function's arguments: ask axis.size")
     def asks_for_a_name_of_cells(tensor, axis):
-        return tensor * rank  # noqa: F821
-
-    @answer("2.1", "run", "after your function, rank 0: the process group was destroyed")
-    def tidies_up(tensor, axis):
-        dist.destroy_process_group()
-
-    @answer("2.1", "run", "IndexError", "in slip")
-    def slip(tensor, axis):
-        return tensor[axis.size * 100]
+        return tensor * world_size  # noqa: F821
 
     return known
 
@@ -402,10 +401,13 @@ def test_ranks_of_the_check_itself_notice_a_wait_in_vain(monkeypatch):
     monkeypatch.setattr(exercises, "_own", None)
 
     def wait_in_vain(tensor, axis):
-        dist.recv(tensor, group=axis.group, group_src=(axis.rank + 1) % axis.size)
+        if axis.rank == 0:
+            dist.recv(tensor, group=axis.group, group_src=1)
 
     try:
-        assert "waits in recv, in vain (all ranks wait)" in str(refused("2.1", wait_in_vain))
+        error = str(refused("2.1", wait_in_vain))
+        assert "waits in recv, in vain (all ranks wait)" in error
+        assert "has left your function, others have not" in error and "barrier" not in error
     finally:
         exercises._own.close()
 
