@@ -89,7 +89,7 @@ MALFORMED = {
     "train --resume W/no_config": "it has no config.json",
     "train --resume W/no_checkpoint": "the run has no checkpoint",
     "train --resume latest": "--resume latest needs the --name of the run",
-    "generate W/nowhere": "nowhere does not exist; name a run, or what export wrote",
+    "generate W/nowhere": "nowhere is no folder; name a run, or what export wrote",
     "generate W/run --prompt=": "--prompt '' has no token",
     "export W/run W/run": "is a run, and would lose its config.json",
 }
