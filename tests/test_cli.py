@@ -25,6 +25,8 @@ import minipar
 from minipar.cli import commands, main, training
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
+from minipar.ranks.launch import RankError
+from minipar.ranks.worker import Failure
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -87,7 +89,7 @@ MALFORMED = {
     "train --resume W/no_config": "it has no config.json",
     "train --resume W/no_checkpoint": "the run has no checkpoint",
     "train --resume latest": "--resume latest needs the --name of the run",
-    "generate W/nowhere": "nowhere does not exist; name a run, or what export wrote",
+    "generate W/nowhere": "nowhere is no folder; name a run, or what export wrote",
     "generate W/run --prompt=": "--prompt '' has no token",
     "export W/run W/run": "is a run, and would lose its config.json",
 }
@@ -131,6 +133,11 @@ def test_what_only_the_ranks_can_see_is_one_clear_line_too(work, capfd, words, s
     assert says in err
     assert (work / "run/config.json").read_bytes() == config
     assert checkpoint.available(work / "run/checkpoints")  # the run is still there
+
+
+def test_a_file_that_ranks_may_not_read_is_one_clear_line(capfd):
+    alike = {rank: Failure(f"rank {rank} of 2", "PermissionError", "no", "x") for rank in (0, 1)}
+    assert main.explain(RankError(alike)) == 1 and capfd.readouterr().err == "minipar: error: no\n"
 
 
 # ---------------------------------------------------------------------- 2. help
@@ -192,13 +199,15 @@ def test_flags_beat_a_file_which_beats_the_run_that_is_resumed(tmp_path):
         assert (config.steps, config.lr, config.plan) == (20, 0.5, "dp=2,tp=2")
         assert config.keep == 7 and config.resume == str(tmp_path)
     (tmp_path / "run.toml").write_text(
-        "lr = 0.25\nsteps = 7\nzero = 1\nasync_save = true\nprofile = false\nname = '-x'",
+        "lr = 0.25\nsteps = 7\nzero = 1\nasync_save = true\nprofile = false\nname = '-x'\n"
+        "out = '~/a'",
         encoding="utf-8-sig",  # as Windows writes it
     )
     typed = ["--resume", str(tmp_path), "--config", str(tmp_path / "run.toml"), "--steps", "20"]
     _, config = commands.parse(["train", *typed])
     assert (config.steps, config.lr, config.plan) == (20, 0.25, "dp=3,zero=1")
     assert config.async_save and not config.profile and config.name == "-x"
+    assert config.out == str(Path.home() / "a")  # no shell has read the file
     (tmp_path / "run.toml").write_text(f"resume = '{tmp_path}'", encoding="utf-8")
     _, config = commands.parse(["train", "--config", str(tmp_path / "run.toml")])
     assert (config.steps, config.lr, config.plan) == (9, 0.5, "dp=3")

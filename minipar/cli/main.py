@@ -44,7 +44,8 @@ def _complain(words: str) -> None:
     print(f"minipar: error: {' '.join(words.split())}", file=sys.stderr, flush=True)
 
 
-SAY_IT_ALL = ("Died", "FloatingPointError", "OSError", "MemoryError", "OutOfMemory")
+SAY_IT_ALL = ["Died", "FloatingPointError", "OSError", "MemoryError", "OutOfMemory"]
+SAY_IT_ALL += [kind.__name__ for kind in OSError.__subclasses__()]  # such as PermissionError
 """Failures of ranks whose message is all that there is to know."""
 
 

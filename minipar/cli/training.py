@@ -234,9 +234,8 @@ def summary(report: Report) -> str:
         rows["communication"] = f"rank 0 sends {sent:,.1f} MB a step in {ms:,.0f} ms, {hidden}"
     memory = [num_bytes / 1e6 for num_bytes in report.peak_memory]
     rows["peak memory"] = f"{min(memory):,.0f} to {max(memory):,.0f} MB a rank"
-    names = "metrics.jsonl loss.png timeline.png timeline.json profile sample.txt config.json"
-    made = [name for name in (*names.split(), "checkpoints") if Path(report.folder, name).exists()]
+    made = ", ".join(sorted(path.name for path in Path(report.folder).iterdir()))
     viewed = "timeline.json (open it at https://ui.perfetto.dev)"
-    rows["files"] = f"{report.folder}/: {', '.join(made)}".replace("timeline.json", viewed)
+    rows["files"] = f"{report.folder}/: {made}".replace("timeline.json", viewed)
     width = max(map(len, rows))
     return "\n".join(f"{name:>{width}}  {value}" for name, value in rows.items())

@@ -77,7 +77,7 @@ def generate(command: Generate) -> None:
         reads_bytes = ByteTokenizer.wrote(own, hf.load_config(path).vocab_size)
         tokenizer, model = load_tokenizer(None if reads_bytes else own), hf.load(path)
     else:
-        raise ValueError(f"generate {path} does not exist; name a run, or what export wrote")
+        raise ValueError(f"generate {path} is no folder; name a run, or what export wrote")
     start = torch.tensor(list(tokenizer.encode(command.prompt)))
     if not len(start):
         raise ValueError(f"--prompt {command.prompt!r} has no token for the model to go on from")

@@ -139,7 +139,9 @@ class TrainConfig:
             plan = replace(plan, **{axis: getattr(sizes, axis) for axis in MESH})
         given = {word: getattr(self, flag) for flag, word in WORDS.items()}
         plan = replace(plan, **{word: v for word, v in given.items() if v is not None})
-        for name, value in {"plan": str(plan), "mesh": "", **dict.fromkeys(WORDS)}.items():
+        out = str(Path(self.out).expanduser())  # no shell reads ~ in a file of flags
+        fixed = {"plan": str(plan), "mesh": "", "out": out, **dict.fromkeys(WORDS)}
+        for name, value in fixed.items():
             object.__setattr__(self, name, value)
 
     def as_plan(self) -> Plan:

@@ -119,6 +119,8 @@ def _read(source: str) -> Documents:
             if len(paths) == 1:
                 raise ValueError(f"{path} is not text in UTF-8: {one_line(error)}") from None
             text = None
+        if text and text.startswith("version https://git-lfs"):
+            raise ValueError(f"{path} is a pointer of git-lfs: run git lfs pull in its folder")
         is_json = path.suffix.lower() in (".json", *JSON_LINES)
         rows = _rows(path, text) if text and is_json else None
         if rows is None:
@@ -153,7 +155,7 @@ def _rows(path: Path, text: str) -> list[tuple[int, Any]] | None:
                 if not is_lines:
                     return None
                 raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from None
-    has_text = rows and isinstance(rows[0][1], dict) and "text" in rows[0][1]
+    has_text = any(isinstance(row, dict) and "text" in row for _, row in rows)
     return rows if has_text or is_lines else None
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of `path`, without one at the end that a kill cut short."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return the lines of `path`, without those that a kill or a full disk cut short."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _one_line(line: dict[str, Any]) -> str:

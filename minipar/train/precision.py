@@ -29,7 +29,7 @@ In torch: `torch.autocast` (used here), `torch.amp.GradScaler`.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from minipar.comm.values import look
 from minipar.model import casts
 from minipar.parallel import ddp
 from minipar.parallel.base.norm import cut_over, note_reduced
-from minipar.parallel.base.shards import in_order, piece_of
+from minipar.parallel.base.shards import piece_of
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which bf16 is more
@@ -63,22 +63,12 @@ class Precision:
 
     "bf16" and "fp16" want a model in float32: its parameters are the master weights. Autocast
     casts them for matmuls and attention, once per forward, and leaves norms, softmax and sums in
-    float32. "fp16" has a `LossScaler`, its own or the one given. Ranks of `axes` leave out the same
-    steps, and so do ranks that cut a gradient.
+    float32. "fp16" has a `LossScaler`.
     """
 
-    def __init__(
-        self,
-        name: str = "float32",
-        device: torch.device | str = "cpu",
-        axes: Sequence[Axis] = (),
-        scaler: "LossScaler | None" = None,
-    ) -> None:
-        self.dtype = COMPUTE_DTYPES[name]
-        self.device, self.axes = torch.device(device), axes
-        if scaler is None and name == "fp16":
-            scaler = LossScaler(device=device)
-        self.scaler = scaler
+    def __init__(self, name: str = "float32", device: torch.device | str = "cpu") -> None:
+        self.dtype, self.device = COMPUTE_DTYPES[name], torch.device(device)
+        self.scaler = LossScaler(device=device) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager:
         """Return the context of forward and loss; backward repeats the casts by itself."""
@@ -93,7 +83,7 @@ class Precision:
     def unscale(self, parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> None:
         """Give gradients their true size, before their norm is taken. `axes`: that cut them."""
         if self.scaler is not None:
-            self.scaler.unscale(parameters, in_order([*self.axes, *axes]))
+            self.scaler.unscale(parameters, axes)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step `optimizer`, unless gradients overflowed."""

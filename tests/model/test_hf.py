@@ -194,15 +194,6 @@ def test_a_configuration_that_does_not_fit_is_refused(changes, message, folder):
     assert str(folder) in str(caught.value)
 
 
-def test_settings_that_change_nothing_are_no_hindrance(folder):
-    """All that transformers 5 writes by itself, and settings that are switched off."""
-    saved(folder)
-    mine = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    theirs = TheirConfig().to_dict() | {"rope_parameters": None}
-    edit_config(folder, **(theirs | mine | {"pretraining_tp": 4, "sliding_window": None}))
-    assert hf.load_config(folder) == CONFIGS["gqa"]
-
-
 def test_every_setting_that_the_computation_of_transformers_reads_is_read_or_refused(folder):
     """Oracle: the settings that their code names. Catches one that is ignored in silence."""
     named = set(re.findall(r"config\.(\w+)", inspect.getsource(modeling_llama)))

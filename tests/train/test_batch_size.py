@@ -90,7 +90,8 @@ def observed_step(version: str, loss_scale: float | None):
     inputs, targets = (t.chunk(3)[mesh.rank] for t in uneven_batch())
     batch = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    how = Precision(scaler=loss_scale and LossScaler(init_scale=loss_scale))
+    how = Precision()
+    how.scaler = loss_scale and LossScaler(init_scale=loss_scale)
     numbers = []
     for _ in range(2):  # the second is no rehearsal
         own = model, strategies, optimizer, batch, mesh.dp

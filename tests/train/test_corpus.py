@@ -166,6 +166,8 @@ LINE = b'{"text": "fine"}\n'
         ("a.jsonl", LINE + b'{"text": "cut', r"a\.jsonl:2: no JSON"),
         ("a.jsonl", LINE + b'{"body": "x"}', r"a\.jsonl:2: no string in .*: {'body': 'x'}"),
         ("a.jsonl", LINE + b"\xff\xfe", r"a\.jsonl is not text in UTF-8"),
+        ("a.json", b'[{"id": 1}, {"text": "x"}]', r"a\.json:1: no string in field 'text'"),
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of git-lfs: run"),
         ("empty.txt", b"", "is too short: 0 tokens"),
         ("image.png", b"\x89PNG\0\0", "image.png is not text in UTF-8"),
         ("*.nothing", None, "no file or folder"),

@@ -92,14 +92,14 @@ def test_a_line_that_is_refused_is_not_written(tmp_path):
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_metrics_survive_what_a_kill_leaves(tmp_path):
+def test_metrics_survive_what_a_kill_or_a_full_disk_leaves(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = log_of(path)
     for number in (1, 2, 3):
         log.write(step(number))
     log.flush()
-    path.write_text(path.read_text(encoding="utf-8") + '{"step": 4, "loss"', encoding="utf-8")
-    assert [line["step"] for line in read(path)] == [1, 2, 3]
+    path.write_bytes(path.read_bytes() + b'{"step": 4, "loss"\n\xff\0\n{"step": 5}\n{"step": 6,')
+    assert [line["step"] for line in read(path)] == [1, 2, 3, 5]
     log = log_of(path, step=2)  # goes on from a checkpoint of step 2
     assert [line["step"] for line in read(path)] == [1, 2]
     log.write(step(3) | {"grad_norm": float("inf")})

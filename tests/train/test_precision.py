@@ -16,7 +16,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.observe import timeline
 from minipar.parallel import fsdp, zero
-from minipar.train import checkpoint, trainer
+from minipar.train import checkpoint, precision
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.precision import (
@@ -258,12 +258,7 @@ def lines(folder) -> list[dict]:
 
 def with_scale(monkeypatch, scale: float, growth_interval: int = 2000) -> None:
     """Let runs in fp16 begin with this scale."""
-
-    def make(name, device):
-        scaler = LossScaler(scale, growth_interval) if name == "fp16" else None
-        return Precision(name, device, scaler=scaler)
-
-    monkeypatch.setattr(trainer, "Precision", make)
+    monkeypatch.setattr(precision, "LossScaler", partial(LossScaler, scale, growth_interval))
 
 
 @pytest.mark.slow
