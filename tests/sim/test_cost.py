@@ -312,6 +312,9 @@ def test_each_bucket_pays_for_a_collective():
     latency = H100.between.launch + 127 * H100.between.latency + (1024 - 128) * H100.inside.latency
     assert many - few == pytest.approx(2 * calls * latency, rel=0.01)
     assert job("dp=1024").bucket == 1e6 * 1024 and job("dp=8").bucket == 40e6
+    halves = replace(parts, bucket=4.1e9, exposed=0.0)  # beside a long backward, but for the second
+    waits = [cost.seconds(job("dp=8", software=s))["dp"] for s in (halves, whole)]
+    assert waits[0] == pytest.approx(waits[1] / 2, rel=0.01)
 
 
 def test_tp_hides_beside_its_products_inside_a_node_alone():
