@@ -16,8 +16,9 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
 
         Gradients travel in buckets, and each bucket pays the latency of a collective. ZeRO 0 and 1
         reduce once, beside the last backward, ZeRO 2 in the backward of each microbatch; the share
-        `exposed` of it hides behind nothing. ZeRO 3 gathers twice and reduces once per microbatch
-        beside the computing of each layer, and copies all that it sends through memory,
+        `exposed` of it hides behind nothing. ZeRO 1 and 2 gather weights beside the next forward,
+        or, in software that has `waited`, before it. ZeRO 3 gathers twice and reduces once per
+        microbatch beside the computing of each layer, and copies all that it sends through memory,
         `copies` bytes per parameter. The others add each microbatch's gradients to a sum.
 Fitted. Some numbers of `hardware.Software`, to published runs.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines.
@@ -63,14 +64,16 @@ def seconds(job: Job) -> dict[str, float]:
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
     once = {part: forward[part] + backward[part] for part in forward}
+    ways = sum(forward.values()), sum(backward.values())
     if plan.zero == 3 and job.group > 1:
-        once["dp"] = _sharded_layer(job, sum(forward.values()), sum(backward.values()))
+        once["dp"] = _sharded_layer(job, *ways)
     each = [n * sum(once.values()) + end for n, end in zip(job.layers, _ends(job), strict=True)]
     slowest = max(range(plan.pp), key=each.__getitem__)
     total = {part: m * job.layers[slowest] * value for part, value in once.items()}
     total["compute"] += m * each[slowest] - sum(total.values())
     bubble = job.bubble(weights / sum(once.values()))
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
+    tie = 0.0
     if plan.pp > 1:
         hops, around = _hops(job)
         # A rank waits for a message from either side, as it posts receives when it needs them.
@@ -81,10 +84,13 @@ def seconds(job: Job) -> dict[str, float]:
         total["pp"] = m * (pace - each[slowest]) + bubble * max(2 * sum(hops), ahead)
         if job.config.tie_embeddings and not all(job.tables(0)):  # the ends sum its gradients
             nodes, table = 1 + (plan.num_ranks > job.machine.gpus), 4 * job.parameters.table
-            total["pp"] += message(job.machine, table, nodes, plan.num_ranks // plan.pp)
+            tie = message(job.machine, table, nodes, plan.num_ranks // plan.pp)
     mine, experts = max(map(job.numbers, range(plan.pp)))  # of the fullest rank
-    if plan.zero < 3:
-        total["dp"] += _reductions(job, mine, experts, job.layers[0] * sum(backward.values()))
+    # Stages reduce their gradients at the same time, and those that are alike wait alike.
+    alike = {(job.numbers(n), job.spread(plan.tp, job.group, n)): n for n in range(plan.pp)}
+    waits = ((_reductions(job, n, *ways), tie * any(job.tables(n))) for n in alike.values())
+    for axis, wait in zip(("dp", "pp"), max(waits, key=sum), strict=True):
+        total[axis] += wait
     if plan.sequence_parallel and job.experts_cut < plan.tp:
         total["tp"] += _sum_of_whole_experts(job, experts)
     # Adam reads and writes its state, reads a gradient and writes a weight; clipping reads it too.
@@ -94,21 +100,24 @@ def seconds(job: Job) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------- data parallelism
-def _reductions(job: Job, mine: float, experts: float, backward: float) -> float:
-    """Return the exposed seconds of a step's gradients, and of the weights that ZeRO gathers.
+def _reductions(job: Job, stage: int, forward: float, backward: float) -> float:
+    """Return the exposed seconds of a stage's gradients, and of the weights that ZeRO gathers.
 
-    `backward`: seconds beside which gradients can travel, of one microbatch.
+    `forward` and `backward`: seconds of one layer, beside which they can travel.
     """
-    plan = job.plan
-    if job.group == 1:
+    plan, software, layers = job.plan, job.software, job.layers[stage]
+    if job.group == 1 or plan.zero == 3:
         return 0.0
-    reduce = _over_dp(job, "reduce_scatter" if plan.zero else "all_reduce", 4, mine, experts)
-    # Nothing is left to hide the last bucket.
-    exposed = max(job.software.exposed, 1 / math.ceil(mine / job.bucket))
-    found = reduce - (1 - exposed) * min(reduce, backward)
-    if plan.zero == 2:
-        found *= plan.microbatches
-    return found + (_over_dp(job, "all_gather", 2, mine, experts) if plan.zero else 0.0)
+    numbers, verb = job.numbers(stage), "reduce_scatter" if plan.zero else "all_reduce"
+    reduce, last = _over_dp(job, verb, 4, numbers, job.bucket, stage)
+    # Nothing is left to hide the last call, and nothing to send beside what it waits for.
+    hidden = (1 - max(software.exposed, last)) * min(reduce, (1 - last) * layers * backward)
+    found = (reduce - hidden) * (plan.microbatches if plan.zero == 2 else 1)
+    if plan.zero:
+        gather, first = _over_dp(job, "all_gather", 2, numbers, job.bucket, stage)
+        hidden = (1 - max(software.waited, first)) * min(gather, (1 - first) * layers * forward)
+        found += gather - hidden
+    return found
 
 
 def _sharded_layer(job: Job, forward: float, backward: float) -> float:
@@ -116,7 +125,7 @@ def _sharded_layer(job: Job, forward: float, backward: float) -> float:
     sizes, tables = job.parameters, max(map(job.num_tables, range(job.plan.pp)))
     numbers = sizes.layer + tables * sizes.table / max(job.layers)
     gather, reduce = (
-        _over_dp(job, verb, width, numbers, sizes.experts, math.inf)
+        _over_dp(job, verb, width, (numbers, sizes.experts), math.inf)[0]
         for verb, width in (("all_gather", 2), ("reduce_scatter", 4))
     )
     waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
@@ -124,24 +133,27 @@ def _sharded_layer(job: Job, forward: float, backward: float) -> float:
 
 
 def _over_dp(
-    job: Job, verb: str, width: float, numbers: float, experts: float, bucket: float = 0.0
-) -> float:
+    job: Job, verb: str, width: float, numbers: tuple[float, float], bucket: float,
+    stage: int | None = None,
+) -> tuple[float, float]:  # fmt: skip
     """Return the seconds of collectives over the ranks that have the same parameters.
 
-    Each of `numbers` has `width` bytes; `experts` of them belong to experts, which fewer ranks
-    have. A collective carries a `bucket` of numbers at most, or one larger matrix; 0: the
-    software's.
+    And the share that the longest of them has.
+
+    Each of `numbers` has `width` bytes; so many belong to experts, which fewer ranks have. A
+    collective carries a `bucket` of numbers at most, or one larger matrix.
     """
-    plan, copies, bucket = job.plan, job.experts_copies, bucket or job.bucket
-    apart, matrices = job.experts_apart * job.experts_over, 7 * max(job.layers) + 2
-    found = 0.0
-    for count, inner, size in (
-        (numbers - experts, plan.tp, job.group), (experts, apart, copies),
-    ):  # fmt: skip
+    plan, (whole, experts), layers = job.plan, numbers, max(job.layers)
+    apart, found, longest = job.experts_apart * job.experts_over, 0.0, 0.0
+    for count, matrices, inner, size in (
+        (whole - experts, 7 * layers + 2, plan.tp, job.group),
+        (experts, 2 * layers, apart, job.experts_copies),  # of all experts of a layer
+    ):
         if count and size > 1:
             calls = max(1, min(math.ceil(count / bucket), matrices))
-            found += calls * job.collective(verb, width * count / calls, inner, size)
-    return found
+            each = job.collective(verb, width * count / calls, inner, size, stage)
+            found, longest = found + calls * each, max(longest, each)
+    return found, longest / found if found else 0.0
 
 
 def _sum_of_whole_experts(job: Job, experts: float) -> float:
@@ -166,7 +178,9 @@ def _head(job: Job) -> float:
     """Return the seconds of the head and the loss, both directions."""
     words, width = job.config.vocab_size / job.plan.tp, job.config.hidden_size
     product = job.machine.device.seconds_of_matmul(job.tokens, words, width, job.wide)
-    return 3 * product + _sum_up(job, words * width) + _touch(job, 2 * LOGITS * job.tokens * words)
+    # Cut over tp, a loss runs operation by operation, unless fused: 42 bytes instead of 24.
+    moved = 2 * LOGITS + (1.5 * job.software.logits if job.plan.tp > 1 else 0)
+    return 3 * product + _sum_up(job, words * width) + _touch(job, moved * job.tokens * words)
 
 
 def _hops(job: Job) -> tuple[list[float], float]:
@@ -320,10 +334,11 @@ def _trip(job: Job, tokens: float) -> float:
 def _sum_up(job: Job, numbers: float) -> float:
     """Return the seconds in which a microbatch adds its gradients to the sum of those before.
 
-    A buffer takes the first ones as they are. ZeRO 3 has one shard of the buffer.
+    The mean of all microbatches. ZeRO 3 has one shard of the sum.
     """
-    m = job.plan.microbatches
-    return _touch(job, (m - 1) / m * job.software.added * (job.plan.zero < 3) * numbers)
+    m, software = job.plan.microbatches, job.software
+    moved = ((m - 1) * software.added + software.first) / m
+    return _touch(job, moved * (job.plan.zero < 3) * numbers)
 
 
 def _touch(job: Job, num_bytes: float) -> float:

@@ -50,11 +50,13 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     plan, software, c, sizes = job.plan, job.software, job.config, job.parameters
     mine, experts = job.numbers(stage)
     cut, has_head = job.shard(mine, experts), job.tables(stage)[1]
+    # ZeRO 1 reduces with the last microbatch, and so the first, if there is one.
+    freed = plan.zero >= 2 or plan.zero and plan.microbatches == 1 and not software.buffered
     # The shards of ZeRO 3 are the float32 weights that all others have in the optimizer's state.
     gathered = MASTER_ADAM.parameters * (2 * sizes.layer + sizes.table * has_head)
     held = {
         "weights": gathered if plan.zero == 3 else MASTER_ADAM.parameters * mine,
-        "gradients": MASTER_ADAM.gradients * (cut if plan.zero >= 2 else mine),
+        "gradients": MASTER_ADAM.gradients * (cut if freed else mine),
         "optimizer": MASTER_ADAM.optimizer * (cut if plan.zero else mine),
     }
     stored = sum(activations(job).values())

@@ -215,14 +215,17 @@ class Software:
     beside: float  # 1: inside a node, collectives of tp run beside the products they belong to
     biases: float  # 1: a GPT has biases and dropout; 0: neither
     exposed: float  # share of data parallelism's collectives that hides behind nothing
+    waited: float  # 1: weights that ZeRO 1 and 2 gather; 0: they travel beside the next forward
     bucket: float  # gradients in one collective of data parallelism, at least,
     bucket_dp: float  # and as many for each rank of dp; ZeRO 3 sends layer by layer
     copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
-    added: float  # bytes per gradient that others move, to add it to that of microbatches before
+    added: float  # bytes per gradient that others move, to add it to that of microbatches before,
+    first: float  # and for that of the first microbatch
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     # Memory.
     kept: float  # share of what backward needs that selective recomputation keeps, but for scores
+    buffered: float  # 1: gradients stay whole until the step; 0: ZeRO frees them once reduced
     fused: float  # 1: a norm is one kernel, and keeps its input alone; 2: so does a gate
     gathered: float  # share of norms' results that sequence parallelism keeps whole
     logits: float  # bytes that the loss keeps of a logit

@@ -3,6 +3,7 @@
 `cost.py` turns a job into seconds, `footprint.py` into bytes; both read the sizes from here.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -198,16 +199,28 @@ class Job:
         return looped * (1 - filled) if name == "interleaved_zb" else looped
 
     # ------------------------------------------------------------------ nodes
-    def spread(self, inner: int, size: int) -> int:
-        """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart."""
-        gpus = self.machine.gpus
-        # Where nodes are no whole number of such groups, some group has ranks on two.
-        is_cut = self.plan.num_ranks > gpus and gpus % (inner * size) > 0
-        return min(size, max(1 + is_cut, math.ceil(size / max(1, gpus // inner))))
+    def spread(self, inner: int, size: int, stage: int | None = None) -> int:
+        """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart.
 
-    def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
+        `stage`: of all such groups, those of one stage of the pipeline.
+        """
+        gpus, ranks, block = self.machine.gpus, self.plan.num_ranks, inner * size
+        if ranks <= gpus or gpus % block == 0:
+            return 1
+        if block % gpus == 0 and gpus % inner == 0:
+            return block // gpus
+        each = ranks // self.plan.pp
+        first, last = (0, ranks) if stage is None else (stage * each, (stage + 1) * each)
+        # After so many ranks groups lie on nodes as before.
+        groups = range(first, min(last, first + math.lcm(gpus, block)), block)
+        places = itertools.product(groups, range(inner))
+        return max(len({(a + b + inner * n) // gpus for n in range(size)}) for a, b in places)
+
+    def collective(
+        self, verb: str, num_bytes: float, inner: int, size: int, stage: int | None = None
+    ) -> float:
         """Return the seconds of a collective of the ranks that `spread` describes."""
-        nodes = self.spread(inner, size)
+        nodes = self.spread(inner, size, stage)
         return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 

@@ -13,7 +13,7 @@ Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calcul
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -323,7 +323,7 @@ def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
     return f"no plan is legal: {problem(refused.job)}" if refused else "there is no such plan"
 
 
-def table(plans: Iterable[Ranked], simple: Ranked | None = None) -> str:
+def table(plans: Sequence[Ranked], simple: Ranked | None = None) -> str:
     """Return a table of plans, a line each, and the errors that it names; a star marks `simple`."""
     head = ("", "step", "replay", "error", "tokens/s/GPU", "MFU", "causal", "memory", "bubble")
     lines = [(*head, "exposed", "plan")]
@@ -340,8 +340,10 @@ def table(plans: Iterable[Ranked], simple: Ranked | None = None) -> str:
         ))  # fmt: skip
     within = f"90 % of published runs, and more, are within {ERROR:.0%}"
     notes = [f"  error {error}: {unchecked(*jobs) or within}" for error, jobs in known.items()]
-    star = f"  *: the simplest plan that is within {ERROR:.0%} of the first, and so equal: take it"
-    notes += [star] if simple is not None else []
+    if simple is not None:
+        is_known = not unchecked(plans[0].job, simple.job)
+        so = "and so equal: take it" if is_known else "which may be less than our error: time both"
+        notes.append(f"  *: the simplest plan that is within {ERROR:.0%} of the first, {so}")
     return "\n".join([*aligned(lines), *notes])
 
 

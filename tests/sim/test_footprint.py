@@ -91,7 +91,7 @@ def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
     [
         ("dp=8,zero=3", 1),
         ("dp=4,tp=2,zero=1,sequence_parallel,microbatches=2", 1),
-        ("dp=8,zero=1", 4),
+        ("dp=8,zero=1,checkpointing=full", 1),
         ("dp=8,zero=3,checkpointing=selective", 8),
         ("pp=4,dp=2,microbatches=4", 1),
         ("dp=8,checkpointing=full", 2),
