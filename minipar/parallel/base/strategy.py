@@ -376,7 +376,7 @@ def check_shared(parameters: Sequence[nn.Parameter]) -> None:
         raise RuntimeError(
             f"no rank shares the gradient of a parameter of shape {tuple(alone[0].shape)}, which "
             f"was not in the model when a strategy was applied. Put it there first, then apply; or "
-            f"step it by an optimizer of its own"
+            f"keep it out of the model, with an optimizer of its own"
         )
 
 
