@@ -47,8 +47,8 @@ from minipar.comm.mesh import Axis
 from minipar.observe import memory
 from minipar.observe.recorder import in_backward
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Row, copies_axis
-from minipar.parallel.base.strategy import Strategy, claim, refuse_state, share_counts
+from minipar.parallel.base.shards import Elsewhere, Row, copies_axis
+from minipar.parallel.base.strategy import Strategy, check_hooks, claim, refuse_state, share_counts
 
 Gradients = Sequence[Tensor | None]
 REENTRANT = "a re-entrant checkpoint loses gradients; use checkpoint(..., use_reentrant=False)"
@@ -92,6 +92,8 @@ class FullySharded(Strategy):
             args, kwargs = tree_map(lambda x: x.to(dtype) if is_float(x) else x, (args, kwargs))
         if not any(p.requires_grad for unit in self.units[block] for p in unit.pieces):
             # No gradient of a weight tells when its backward ends: gradients of the inputs do.
+            view = lambda x: x.view_as(x) if wants_gradient(x) else x  # noqa: E731
+            args, kwargs = tree_map(view, (args, kwargs))  # autograd.grad has no hooks on leaves
             inputs = list(filter(wants_gradient, tree_leaves((args, kwargs))))
             register_multi_grad_hook(inputs, lambda _: [u.reshard() for u in self.units[block]])
         return args, kwargs
@@ -134,6 +136,9 @@ class FullySharded(Strategy):
 
     @torch.no_grad()
     def finish_backward(self) -> None:
+        for unit in self.rows:
+            unit.check_memory(unit.pieces, [unit.shard])
+            unit.drop_if_zeroed()
         unit_of = {p: unit for unit in self.rows for p in unit.pieces if p.requires_grad}
         used = [p in unit.used for p, unit in unit_of.items()]
         used_by_any = self.tell_used(used, self.options.replicate_axis)
@@ -275,6 +280,9 @@ class Unit(Row):
     def reduce(self, gradients: Gradients) -> None:
         """Start to reduce-scatter the gradients of all weights, or None for some."""
         self.wait_for_reduce()  # if the block runs twice
+        self.drop_if_zeroed()
+        if self.pieces[0].grad is None:
+            self.pieces[0].grad = Elsewhere(self.pieces[0])
         self.used |= {p for p, g in zip(self.pieces, gradients, strict=True) if g is not None}
         padded = zip([*gradients, None], self.splits, strict=True)
         parts = [self.full.new_zeros(n) if g is None else g.reshape(-1) for g, n in padded if n]
@@ -290,6 +298,15 @@ class Unit(Row):
         if self.reducing is not None:
             gradient, self.reducing = self.reducing.wait(), None
             self.store(gradient)
+
+    def drop_if_zeroed(self) -> None:
+        """Drop the sum of a step that ended in `zero_grad`, which cleared the mark of `reduce`."""
+        first = self.pieces[0]
+        if self.used and first.grad is None:
+            self.finalize_backward()
+            self.gradient, self.used = None, set()
+        elif type(first.grad) is Elsewhere:
+            first.grad = None
 
     def finalize_backward(self) -> None:
         """Complete the gradient of the step."""
@@ -426,16 +443,6 @@ def refuse(words: str, gradients: Any = ()) -> None:
     """Raise a `RuntimeError`; as a hook on a gradient, unless the gradient is None."""
     if gradients is not None:
         raise RuntimeError(f"fsdp: {words}")
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raise `ValueError` for a hook on a gradient: the gradients of weights come in shards."""
-    for name, p in model.named_parameters():
-        hooks = {**(p._backward_hooks or {}), **(p._post_accumulate_grad_hooks or {})}
-        origins = [str(getattr(hook, "func", hook).__module__) for hook in hooks.values()]
-        if not all(origin.startswith("minipar.") for origin in origins):  # ours only read
-            words = f"{name} has a hook on its gradient, which comes in shards under fsdp"
-            raise ValueError(f"{words}; change gradients after finish_backward()")
 
 
 def wants_gradient(x: Any) -> bool:

@@ -43,7 +43,7 @@ from minipar.parallel.base.arriving import OnItsWay, let_modules_wait
 from minipar.parallel.base.masters import keep_slices, master_of
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Row, copies_axis, in_groups
+from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, in_groups
 from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
 
 
@@ -93,7 +93,7 @@ class Bucket(Row):
             self.whole = torch.empty_like(self.weights, dtype=self.shard.dtype)
             self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
             self.whole[self.whole.numel() - self.splits[-1] :].zero_()  # the padding
-        if p.grad is None or type(p.grad) is InPieces:  # not used since the last `finish_backward`
+        if p.grad is None or type(p.grad) is Elsewhere:  # not used since the last `finish_backward`
             self.views[p].zero_()
         elif p.grad is not self.views[p]:
             p.grad = self.views[p].copy_(p.grad.detach())
@@ -119,12 +119,7 @@ class Bucket(Row):
 
     def gather(self) -> None:
         """Start to collect the slices of all ranks; after the step."""
-        buffers = {t.untyped_storage().data_ptr() for t in (self.weights, self.shard)}
-        if {t.untyped_storage().data_ptr() for t in (*self.parameters, *self.pieces)} != buffers:
-            raise RuntimeError(
-                "the model was moved or cast after its ShardedOptimizer was made, which does not "
-                "reach it any more; move or cast first, and write p.copy_(x), not p.data = x"
-            )
+        self.check_memory((*self.parameters, *self.pieces), (self.weights, self.shard))
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
         self.version = self.shard._version
@@ -145,25 +140,6 @@ class Bucket(Row):
                 "this rank's slice of the weights was written to, and no other rank has it: write "
                 "into the parameters of the model, alike on all ranks"
             )
-
-
-class InPieces(Tensor):
-    """Stands in ``p.grad`` from `finish_backward` on, without numbers: who reads it is stopped.
-
-    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
-    """
-
-    def __new__(cls, p: nn.Parameter) -> Tensor:
-        one = torch.empty((), dtype=p.grad_dtype, device=p.device)
-        return cls._make_subclass(cls, one.expand(p.shape))
-
-    @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> None:
-        raise RuntimeError(
-            "gradients lie in strategy.with_gradients() under zero, and not in the model: clip "
-            "them by strategy.clip_grad_norm_, look at strategy.full_gradients(), drop them by "
-            "zero_grad() of the ShardedOptimizer, as the model's misses them"
-        )
 
 
 # ---------------------------------------------------------------------- 2. a step, cut n ways
@@ -312,7 +288,7 @@ class Stage1(Strategy):
         # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
         for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
             if is_used:
-                p.grad = InPieces(p)
+                p.grad = Elsewhere(p)
                 p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
         super().finish_backward()
 

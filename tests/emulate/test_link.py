@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -291,50 +290,6 @@ def test_every_verb_gives_the_bits_of_gloo(checks):
     assert [name for name in truth if not equal(ours[name], truth[name])] == []
 
 
-def train(wrap, group, steps=3):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)])
-    before = model[0].weight.detach().clone()
-    model = wrap(model, group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(steps):
-        model(data(4, 32, salt=step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    assert not torch.equal(before, state[0])
-    return state
-
-
-def ddp(model, group):
-    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.005)
-
-
-def fsdp(model, group):
-    # Named, because torch takes two meshes of the same ranks for equal, and caches by mesh.
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-@pytest.mark.parametrize("wrap", [ddp, fsdp])
-@on_ranks(2)
-def test_torchs_own_data_parallelism_trains_to_the_same_bits(wrap):
-    gloo = dist.new_group(backend="gloo")
-    seen = []
-    with a_link_group(Link("test", 1e-3, 100e6)) as group:
-        link.observers.append(seen.append)
-        ours = train(wrap, group)
-        link.observers.clear()
-    truth, alone = train(wrap, gloo), train(lambda model, group: model, None)
-    dist.destroy_process_group(gloo)
-    assert not equal(alone, truth)  # the ranks did train on different data
-    assert equal(ours, truth)
-    verbs = {"all_reduce"} if wrap is ddp else {"all_gather", "reduce_scatter"}
-    assert verbs <= {work.verb for work in seen}
-
-
 # ---------------------------------------------------------------------- overlap, queues, lateness
 
 
@@ -421,7 +376,7 @@ def hang(what):
     rank = dist.get_rank()
     with a_link_group("none") as group:
         layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-        model = ddp(layers, group) if what == "backward" else None
+        model = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=0.005)
         dist.barrier()
         if rank == 1:
             threading.Timer(0.3, group.shutdown).start()

@@ -426,9 +426,17 @@ def of_two_forwards(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum() - model(x + 1).square().sum()
 
 
-def of_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
+def of_two_backwards(model: nn.Module, x: Tensor, drop: bool = False) -> Tensor:
     model(x + 1).square().sum().backward()
+    if drop:
+        model.zero_grad()
     return model(x).sum()
+
+
+def of_inputs_alone(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model.requires_grad_(False)(x).sum(), x)
+    return model.requires_grad_(True)(x * slope).sum()
 
 
 BLOCKS = {
@@ -437,6 +445,8 @@ BLOCKS = {
     "losses in attributes": (lambda: nn.Sequential(*(Leaves() for _ in range(3))), of_leaves),
     "two forwards": (chain, of_two_forwards),
     "two backwards": (chain, of_two_backwards),
+    "a step that zero_grad drops": (chain, partial(of_two_backwards, drop=True)),
+    "gradients of inputs alone": (chain, of_inputs_alone),
 }
 
 
@@ -535,6 +545,7 @@ REFUSED = [
     (used_outside, r"blocks\.1\.weight was used outside"),
     (taken_alone, "modified by an inplace operation"),
     (lambda model, x: model.state_dict(), "full_state_dict"),
+    (lambda model, x: copy.deepcopy(model), "is not copied; use full_state_dict"),
 ]
 
 

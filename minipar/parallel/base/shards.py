@@ -182,6 +182,15 @@ class Row:
         for piece, span in self.spans.items():
             piece.data = shard[span].view_as(piece)
 
+    def check_memory(self, views: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        """Raise `RuntimeError` unless `views` lie in the memory of `buffers`, as when made."""
+        lie, made = ({t.untyped_storage().data_ptr() for t in each} for each in (views, buffers))
+        if lie != made:
+            raise RuntimeError(
+                "the model was moved or cast after its ShardedOptimizer or fsdp took the weights "
+                "over; move or cast first, and write p.copy_(x), not p.data = x"
+            )
+
     def split(self, row: Tensor) -> list[Tensor]:
         """Return views of a whole row [n S], one in the shape of each parameter."""
         parts = row.split(self.splits)
@@ -212,6 +221,26 @@ class Row:
             shard[self.spans[piece]] = part.flatten()
         whole = dict(zip(self.pieces, self.split(all_gather(shard, self.axis)), strict=True))
         return {piece: whole[piece].clone() for piece in own}
+
+
+class Elsewhere(Tensor):
+    """Stands in ``p.grad`` without numbers while the gradient is not there: a reader is stopped.
+
+    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
+    """
+
+    def __new__(cls, p: nn.Parameter) -> Tensor:
+        one = torch.empty((), dtype=p.grad_dtype, device=p.device)
+        return cls._make_subclass(cls, one.expand(p.shape))
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object) -> None:
+        raise RuntimeError(
+            "no gradient is here: under zero they lie in strategy.with_gradients(), under fsdp "
+            "they come by finish_backward(). So clip them by strategy.clip_grad_norm_, look at "
+            "strategy.full_gradients(), drop them by zero_grad() of the ShardedOptimizer, as the "
+            "model's misses them"
+        )
 
 
 # ---------------------------------------------------------------------- places in a whole tensor

@@ -49,11 +49,16 @@ class Strategy:
         self.is_finished = True  # false from a backward on, until `finish_backward`
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
 
+    def __reduce__(self) -> Any:
+        raise RuntimeError("a model that holds its strategy is not copied; use full_state_dict()")
+
     # ------------------------------------------------------------------ one step
     def finish_backward(self) -> None:
         """Complete the communication of gradients that backward started."""
         self.is_finished = True
-        self.note_reduced()
+        own = list(self.with_gradients())
+        check_shared(own)
+        note_reduced(own)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -275,6 +280,16 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
         p.claimed_by = Local([f"{name} along {axis.name}"])
 
 
+def check_hooks(model: nn.Module) -> None:
+    """Raise `ValueError` for a hook on a gradient: the gradients of weights come in shards."""
+    for name, p in model.named_parameters():
+        hooks = {**(p._backward_hooks or {}), **(p._post_accumulate_grad_hooks or {})}
+        origins = [str(getattr(hook, "func", hook).__module__) for hook in hooks.values()]
+        if not all(origin.startswith("minipar.") for origin in origins):  # ours only read
+            words = f"{name} has a hook on its gradient, which comes in shards under fsdp"
+            raise ValueError(f"{words}; change gradients after finish_backward()")
+
+
 def refuse_state(model: nn.Module) -> None:
     """Make ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
 
@@ -341,13 +356,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {remedy}")
     for strategy in {strategy for p in parameters for strategy in getattr(p, "watched_by", ())}:
         strategy.check_step()
-    alone = [p for p in parameters if p.grad is not None and not hasattr(p, "claimed_by")]
-    if alone and any(hasattr(p, "claimed_by") for p in parameters):
-        raise RuntimeError(
-            f"no rank shares the gradient of a parameter of shape {tuple(alone[0].shape)}, which "
-            f"was not in the model when a strategy was applied. Put it there first, then apply; or "
-            f"step it by an optimizer of its own"
-        )
+    check_shared(parameters)
     shards = [p for p in parameters if axes_of(p)]
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)
@@ -357,6 +366,17 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         raise RuntimeError(
             "GradScaler.step() without strategy.unscale_(scaler, optimizer): ranks look for an "
             "overflow in their own shards, and would skip different steps"
+        )
+
+
+def check_shared(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise `RuntimeError` if some of `parameters` are shared, and another one has a gradient."""
+    alone = [p for p in parameters if p.grad is not None and not hasattr(p, "claimed_by")]
+    if alone and any(hasattr(p, "claimed_by") for p in parameters):
+        raise RuntimeError(
+            f"no rank shares the gradient of a parameter of shape {tuple(alone[0].shape)}, which "
+            f"was not in the model when a strategy was applied. Put it there first, then apply; or "
+            f"keep it out of the model, with an optimizer of its own"
         )
 
 
