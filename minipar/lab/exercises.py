@@ -231,10 +231,9 @@ GUESSES = {  # by what any refusal may say
 def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
     """Return the sentence of the wrong answer that fails alike on the same inputs, or ""."""
     code, ask = code_of(answer), {"rank": "axis.rank", "world_size": "axis.size", "mesh": "axis"}
-    if code and (names := ask.keys() & globals_of(code)):
-        name = min(names)
-        return f"A guess: `{name}` is none of your function's arguments: ask {ask[name]}, say\n"
     general = next((guess for said, guess in GUESSES.items() if re.search(said, str(error))), "")
+    for name in sorted(ask.keys() & globals_of(code) if code else []):
+        general = f"`{name}` is none of your function's arguments: ask {ask[name]}, say"
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
         try:
             with redirect_stdout(StringIO()):  # it has said once which pieces it is made of
@@ -399,7 +398,8 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
             file = getattr(code_of(answer), "co_filename", None)
             frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
             if returned and all(frame.f_code.co_filename != file for frame in frames):
-                error.report = f"your function returned {returned}: this is no answer ({error})"
+                went = f"your function returned {returned}. The check went on with this, and met"
+                error.report = f"{went}\n{type(error).__name__}: {error}"
             raise
         try:  # wait until all are through, so that nothing is under way any more
             with standing_for(_END):
