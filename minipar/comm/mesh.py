@@ -64,12 +64,11 @@ def groups_along(names: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[i
 
     The groups partition the ranks, and are sorted: the same list on every rank.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(math.prod(sizes.values())):
-        coords = coordinates(rank, sizes)
-        others = tuple(coord for name, coord in coords.items() if name not in names)
-        groups.setdefault(others, []).append(rank)
-    return [tuple(group) for group in groups.values()]
+    along = [at for at, name in enumerate(sizes) if name in names]
+    size = math.prod(n for name, n in sizes.items() if name in names)
+    grid = torch.arange(math.prod(sizes.values()), device="cpu").reshape((*sizes.values(),))
+    groups = grid.movedim(along, [*range(-len(along), 0)]).reshape(-1, size)
+    return [tuple(group) for group in groups.tolist()]
 
 
 def whole_number(text: str) -> int | None:

@@ -311,8 +311,8 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
 def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
     """Return in one line why the best of the wanted plans is not the best of all."""
     if other := found.best(wanted):
-        worse = {part: s - best.seconds.get(part, 0.0) for part, s in other.seconds.items()}
-        part = max(worse, key=worse.__getitem__)
+        more = {part: s - best.seconds.get(part, 0.0) for part, s in other.seconds.items()}
+        part = (max if other.step >= best.step else min)(more, key=more.__getitem__)
         return (
             f"{other} takes {other.step / best.step - 1:+.0%}: {other.seconds[part]:.2f} s of "
             f"{part} instead of {best.seconds.get(part, 0):.2f}"

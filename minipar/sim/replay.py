@@ -43,7 +43,13 @@ class Simulated:
     traces: Traces
     seconds: float  # of the step
     computing: float
-    timeline: Timeline  # of the step, all ranks that were played
+    stage: "_Stage" = field(repr=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step of all ranks that were played."""
+        spans = clipped(self.stage.spans(), *self.stage.ends)
+        return Timeline(spans, f"simulated, {self.traces.plan}").shifted()
 
     @cached_property
     def exposed(self) -> dict[str, float]:
@@ -73,9 +79,7 @@ def replay(
     first, last = stage.ends
     seconds = max(last.values()) - max(first.values())
     computing = [player.computing for player in stage.players.values()]
-    spans = clipped(stage.spans, first, last)
-    timeline = Timeline(spans, f"simulated, {traces.plan}").shifted()
-    return Simulated(traces, seconds, sum(computing) / len(computing), timeline)
+    return Simulated(traces, seconds, sum(computing) / len(computing), stage)
 
 
 def shorter(job: Job) -> Job:
@@ -107,7 +111,7 @@ class _Prices:
         self.has_lanes = getattr(machine, "has_lanes", False)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.seconds_of = cache(partial(operations.seconds_of, device=machine.device))
-        self.words, self.groups, self.call = map(cache, (self._words, self._groups, self._call))
+        self.words, self.groups, self.calls = map(cache, (self._words, self._groups, self._calls))
 
     def _words(self, segment: Segment) -> list[tuple]:
         """Return the words of a segment: consecutive work of one block is one word of seconds."""
@@ -133,7 +137,22 @@ class _Prices:
         groups = groups_along(axis.split("+"), self.sizes)
         return {rank: group for group in groups for rank in group}
 
-    def _call(self, launch: Launch, ranks: tuple[int, ...]) -> float:
+    def _calls(self, own: int, launch: Launch) -> list[tuple[tuple, float]]:
+        """Return of each call of a launch by rank `own` what it shares with others, and seconds."""
+        shared = launch.axis, launch.purpose, launch.verb == "exchange"
+        return [((*shared, who), self._seconds(launch, who)) for who in self._who(own, launch)]
+
+    def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
+        """Return the ranks of each of its calls: a group, or the ends of messages."""
+        group = self.groups(launch.axis)[own]
+        ends = [(own, group[peer]) for peer in launch.peers]
+        if launch.verb == "exchange":  # both ways at once
+            return [tuple(sorted(pair)) for pair in ends]
+        if launch.verb == "recv":
+            return [pair[::-1] for pair in ends]
+        return ends or [group]  # a send may have another name
+
+    def _seconds(self, launch: Launch, ranks: tuple[int, ...]) -> float:
         """Return the seconds of a collective, or of a message, among `ranks`."""
         num_bytes, size = self.counted(launch.num_bytes, launch.dtype), len(ranks)
         nodes = len({rank // self.machine.gpus for rank in ranks})
@@ -191,7 +210,7 @@ class _Stage:
         self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
         self.launched: list[tuple[int, Launch, list[_Call]]] = []
-        self.spans: list[Span] = []
+        self.worked: list[tuple] = []  # the first five words of spans
         self.ends: list[dict[int, float]] = []  # of steps, by rank
         self.num_moves = 0  # events that have happened
 
@@ -204,11 +223,15 @@ class _Stage:
                 runs = [run for run in runs if next(run, None) is not None]
                 assert not runs or self.num_moves > before, "all ranks wait for each other"
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
+
+    def spans(self) -> Iterator[Span]:
+        """Yield all that was computed, then all calls."""
+        yield from (Span(*words) for words in self.worked)
         for rank, launch, calls in self.launched:
             assert all(call.is_known() for call in calls)
             start, end = min(c.span[0] for c in calls), max(c.span[1] for c in calls)
             num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
-            self.spans.append(Span("comm", launch.verb, rank, start, end, launch.axis, num_bytes))
+            yield Span("comm", launch.verb, rank, start, end, launch.axis, num_bytes)
 
     def _run(self, player: _Player) -> Iterator[bool]:
         """Play a step of one rank; yield where other ranks have to move first."""
@@ -237,17 +260,7 @@ class _Stage:
     def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
         start, player.clock = player.clock, player.clock + seconds
         player.computing += seconds
-        self.spans.append(Span(kind, block, player.rank, start, player.clock))
-
-    def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
-        """Return the ranks of each of its calls: a group, or the ends of messages."""
-        group = self.prices.groups(launch.axis)[own]
-        ends = [(own, group[peer]) for peer in launch.peers]
-        if launch.verb == "exchange":  # both ways at once
-            return [tuple(sorted(pair)) for pair in ends]
-        if launch.verb == "recv":
-            return [pair[::-1] for pair in ends]
-        return ends or [group]  # a send may have another name
+        self.worked.append((kind, block, player.rank, start, player.clock))
 
     def _launch(self, player: _Player, launch: Launch) -> list[_Call]:
         """Make the calls of a launch; in an exchange, a message with each neighbour."""
@@ -259,17 +272,17 @@ class _Stage:
         is_of_all = len(self.prices.groups(launch.axis)[player.rank]) == self.prices.num_ranks
         stream = player.rank, launch.purpose, is_of_all or launch.axis
         in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
-        for ranks in self._who(player.rank, launch):
-            key = launch.axis, launch.purpose, launch.verb == "exchange", ranks
+        for key, seconds in self.prices.calls(player.rank, launch):
             player.counts[key] += 1
             number = key, player.counts[key]
             if number not in self.calls:
+                ranks = key[-1]
                 missing = sum(rank in self.players for rank in ranks) if len(ranks) > 1 else 1
                 self.calls[number] = _Call(missing)
             call = self.calls[number]
             call.missing -= 1
             call.ready = max(call.ready, posted)
-            call.seconds = max(call.seconds, self.prices.call(launch, ranks))
+            call.seconds = max(call.seconds, seconds)
             lane = (player.rank, key) if in_lanes else stream
             call.before += self.streams[lane]
             made.append(call)

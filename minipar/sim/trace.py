@@ -164,8 +164,8 @@ def trace(
             f"runs two at once; take dispatch=overlapped, which cannot be faster"
         )
     alike: dict[Any, list[int]] = defaultdict(list)
-    for place in range(plan.pp):
-        alike[_kind_of(config, plan, place)].append(place)
+    for place, kind in enumerate(_kinds(config, plan)):
+        alike[kind].append(place)
     found: dict[int, Trace] = {}
     sizes = plan.mesh_sizes()
     for places in alike.values():
@@ -178,20 +178,21 @@ def trace(
     return Traces(plan, dict(sorted(found.items())))
 
 
-def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
-    """Return a key that is equal for places on pp where ranks hold and do the same."""
+def _kinds(config: LlamaConfig, plan: Plan) -> list[Any]:
+    """Return a key for each place on pp; keys are equal where ranks hold and do the same."""
     if plan.pp == 1:
-        return None
+        return [None]
     schedule = plan.make_schedule()
-    if schedule.copies > 1:  # it exchanges gradients with another of its own
-        return place
+    if schedule.copies > 1:  # each exchanges gradients with another of its own
+        return [*range(plan.pp)]
     cut = stages.balance(stages.estimate_costs(config), schedule.num_stages)
-    found = []
-    for stage in schedule.stages_on(place):
+
+    def of(place: int, stage: int) -> tuple:
         part, last = schedule.part(stage), schedule.last_gradient(stage)
         kinds = sorted({a.kind for a in schedule.actions[place] if a.stage == stage})
-        found.append((cut[part], part == 0, part == len(cut) - 1, *kinds, last and last.kind))
-    return tuple(found)
+        return cut[part], part == 0, part == len(cut) - 1, *kinds, last and last.kind
+
+    return [tuple(of(p, stage) for stage in schedule.stages_on(p)) for p in range(plan.pp)]
 
 
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:

@@ -13,6 +13,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 COMPUTE, MESSAGES = ("F", "B", "I", "W"), ("SF", "RF", "SB", "RB")
 
@@ -79,7 +80,7 @@ class Schedule:
         """S, the number of parts of the model; copies do not count."""
         return len(self.rank_of) // self.copies
 
-    @property
+    @cached_property
     def is_lowered(self) -> bool:
         """True if the lists hold messages as well."""
         return any(not action.computes for row in self.actions for action in row)
