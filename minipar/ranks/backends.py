@@ -170,7 +170,7 @@ def _meet(timeout: float) -> dist.Store:
             found.set_exception(error)
 
     threading.Thread(target=look, daemon=True).start()
-    return found.result(timeout + 1)
+    return found.result(timeout + 3)  # torch itself takes a second more than told
 
 
 def _number(name: str) -> int:

@@ -32,6 +32,7 @@ import psutil
 import torch.distributed as dist
 
 from minipar.emulate.device import Device
+from minipar.observe.watchdog import names
 from minipar.ranks.backends import check_backend
 from minipar.ranks.processes import Process, warm_up
 from minipar.ranks.worker import Failure, Setup, pack, unpack
@@ -283,8 +284,8 @@ class Ranks(AbstractContextManager):
         """Stop the ranks that have not answered within the limit."""
         if call.waiting and time.monotonic() >= call.limit:
             if not (call.stopped or call.failures):
-                late = ", ".join(map(str, sorted(call.waiting)))
-                raise TimeoutError(f"ranks {late}: not done after {call.seconds:g} s")
+                late = names(sorted(call.waiting))
+                raise TimeoutError(f"{late}: not done after {call.seconds:g} s")
             self._stop(call)
 
     def _stop(self, call: "Call") -> None:

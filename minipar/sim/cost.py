@@ -136,12 +136,10 @@ def _over_dp(
     job: Job, verb: str, width: float, numbers: tuple[float, float], bucket: float,
     stage: int | None = None,
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the seconds of collectives over the ranks that have the same parameters.
+    """Return the seconds of collectives over ranks with the same weights, and the longest's share.
 
-    And the share that the longest of them has.
-
-    Each of `numbers` has `width` bytes; so many belong to experts, which fewer ranks have. A
-    collective carries a `bucket` of numbers at most, or one larger matrix.
+    `numbers`: how many there are, and how many of them belong to experts, which fewer ranks have.
+    Each has `width` bytes. A collective carries a `bucket` of them at most, or one larger matrix.
     """
     plan, (whole, experts), layers = job.plan, numbers, max(job.layers)
     apart, found, longest = job.experts_apart * job.experts_over, 0.0, 0.0

@@ -49,7 +49,7 @@ class Strategy:
         self.is_finished = True  # false from a backward on, until `finish_backward`
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
 
-    def __reduce__(self) -> Any:
+    def __deepcopy__(self, memo: dict) -> Any:
         raise RuntimeError("a model that holds its strategy is not copied; use full_state_dict()")
 
     # ------------------------------------------------------------------ one step
