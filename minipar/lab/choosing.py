@@ -247,35 +247,26 @@ def placements(
     return figure
 
 
-def beside(
-    found: Mapping[str, Mapping[str, Mapping[str, float]]],
-    *,
-    inks: Mapping[str, str],
-    title: str = "",
-    note: str = "",
-) -> Figure:
-    """Draw stacked bars in % of what was published, a panel for each system, with a line at 100."""
+def beside(found: Mapping[str, Mapping[str, float]], *, title: str = "", note: str = "") -> Figure:
+    """Draw bars in % of what was published, a panel for each system, with a line at 100."""
     row, left, head = 0.3, 2.1, 0.42
-    height = 1.0 + sum(head + row * len(bars) for bars in found.values())
-    paper = pen.figure(7.2, height, title, note)
-    top = height - 0.45
-    most = max(sum(parts.values()) for bars in found.values() for parts in bars.values())
+    paper = pen.figure(
+        7.2, 0.7 + sum(head + row * len(bars) for bars in found.values()), title, note
+    )
+    top = paper.get_figheight() - 0.45
+    most = max(value for bars in found.values() for value in bars.values())
     for system, bars in found.items():
         tall = row * len(bars)
         ax = pen.panel(paper, left, top - head - tall, 7.2 - left - 0.3, tall)
         pen.bar_rows(ax, bars, 1.15 * max(most, 100))
-        for i, parts in enumerate(bars.values()):
-            start = 0.0
-            for part, value in parts.items():
-                ax.barh(i, value, left=start, height=0.62, color=inks[part])
-                start += value
-            above = {"bbox": {"fc": pen.PAPER, "lw": 0, "pad": 1}, "zorder": 5}
-            if 80 < start < 100:  # beside its bar, the label would lie on the line at 100
-                pen.text(ax, start - 1.5, i, f"{start:.0f} %", ha="right")
+        for i, value in enumerate(bars.values()):
+            ax.barh(i, value, height=0.62, color=pen.KIND["forward"])
+            if 80 < value < 100:  # beside its bar, the label would lie on the line at 100
+                pen.text(ax, value - 1.5, i, f"{value:.0f} %", ha="right")
             else:
-                pen.text(ax, start + 1.5, i, f"{start:.0f} %", **above)
+                above = {"bbox": {"fc": pen.PAPER, "lw": 0, "pad": 1}, "zorder": 5}
+                pen.text(ax, value + 1.5, i, f"{value:.0f} %", **above)
         ax.axvline(100, color=pen.INK, lw=1.3)
         pen.text(ax, 0, -0.85, system, weight="bold")
         top -= head + tall
-    pen.key(paper, [(ink, name) for name, ink in inks.items()], 0.2, 0.3, 6.8)
     return paper
