@@ -79,7 +79,7 @@ def check_result(case: Case) -> None:
             if not torch.equal(block, kv[source]):
                 raise CheckFailed(
                     f"rank {rank}, product {step}: source is {source}, and this is no block of "
-                    f"rank {source}; a causal mask would hide the wrong keys"
+                    f"rank {source}; a causal mask would hide other keys"
                 )
 
 

@@ -15,12 +15,12 @@ LEGEND = [(KIND["forward"], "ended"), (EXPOSED, "waits"), (GRID, "has not come")
 ODD = {"fc": "none", "ec": INK, "lw": 1.4}, "unlike the others"
 
 
-def hang(report: Report) -> Figure:
+def hang(report: Report, *, title: str = "") -> Figure:
     """Draw a row per rank and a column per collective, for groups in which a call is open.
 
-    The title is the first finding. The groups of the culprits come first. Where all calls have
-    ended, all groups are drawn, unless messages wait. Ranks of which nothing is known have question
-    marks. Below, messages that wait.
+    The title is the first finding, unless you give one. The groups of the culprits come first.
+    Where all calls have ended, all groups are drawn, unless messages wait. Ranks of which nothing
+    is known have question marks. Below, messages that wait.
     """
     called = [group for group in report.groups if group.calls]
     shown = [group for group in called if group.oldest]
@@ -39,7 +39,7 @@ def hang(report: Report) -> Figure:
         pen.rectangle(ax, 1.37, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
         pen.text(ax, 1.45, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
-    title = said if len(said) < 90 else said[:87] + "..."
+    title = title or (said if len(said) < 90 else said[:87] + "...")
     rest = len(report.findings) - 1
     more = f"and {rest} more finding{'s' * (rest > 1)}" if rest > 0 else ""
     return pen.cut(ax, title, more, [*LEGEND, ODD])
