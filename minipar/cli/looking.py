@@ -192,6 +192,6 @@ def _simulated(command: planner.PlanConfig, plan: planner.Ranked) -> None:
         f"{', '.join(exposed) or 'nothing'}"
     )
     if command.out:
-        title = f"{command.model} on {command.gpus} x {command.hardware}, {some}"
-        figure = draw.timeline(simulated.timeline, title=title)
+        title = f"{command.model} on {command.gpus} x {command.hardware}"
+        figure = draw.timeline(simulated.timeline, title=title, unit=f"for {some}")
         print(f"\ndrawn into {draw.save(figure, command.out)}")

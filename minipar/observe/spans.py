@@ -77,27 +77,23 @@ def covered(spans: Iterable[Span]) -> list[Interval]:
 
 def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """Return the points in both; `a` and `b` are disjoint and in order, as `union` returns them."""
-    result, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            result.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return result
+    met = ((max(s, t), min(e, f)) for s, e in a for t, f in _beside(s, e, b))
+    return [(start, end) for start, end in met if start < end]
 
 
 def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """Return the points of `a` that are not in `b`; both are disjoint and in order."""
     result = []
     for start, end in a:
-        first = max(0, bisect_right(b, (start, math.inf)) - 1)  # `b` may be a thousand times longer
-        holes = b[first : bisect_left(b, (end,))]
-        edges = [-math.inf, *chain(*holes), math.inf]
+        edges = [-math.inf, *chain(*_beside(start, end, b)), math.inf]
         result += intersect([(start, end)], list(zip(edges[::2], edges[1::2], strict=True)))
     return result
+
+
+def _beside(start: float, end: float, intervals: list[Interval]) -> list[Interval]:
+    """Return those of many disjoint and ordered intervals that may meet one, by bisection."""
+    first = max(0, bisect_right(intervals, (start, math.inf)) - 1)
+    return intervals[first : bisect_left(intervals, (end,))]
 
 
 def measure(disjoint: list[Interval]) -> float:

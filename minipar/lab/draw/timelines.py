@@ -116,11 +116,14 @@ def lanes(ax: Axes, t: Timeline, end: float, numbered: bool = False) -> None:
             _bars(ax, row + low, high, pieces, style)
             if lane == "exposed":  # one outline around what follows without a gap to be seen
                 joined = [(s, e - gap - s) for s, e in union((s, e + gap) for s, e, _ in pieces)]
-                style = {"facecolor": "none", "edgecolor": EXPOSED, "lw": 1.1, "zorder": 3}
+                points = 72 * pen.inches_of(ax)[0] / end  # a thin outline around what is narrow
+                style = {"lw": [min(1.1, 0.3 * points * length) for _, length in joined]}
+                style |= {"facecolor": "none", "edgecolor": EXPOSED, "zorder": 3}
                 ax.broken_barh(joined, (row + low, high), **style)
     every = math.ceil(0.16 * len(t.ranks) / pen.inches_of(ax)[1])
     ticks = {len(t.ranks) - i - 0.5: f"rank {t.ranks[i]}" for i in range(0, len(t.ranks), every)}
-    ax.set_yticks([*ticks], [*ticks.values()], color=MUTED, fontsize=9)
+    size = 9 if t.ranks[-1] < 10_000 else 7.5
+    ax.set_yticks([*ticks], [*ticks.values()], color=MUTED, fontsize=size)
     ax.xaxis.set_major_locator(MaxNLocator(10))
     ax.grid(axis="x", color=GRID, lw=0.8)
     ax.axvline(1e3 * t.end, color=INK, lw=0.9)
