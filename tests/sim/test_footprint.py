@@ -14,6 +14,9 @@ def test_memory_shrinks_with_what_is_cut_and_computed_again():
     stages = [held(job(f"dp=8,zero={zero}")) for zero in range(4)]
     kept = [held(job(f"dp=8,checkpointing={how}")) for how in ("none", "selective", "full")]
     assert stages == sorted(stages, reverse=True) and kept == sorted(kept, reverse=True)
+    one = job("dp=8,checkpointing=full")  # inputs of 31 layers, and all of the one at work
+    again = 31 * 2 * 8192 * 4096 + sum(footprint.activations(one).values())
+    assert footprint.memory(one)["activations"] == pytest.approx(again)
     state = footprint.memory(job("dp=8"))
     expected = 18 * PRESETS["llama-3-8b"].num_parameters
     assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
