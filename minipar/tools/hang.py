@@ -317,7 +317,7 @@ def _explain_messages(group: Group, report: Report) -> None:
         for i, e in enumerate(here):
             if e.done or e.number > open_here[0].number:
                 continue  # what queues up behind an open one is no hang of its own
-            others = [m for m in there if m.verb != e.verb or m.verb == "exchange"]
+            others = [m for m in there if m.verb != e.verb]
             # A small message leaves before it is received: the nth there is the nth here.
             nth = sum(m.verb == e.verb for m in here[:i])
             twin = others[nth] if nth < len(others) else None
