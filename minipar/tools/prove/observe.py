@@ -157,9 +157,7 @@ class _Run:
                 seen.outputs = self.whole(outputs)
             for finish in self.after_backward:
                 finish()
-            named = [(self.clean(n), p) for n, p in self.model.named_parameters()]
-            # Under our zero gradients lie elsewhere, and `whole` asks for them.
-            gradients = {n: None if hasattr(p, "stepped_elsewhere") else p.grad for n, p in named}
+            gradients = {self.clean(n): p.grad for n, p in self.model.named_parameters()}
             seen.own_norms.append(_own_norm(self.model))
             for name, where in noise(_copies(gradients) if self.is_alone else {}).items():
                 seen.noise[name] = where | seen.noise.get(name, where)
@@ -359,9 +357,9 @@ def _copies(named: State) -> State:
 
 
 def _own_norm(model: nn.Module) -> float:
-    """Return the norm of what this rank holds of the gradients."""
-    held = [p for p in model.parameters() if p.grad is not None]
-    shards = [_local(p.grad) for p in held if not hasattr(p, "stepped_elsewhere")]
+    """Return the norm of what this rank holds of the gradients; our zero has them elsewhere."""
+    here = (p.grad for p in model.parameters() if not hasattr(p, "stepped_elsewhere"))
+    shards = [_local(gradient) for gradient in here if gradient is not None]
     return math.sqrt(sum(float(shard.abs().square().sum()) for shard in shards))
 
 
