@@ -94,7 +94,7 @@ class Explorer(ipywidgets.VBox):
     def __repr__(self) -> str:
         # Without this, all bytes of the picture would be printed.
         values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
-        return f"Sliders, in Jupyter only: {values}"
+        return f"Controls, in Jupyter only: {values}"
 
 
 explore = Explorer

@@ -86,7 +86,7 @@ def seconds(job: Job) -> dict[str, float]:
             nodes, table = 1 + (plan.num_ranks > job.machine.gpus), 4 * job.parameters.table
             tie = message(job.machine, table, nodes, plan.num_ranks // plan.pp)
     mine, experts = max(map(job.numbers, range(plan.pp)))  # of the fullest rank
-    # Stages reduce their gradients at the same time, and those that are alike wait alike.
+    # Stages reduce their gradients at the same time, and equal stages wait equally long.
     alike = {(job.numbers(n), job.spread(plan.tp, job.group, n)): n for n in range(plan.pp)}
     waits = ((_reductions(job, n, *ways), tie * any(job.tables(n))) for n in alike.values())
     for axis, wait in zip(("dp", "pp"), max(waits, key=sum), strict=True):

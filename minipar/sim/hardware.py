@@ -261,7 +261,8 @@ def load(name: str | Path) -> Machine:
         return machines()[name]
     if not name.endswith(".toml"):
         near = difflib.get_close_matches(name.lower(), machines(), 3, 0.0)
-        raise ValueError(f"no machine {name!r}: the nearest names are {', '.join(near)}")
+        others = f"the nearest names are {', '.join(near)}; a .toml describes others"
+        raise ValueError(f"no machine {name!r}: {others}")
     try:
         own = _read(Path(name))
         (node,) = [key[1] for key in own if key[0] == "node"]
@@ -319,6 +320,8 @@ def _make(kind: str, name: str, known: Known) -> Any:
         else:
             made[key] = _number(value, f"{name}.{key}")
     if "gpus" in made:
+        if made["gpus"] not in range(1, 1025):
+            raise ValueError(f"{name}.gpus={made['gpus']:g} must be a whole number of 1 to 1,024")
         made["gpus"] = int(made["gpus"])
     return _PARTS[kind](name, **made)
 

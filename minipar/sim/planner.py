@@ -342,7 +342,7 @@ def table(plans: Sequence[Ranked], simple: Ranked | None = None) -> str:
     notes = [f"  error {error}: {unchecked(*jobs) or within}" for error, jobs in known.items()]
     if simple is not None:
         is_known = not unchecked(plans[0].job, simple.job)
-        so = "and so equal: take it" if is_known else "which may be less than our error: time both"
+        so = "and so equal: take it" if is_known else "whose errors are not known: time both"
         notes.append(f"  *: the simplest plan that is within {ERROR:.0%} of the first, {so}")
     return "\n".join([*aligned(lines), *notes])
 

@@ -23,7 +23,7 @@ def bars(height: int = 4, colour: str = "black"):
 def test_picture_and_text_follow_the_sliders():
     """A widget that draws once and never again would fail."""
     box = widgets.explore(bars, height=(1, 32), colour=["black", "red"])
-    assert repr(box) == str(box) == "Sliders, in Jupyter only: height=4, colour='black'"
+    assert repr(box) == str(box) == "Controls, in Jupyter only: height=4, colour='black'"
     first = picture(box)
     assert first.startswith(PNG) and box.text.value == "height 4"
     box.sliders["height"].value = 12

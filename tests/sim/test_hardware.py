@@ -159,6 +159,7 @@ def test_a_file_of_one_s_own_builds_on_what_is_there(tmp_path):
     [
         ("[1e9", "[nan", "other.memory must be .number of 0 or more"),
         ("memory =", "memroy =", "unexpected keyword argument 'memroy'"),
+        ("gpus = [4", "gpus = [2.5", "mine.gpus=2.5 must be a whole number"),
         ('like = "h100"', 'like = "h10"', "no device 'h10'; there are .*h100"),
     ],
 )

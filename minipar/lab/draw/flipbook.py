@@ -69,7 +69,7 @@ class Flipbook:
     """The pictures of `draw_fn` for all combinations of values; sliders turn from one to another.
 
     `draw_fn` returns a figure, or a figure and a text (which is left out), as for
-    `widgets.explore`. Sliders start at its defaults. `frames` are in the order of
+    `widgets.explore`. Controls start at its defaults. `frames` are in the order of
     `itertools.product(*choices.values())`. `html` is a part of a page that needs nothing else.
     """
 
