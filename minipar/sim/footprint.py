@@ -42,12 +42,16 @@ def memory(job: Job) -> dict[str, float]:
         is_even = not any(layers / job.chunks % moe.every for layers in job.layers)
         moe = replace(moe, first_dense=0, every=moe.every if is_even else 1)
         job = replace(job, config=replace(job.config, moe=moe))
-    ranks = (_memory_of(job, stage, layers) for stage, layers in enumerate(job.layers))
+    stored = sum(activations(job).values())
+    put_off = sum(share * _put_off(kind) for share, kind in job.kinds)
+    ranks = (_memory_of(job, stage, stored, put_off) for stage in range(job.plan.pp))
     return max(ranks, key=lambda held: sum(held.values()))
 
 
-def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
+def _memory_of(job: Job, stage: int, stored: float, put_off: float) -> dict[str, float]:
+    """Return what a rank of the pipeline holds; a layer stores, and puts off, so many bytes."""
     plan, software, c, sizes = job.plan, job.software, job.config, job.parameters
+    layers = job.layers[stage]
     mine, experts = job.numbers(stage)
     cut, has_head = job.shard(mine, experts), job.tables(stage)[1]
     # ZeRO 1 reduces with the last microbatch, and so the first, if there is one.
@@ -59,10 +63,9 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
         "gradients": MASTER_ADAM.gradients * (cut if freed else mine),
         "optimizer": MASTER_ADAM.optimizer * (cut if plan.zero else mine),
     }
-    stored = sum(activations(job).values())
     inputs = 2 * job.tokens * c.hidden_size / (plan.tp if plan.sequence_parallel else 1)
     kept = {"none": stored, "selective": software.kept * stored, "full": inputs}[plan.checkpointing]
-    waits = layers * sum(share * _put_off(kind) for share, kind in job.kinds)
+    waits = layers * put_off
     waits += 2 * job.tokens * (c.hidden_size + c.vocab_size / plan.tp) * has_head
     most = max(f * layers * kept + w * waits for f, w in in_flight(job)[stage])
     # Of one layer at a time everything is there again.

@@ -207,14 +207,14 @@ class Job:
         gpus, ranks, block = self.machine.gpus, self.plan.num_ranks, inner * size
         if ranks <= gpus or gpus % block == 0:
             return 1
-        if block % gpus == 0 and gpus % inner == 0:
-            return block // gpus
+        if inner >= gpus:  # each is on a node of its own
+            return size
         each = ranks // self.plan.pp
         first, last = (0, ranks) if stage is None else (stage * each, (stage + 1) * each)
         # After so many ranks groups lie on nodes as before.
         groups = range(first, min(last, first + math.lcm(gpus, block)), block)
-        places = itertools.product(groups, range(inner))
-        return max(len({(a + b + inner * n) // gpus for n in range(size)}) for a, b in places)
+        starts = (a + b for a, b in itertools.product(groups, range(inner)))
+        return max((start + block - inner) // gpus - start // gpus for start in starts) + 1
 
     def collective(
         self, verb: str, num_bytes: float, inner: int, size: int, stage: int | None = None
