@@ -4,22 +4,22 @@ Idea:   An all-reduce is a library call until one asks who sends what to whom. T
         (`minipar.comm.plans`). This file runs plans: every round is one `collectives.exchange`, so
         the ledger shows a call as its rounds.
 Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n ranks, S bytes on
-        each, and lg = ceil(log2 n), an all-reduce costs the busiest rank:
+        each, and lg = log2 n, an all-reduce costs the busiest rank:
 
         algorithm          rounds    messages   bytes sent        seconds
         ring               2(n-1)    2(n-1)     2 S (n-1)/n       2(n-1) alpha + 2 (n-1)/n S beta
         bidirectional      2(n-1)    4(n-1)     2 S (n-1)/n       the same; half the bytes where
                                                                   each neighbour has its own wire
-        bruck              2 lg      2 lg *     2 S (n-1)/n       2 lg alpha + 2 (n-1)/n S beta
-        halving_doubling   2 lg      2 lg       2 S (n-1)/n       the same, for n = 2^k; for others
-                           +3        +2         +3/2 S            and p = 2^k < n the same with p,
-                                                                  and 3 alpha + 2 S beta on top
+        halving_doubling   2 lg      2 lg       2 S (n-1)/n       2 lg alpha + 2 (n-1)/n S beta
+                           +3        +2         +3/2 S            for n = 2^k; for others and
+                                                                  p = 2^k < n the same with p, and
+                                                                  3 alpha + 2 S beta on top
         double_tree        2d+g-1    <= 4 g     <= 2 S            <= (2d+g-1) (alpha + 2 S/g beta)
         direct             1         n-1        S (n-1)           alpha + (n-1) S beta
         hierarchical       the sum of its three steps; across nodes only S / (ranks inside)
 
-        (g chunks; d the depth of a tree, floor(log2 n); * one more in a round where a span wraps
-        around. Adding takes gamma per byte on top: S (n-1)/n bytes, for direct S (n-1).)
+        (g chunks; d the depth of a tree, floor(log2 n). Adding takes gamma per byte on top:
+        S (n-1)/n bytes, for direct S (n-1).)
         Small tensors want few rounds, large ones few bytes. `tuning.tune` measures alpha and beta;
         `plans.seconds` computes the last column from the plans.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.

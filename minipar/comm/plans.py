@@ -13,7 +13,6 @@ that use different links run at the same time (`together`).
 
     spread          rounds              its dual            both: an all-reduce
     ring            n - 1               ring                Patarasuk & Yuan 2009
-    bruck           ceil(log2 n)        bruck               Bruck et al. 1997, both ways
     doubling        log2 n, n = 2^k     halving             Rabenseifner 2004
     tree            depth + chunks - 1  reduction tree      Sanders, Speck & Traeff 2009
 
@@ -112,31 +111,6 @@ def ring_gather(parts: Sequence[Span], rank: int, size: int, step: int = 1) -> P
     return [_round([(right, parts[at[k]])], [(left, parts[at[k + 1]])]) for k in range(size - 1)]
 
 
-def bruck_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
-    """Double the parts that a rank has: with h parts, it fetches h more from rank + h. Any n."""
-    plan, have = [], 1
-    while have < size:
-        more = min(have, size - have)
-        left, right = (rank - have) % size, (rank + have) % size
-        sent = _adjacent([(rank + i) % size for i in range(more)], parts)
-        received = _adjacent([(right + i) % size for i in range(more)], parts)
-        plan.append(_round([(left, span) for span in sent], [(right, span) for span in received]))
-        have += more
-    return plan
-
-
-def _adjacent(indices: Sequence[int], parts: Sequence[Span]) -> list[Span]:
-    """Return the span of consecutive parts; two spans where they wrap around to part 0."""
-    spans: list[Span] = []
-    for index in indices:
-        lo, hi = parts[index]
-        if spans and spans[-1][1] == lo and index > 0:
-            spans[-1] = spans[-1][0], hi
-        else:
-            spans.append((lo, hi))
-    return spans
-
-
 def doubling_gather(parts: Sequence[Span], members: Sequence[int], place: int) -> Plan:
     """Swap all parts with the member 1, 2, 4 ... places away: log2 n rounds, n a power of two.
 
@@ -224,15 +198,6 @@ def bidirectional(numel: int, rank: int, size: int) -> Plan:
     return dual(spread) + spread
 
 
-def bruck(numel: int, rank: int, size: int) -> Plan:
-    """Run Bruck's all-gather backwards, then forwards: 2 ceil(log2 n) rounds, the ring's bytes.
-
-    For powers of two it costs as much as halving-doubling; it needs no fold for other n.
-    """
-    spread = bruck_gather(cut((0, numel), size), rank, size)
-    return dual(spread) + spread
-
-
 def halving_doubling(numel: int, rank: int, size: int) -> Plan:
     """Halve recursively, then double, among the largest power of two p of the ranks.
 
@@ -285,7 +250,7 @@ def direct(numel: int, rank: int, size: int) -> Plan:
     return [Round(step.sends, recvs)]
 
 
-_REDUCES = ring, bidirectional, double_tree, halving_doubling, bruck, direct
+_REDUCES = ring, bidirectional, double_tree, halving_doubling, direct
 ALL_REDUCE: dict[str, Callable[..., Plan]] = {make.__name__: make for make in _REDUCES}
 
 
