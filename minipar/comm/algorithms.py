@@ -11,9 +11,7 @@ Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n
         bidirectional      2(n-1)    4(n-1)     2 S (n-1)/n       the same; half the bytes where
                                                                   each neighbour has its own wire
         halving_doubling   2 lg      2 lg       2 S (n-1)/n       2 lg alpha + 2 (n-1)/n S beta
-                           +3        +2         +3/2 S            for n = 2^k; for others and
-                                                                  p = 2^k < n the same with p, and
-                                                                  3 alpha + 2 S beta on top
+                                                                  (n = 2^k alone)
         double_tree        2d+g-1    <= 4 g     <= 2 S            <= (2d+g-1) (alpha + 2 S/g beta)
         direct             1         n-1        S (n-1)           alpha + (n-1) S beta
         hierarchical       the sum of its three steps; across nodes only S / (ranks inside)
@@ -46,8 +44,8 @@ from minipar.comm.tuning import Tuning
 def all_reduce(tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring") -> Tensor:
     """Add up over all ranks; each gets the sum: [D, ...] -> [D, ...], any shape.
 
-    `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
-    Raises `ValueError` for an unknown algorithm.
+    `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size. Raises
+    `ValueError` for an unknown algorithm, and for halving among ranks that are no power of two.
     """
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)

@@ -111,18 +111,15 @@ def ring_gather(parts: Sequence[Span], rank: int, size: int, step: int = 1) -> P
     return [_round([(right, parts[at[k]])], [(left, parts[at[k + 1]])]) for k in range(size - 1)]
 
 
-def doubling_gather(parts: Sequence[Span], members: Sequence[int], place: int) -> Plan:
-    """Swap all parts with the member 1, 2, 4 ... places away: log2 n rounds, n a power of two.
-
-    `place` is this rank's place among `members`, which are ranks.
-    """
-    assert len(members) & (len(members) - 1) == 0, f"doubling among {len(members)} ranks"
+def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
+    """Swap all parts with the rank 1, 2, 4 ... places away: log2 n rounds, n a power of two."""
+    if size.bit_count() != 1:
+        raise ValueError(f"halving and doubling need 2, 4, 8 ... ranks, not {size}; use ring")
     plan, have = [], 1
-    while have < len(members):
-        mine, theirs = place // have * have, (place ^ have) // have * have
+    while have < size:
+        mine, theirs = rank // have * have, (rank ^ have) // have * have
         sent, received = ((parts[i][0], parts[i + have - 1][1]) for i in (mine, theirs))
-        peer = members[place ^ have]
-        plan.append(_round([(peer, sent)], [(peer, received)]))
+        plan.append(_round([(rank ^ have, sent)], [(rank ^ have, received)]))
         have *= 2
     return plan
 
@@ -199,27 +196,12 @@ def bidirectional(numel: int, rank: int, size: int) -> Plan:
 
 
 def halving_doubling(numel: int, rank: int, size: int) -> Plan:
-    """Halve recursively, then double, among the largest power of two p of the ranks.
+    """Halve recursively, then double: 2 log2 n rounds, the ring's bytes. n is a power of two.
 
-    The n - p others fold in before, in pairs (0, 1), (2, 3) ...: each of a pair reduces one half.
-    The odd one hands its half over, and gets the whole result in the end.
     Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 4.
     """
-    core = 1 << (size.bit_length() - 1)
-    folded = 2 * (size - core)  # ranks that are in pairs
-    low, high = cut((0, numel), 2)
-    partner, whole = rank ^ 1, (0, numel)
-    before, after = [Round(), Round()], [Round()]  # a rank in no pair rests
-    if rank < folded and rank % 2 == 0:
-        swap = dual([_round([(partner, low)], [(partner, high)])])
-        before, after = [*swap, _round([], [(partner, high)])], [_round([(partner, whole)], [])]
-    elif rank < folded:
-        swap = dual([_round([(partner, high)], [(partner, low)])])
-        rest = [Round()] * 2 * (core.bit_length() - 1)
-        return [*swap, _round([(partner, high)], []), *rest, _round([], [(partner, whole)])]
-    members = [*range(0, folded, 2), *range(folded, size)]  # the even ones of pairs, then the rest
-    spread = doubling_gather(cut((0, numel), core), members, members.index(rank))
-    return before + dual(spread) + spread + after
+    spread = doubling_gather(cut((0, numel), size), rank, size)
+    return dual(spread) + spread
 
 
 def double_tree(numel: int, rank: int, size: int, chunk: int = CHUNK) -> Plan:
@@ -252,6 +234,11 @@ def direct(numel: int, rank: int, size: int) -> Plan:
 
 _REDUCES = ring, bidirectional, double_tree, halving_doubling, direct
 ALL_REDUCE: dict[str, Callable[..., Plan]] = {make.__name__: make for make in _REDUCES}
+
+
+def names_for(size: int) -> list[str]:
+    """Return the algorithms for `size` ranks: halving_doubling needs a power of two."""
+    return [n for n in ALL_REDUCE if n != "halving_doubling" or size.bit_count() == 1]
 
 
 # ---------------------------------------------------------------------- one of them, and its cost

@@ -36,7 +36,7 @@ class Tuning:
     @functools.cache  # noqa: B019 (a Tuning is small and lives as long as its axis)
     def best(self, num_bytes: int) -> str:
         """Return the algorithm with the smallest predicted time, the same on all ranks."""
-        return min(plans.ALL_REDUCE, key=lambda name: self.seconds(name, num_bytes))
+        return min(plans.names_for(self.size), key=lambda name: self.seconds(name, num_bytes))
 
 
 def tune(
