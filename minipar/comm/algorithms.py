@@ -16,8 +16,7 @@ Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n
         direct             1         n-1        S (n-1)           alpha + (n-1) S beta
         hierarchical       the sum of its three steps; across nodes only S / (ranks inside)
 
-        (g chunks; d the depth of a tree, floor(log2 n). Adding takes gamma per byte on top:
-        S (n-1)/n bytes, for direct S (n-1).)
+        (g chunks; d the depth of a tree, floor(log2 n).)
         Small tensors want few rounds, large ones few bytes. `tuning.tune` measures alpha and beta;
         `plans.seconds` computes the last column from the plans.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
@@ -44,12 +43,12 @@ from minipar.comm.tuning import Tuning
 def all_reduce(tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring") -> Tensor:
     """Add up over all ranks; each gets the sum: [D, ...] -> [D, ...], any shape.
 
-    `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size. Raises
-    `ValueError` for an unknown algorithm, and for halving among ranks that are no power of two.
+    `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
+    Raises `ValueError` for halving and doubling among ranks that are no power of two.
     """
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)
-    make, data = plans.pick(algorithm), _flat(tensor)
+    make, data = plans.ALL_REDUCE[algorithm], _flat(tensor)
     execute(make(data.numel(), axis.rank, axis.size), data, axis)
     return data.view(tensor.shape)
 

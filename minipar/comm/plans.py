@@ -241,38 +241,26 @@ def names_for(size: int) -> list[str]:
     return [n for n in ALL_REDUCE if n != "halving_doubling" or size.bit_count() == 1]
 
 
-# ---------------------------------------------------------------------- one of them, and its cost
-def pick(algorithm: str) -> Callable[..., Plan]:
-    """Return the function that makes the plans of `algorithm`. Raises `ValueError` for others."""
-    if algorithm not in ALL_REDUCE:
-        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {list(ALL_REDUCE)}")
-    return ALL_REDUCE[algorithm]
-
-
+# ---------------------------------------------------------------------- what they cost
 def seconds(
-    plans: Sequence[Plan],
-    itemsize: int,
-    alpha: float,
-    beta: float,
-    gamma: float = 0.0,
-    sharing: float = 1.0,
+    plans: Sequence[Plan], itemsize: int, alpha: float, beta: float, sharing: float = 1.0
 ) -> float:
     """Return the seconds that the `plans` of all ranks take, one round after the other.
 
-    A round takes ``alpha`` seconds, ``beta`` per byte that the busiest rank sends or receives, and
-    ``gamma`` per byte that it adds. `sharing` says how messages to different peers share its port.
-    At 1 they queue (one network card). At 0 each has a wire of its own, and the longest rules (the
-    emulated link; nearly NVSwitch). Where chunks overlap, the result is an upper bound.
+    A round takes ``alpha`` seconds, and ``beta`` per byte that the busiest rank sends or receives.
+    `sharing` says how messages to different peers share its port. At 1 they queue (one network
+    card). At 0 each has a wire of its own, and the longest rules (the emulated link; nearly
+    NVSwitch). Where chunks overlap, the result is an upper bound.
     """
     total = 0.0
     for steps in zip_longest(*plans, fillvalue=Round()):
         if any(step.sends for step in steps):
-            busiest = (
-                beta * max(_load(rank, step.sends, sharing), _load(rank, step.recvs, sharing))
-                + gamma * sum(m.hi - m.lo for m in step.recvs if m.add)
+            loads = (
+                _load(rank, messages, sharing)
                 for rank, step in enumerate(steps)
+                for messages in (step.sends, step.recvs)
             )
-            total += alpha + itemsize * max(busiest)
+            total += alpha + beta * itemsize * max(loads)
     return total
 
 

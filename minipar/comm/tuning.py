@@ -15,7 +15,7 @@ from minipar.comm.mesh import Axis
 
 @dataclass(frozen=True)
 class Tuning:
-    """The costs of an axis of `size` ranks: seconds per message, per byte sent, per byte added up.
+    """The costs of an axis of `size` ranks: seconds per message, and per byte.
 
     `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
     port, 1/(n-1) where each peer has a wire of its own.
@@ -24,14 +24,13 @@ class Tuning:
     size: int
     alpha: float  # a message
     beta: float  # a byte sent
-    gamma: float = 0.0  # a byte added up
     sharing: float = 1.0
 
     def seconds(self, algorithm: str, num_bytes: int) -> float:
         """Return the predicted time of an all-reduce of float32."""
-        make, numel = plans.pick(algorithm), -(-num_bytes // 4)
+        make, numel = plans.ALL_REDUCE[algorithm], -(-num_bytes // 4)
         every = [make(numel, rank, self.size) for rank in range(self.size)]
-        return plans.seconds(every, 4, self.alpha, self.beta, self.gamma, self.sharing)
+        return plans.seconds(every, 4, self.alpha, self.beta, self.sharing)
 
     @functools.cache  # noqa: B019 (a Tuning is small and lives as long as its axis)
     def best(self, num_bytes: int) -> str:
@@ -56,14 +55,12 @@ def tune(
     others = [peer for peer in range(axis.size) if peer != axis.rank]
     ring = [_measure(axis, [right], [left], size, rounds) for size in sizes]
     to_all = _measure(axis, others, others, max(sizes), rounds)
-    adding = _measure_adding(max(sizes), rounds)
-    times = torch.tensor([*ring, to_all, adding], dtype=torch.float64)
-    *ring, to_all, adding = comm.all_reduce(times, axis, op="max").tolist()
+    times = torch.tensor([*ring, to_all], dtype=torch.float64)
+    *ring, to_all = comm.all_reduce(times, axis, op="max").tolist()
     alpha, beta = fit(sizes, ring)
     load = (to_all - alpha) / (beta * max(sizes))  # in messages, 1 to n-1
     sharing = min(max(load / (axis.size - 1), 1 / (axis.size - 1)), 1.0)
-    found = [alpha, beta, adding / max(sizes), sharing]
-    agreed = comm.broadcast(torch.tensor(found, dtype=torch.float64), axis)
+    agreed = comm.broadcast(torch.tensor([alpha, beta, sharing], dtype=torch.float64), axis)
     return Tuning(axis.size, *agreed.tolist())
 
 
@@ -86,10 +83,3 @@ def _measure(axis: Axis, to: list[int], source: list[int], num_bytes: int, round
     exchange = functools.partial(comm.exchange, sends, recvs, axis)
     barrier = functools.partial(comm.barrier, axis)
     return min(timeit.repeat(exchange, barrier, number=1, repeat=rounds + 1)[1:])
-
-
-def _measure_adding(num_bytes: int, rounds: int) -> float:
-    """Return the seconds to add up `num_bytes` of floats."""
-    total = torch.zeros(max(1, num_bytes // 4))
-    other = torch.ones_like(total)
-    return min(timeit.repeat(lambda: total.add_(other), number=1, repeat=rounds + 1))
