@@ -23,7 +23,7 @@ practice, and experience", sections 3 (duality) and 4 (composition).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -125,53 +125,45 @@ def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
 
 
 # ---------------------------------------------------------------------- trees
-def tree_neighbours(rank: int, size: int, shift: int = 0) -> tuple[int | None, list[int], int]:
-    """Return the parent, the children and the depth of `rank` in a binary tree in-order.
+def tree(places: range, parent: int | None = None, depth: int = 0) -> Iterator[tuple]:
+    """Yield (place, parent, depth) of a binary tree in-order over `places`, the root first.
 
-    Number the ranks from 1 (from 1 + `shift`, around the end). A position that 2^h divides, and no
-    higher power, is of height h; all odd ones are leaves. Shifting by one makes these the inner
-    nodes of a second tree: no rank has children in both. Source: Sanders et al. 2009, section 3.
+    The root is place 2^k - 1, with the largest k: all even places are leaves. So ranks that are one
+    place further in a second tree have children in one of the two at most. Source: Sanders et al.
+    2009, section 3.
     """
-
-    def parent_of(position: int) -> int:
-        bit = position & -position
-        up = (position ^ bit) | 2 * bit
-        return up if up <= size else position ^ bit  # 0 above the root
-
-    position = (rank + shift) % size + 1
-    depth, above, parent = 0, position, parent_of(position)
-    while above := parent_of(above):
-        depth += 1
-    below = [child for child in range(1, size + 1) if parent_of(child) == position]
-    parent, *children = ((at - 1 - shift) % size for at in (parent, *below))
-    return parent if depth else None, children, depth
-
-
-def tree_depth(size: int) -> int:
-    """Return how many rounds the deepest rank is away from the root."""
-    return max(tree_neighbours(rank, size)[2] for rank in range(size))
+    if places:
+        root = places[(1 << (len(places).bit_length() - 1)) - 1]
+        yield root, parent, depth
+        yield from tree(range(places.start, root), root, depth + 1)
+        yield from tree(range(root + 1, places.stop), root, depth + 1)
 
 
 def tree_broadcast(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
     """Pass each chunk on to the children, one round after it came from the parent.
 
-    Every rank counts rounds from the same start, rests included: depth + chunks - 1 of them.
+    Rank r is at place r + `shift`, around the end. Every rank counts rounds from the same start,
+    rests included: depth + chunks - 1 of them.
     """
-    parent, children, depth = tree_neighbours(rank, size, shift)
+    nodes, here = list(tree(range(size))), (rank + shift) % size
+    [(parent, depth)] = [(parent, depth) for place, parent, depth in nodes if place == here]
+    children = [(place - shift) % size for place, above, _ in nodes if above == here]
     sends: dict[int, list] = defaultdict(list)
     recvs: dict[int, list] = defaultdict(list)
     for number, span in enumerate(chunks):
         if parent is not None:
-            recvs[number + depth - 1].append((parent, span))
+            recvs[number + depth - 1].append(((parent - shift) % size, span))
         sends[number + depth] += [(child, span) for child in children]
-    return [_round(sends[t], recvs[t]) for t in range(tree_depth(size) + len(chunks) - 1)]
+    deepest = max(depth for *_, depth in nodes)
+    return [_round(sends[t], recvs[t]) for t in range(deepest + len(chunks) - 1)]
 
 
 def tree_all_reduce(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
     """Reduce up to the root; the first chunk is on its way down while the others still go up."""
     up = dual(tree_broadcast(chunks[::-1], rank, size, shift))
     down = tree_broadcast(chunks, rank, size, shift)
-    return together(up, [Round()] * tree_depth(size) + down)
+    rests = len(up) - len(chunks) + 1  # until the first chunk is at the root
+    return together(up, [Round()] * rests + down)
 
 
 # ---------------------------------------------------------------------- all-reduce

@@ -90,17 +90,12 @@ def test_gather_and_its_dual():
 def test_two_trees():
     """Sanders et al.: two children at most, logarithmic depth, and nobody inner in both trees."""
     for size in range(1, 40):
-        for shift in 0, 1:
-            at = [plans.tree_neighbours(rank, size, shift) for rank in range(size)]
-            for rank, (parent, children, depth) in enumerate(at):
-                assert len(children) <= 2
-                assert all(at[c][0] == rank and at[c][2] == depth + 1 for c in children)
-                assert parent is None or rank in at[parent][1]
-            assert [parent for parent, _, _ in at].count(None) == 1
-            assert max(depth for *_, depth in at) == plans.tree_depth(size) == int(math.log2(size))
-        for rank in range(size):
-            inner = [bool(plans.tree_neighbours(rank, size, shift)[1]) for shift in (0, 1)]
-            assert not all(inner)
+        at = {place: (parent, depth) for place, parent, depth in plans.tree(range(size))}
+        above, depths = zip(*(at[place] for place in range(size)), strict=True)
+        assert all(d == (0 if p is None else depths[p] + 1) for p, d in at.values())
+        assert above.count(None) == 1 and max(depths) == int(math.log2(size))
+        assert max(Counter(above).values()) <= 2
+        assert not any(p in above and (p + 1) % size in above for p in range(size))
 
 
 # ---------------------------------------------------------------------- what they cost
