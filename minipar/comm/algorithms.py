@@ -20,7 +20,7 @@ Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n
         Small tensors want few rounds, large ones few bytes. `tuning.tune` measures alpha and beta;
         `plans.seconds` computes the last column from the plans.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
-Costs you: Python between rounds, and scratch memory for what a round adds.
+Costs you: Python between rounds, and scratch memory for what arrives in a round.
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
         the emulated link; never tried on NCCL.
 In torch: gloo's ring and NCCL's ring, tree and NVLS, chosen by NCCL's own alpha-beta table.
@@ -28,15 +28,13 @@ Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communica
         MPICH"; Patarasuk & Yuan 2009; Sanders, Speck & Traeff 2009.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from minipar.comm import plans
 from minipar.comm.collectives import exchange
 from minipar.comm.mesh import Axis
-from minipar.comm.plans import Message, Plan, cut
+from minipar.comm.plans import Plan, cut
 from minipar.comm.tuning import Tuning
 
 
@@ -80,22 +78,15 @@ def execute(plan: Plan, data: Tensor, axis: Axis) -> None:
     """Carry out this rank's `plan` on the flat buffer `data`."""
     for step in plan:
         sends = [(data[m.lo : m.hi], m.peer) for m in step.sends if m.peer != axis.rank]
-        recvs, arrivals = [], []
-        for message in step.recvs:
-            target = landing = data[message.lo : message.hi]
-            if message.add or _overlap(message, step.sends):
-                landing = target.clone()  # which is the message, if a rank sends it to itself
-            arrivals.append((message, target, landing))
-            if message.peer != axis.rank:
-                recvs.append((landing, message.peer))
+        # In clones: the targets may still leave. Of a message to itself, the rank has the clone.
+        landings = [data[m.lo : m.hi].clone() for m in step.recvs]
+        arriving = zip(landings, step.recvs, strict=True)
+        recvs = [(landing, m.peer) for landing, m in arriving if m.peer != axis.rank]
         if sends or recvs:
             exchange(sends, recvs, axis)
-        for message, target, landing in arrivals:
+        for landing, message in zip(landings, step.recvs, strict=True):
+            target = data[message.lo : message.hi]
             if message.add:
                 target += landing
-            elif landing is not target:
+            else:
                 target.copy_(landing)
-
-
-def _overlap(message: Message, others: Sequence[Message]) -> bool:
-    return any(message.lo < other.hi and other.lo < message.hi for other in others)
