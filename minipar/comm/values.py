@@ -5,7 +5,6 @@ shapes and settings. The few that need values call `look` or `to_host`. On the m
 have no values, and every other read fails.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,13 +26,3 @@ def to_device(few: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and few.device.type == "cpu":
         few = few.pin_memory()
     return few.to(device, non_blocking=True)
-
-
-@cache
-def lane(device: torch.device, purpose: str) -> "torch.cuda.Stream":
-    """Return a stream beside the one that computes, the same one for each `purpose`.
-
-    Torch has 32 streams and hands them out in turn, some to NCCL. With a new one each time, work
-    would now and then queue behind a collective.
-    """
-    return torch.cuda.Stream(device)

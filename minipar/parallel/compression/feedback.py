@@ -48,8 +48,7 @@ class Compressed:
         if bucket.flat.is_meta:  # where nothing is computed: no thread
             work()
             return Pending(None, bucket.flat)
-        before = [] if self._latest is None else [self._latest]
-        self._latest = Background(work, before, bucket.flat.device, "compression")
+        self._latest = Background(work, self._latest, bucket.flat.device, "compression")
         return Pending(self._latest, bucket.flat)
 
     @torch.no_grad()
