@@ -17,8 +17,8 @@ Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n
         hierarchical       the sum of its three steps; across nodes only S / (ranks inside)
 
         (g chunks; d the depth of a tree, floor(log2 n).)
-        Small tensors want few rounds, large ones few bytes. `tuning.tune` measures alpha and beta;
-        `plans.seconds` computes the last column from the plans.
+        Small tensors want few rounds, large ones few bytes. `plans.Tuning` computes the last column
+        from the plans, and chooses.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
 Costs you: Python between rounds, and scratch memory for what arrives in a round.
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
@@ -34,8 +34,7 @@ from torch import Tensor
 from minipar.comm import plans
 from minipar.comm.collectives import exchange
 from minipar.comm.mesh import Axis
-from minipar.comm.plans import Plan, cut
-from minipar.comm.tuning import Tuning
+from minipar.comm.plans import Plan, Tuning, cut
 
 
 def all_reduce(tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring") -> Tensor:

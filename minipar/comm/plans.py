@@ -25,6 +25,7 @@ practice, and experience", sections 3 (duality) and 4 (composition).
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 
 Span = tuple[int, int]
@@ -263,3 +264,28 @@ def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
         if message.peer != rank:
             by_peer[message.peer] += message.hi - message.lo
     return max(max(by_peer.values(), default=0), sharing * sum(by_peer.values()))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What messages cost among `size` ranks, and so which all-reduce is the fastest.
+
+    `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
+    port, 1/(n-1) where each peer has a wire of its own.
+    """
+
+    size: int
+    alpha: float  # seconds per message
+    beta: float  # seconds per byte
+    sharing: float = 1.0
+
+    def seconds(self, algorithm: str, num_bytes: int) -> float:
+        """Return the predicted time of an all-reduce of float32."""
+        make, numel = ALL_REDUCE[algorithm], -(-num_bytes // 4)
+        every = [make(numel, rank, self.size) for rank in range(self.size)]
+        return seconds(every, 4, self.alpha, self.beta, self.sharing)
+
+    @cache  # noqa: B019 (a Tuning is small and lives as long as its axis)
+    def best(self, num_bytes: int) -> str:
+        """Return the algorithm with the smallest predicted time, the same on all ranks."""
+        return min(names_for(self.size), key=lambda name: self.seconds(name, num_bytes))

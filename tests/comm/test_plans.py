@@ -168,3 +168,16 @@ def test_messages_to_oneself_cost_nothing_and_who_receives_most_may_be_the_busie
     to_two = [Round((Message(2, 0, 5),))]
     both = [Round((), (Message(0, 0, 5), Message(1, 0, 5)))]
     assert plans.seconds([to_two, to_two, both], 1, 0.0, 1.0) == 10
+
+
+def test_best_is_the_fastest_by_size():
+    """One port each, 16 ranks on 1 GbE: direct, then a few rounds, then the ring's bytes."""
+    tuning = plans.Tuning(16, 50e-6, 8e-9)
+    assert tuning.best(16) == "direct"
+    assert tuning.best(10_000) == "halving_doubling"
+    for num_bytes in 16, 10_000, 10_000_000:
+        times = {name: tuning.seconds(name, num_bytes) for name in plans.ALL_REDUCE}
+        assert tuning.best(num_bytes) == min(times, key=times.get)
+    assert plans.Tuning(3, 50e-6, 8e-9).best(10_000) != "halving_doubling"  # no power of two
+    assert plans.Tuning(4, 1e-6, 1e-9, sharing=0.0).best(10**6) != "direct"
+    assert plans.Tuning(4, 1e-3, 1e-9, sharing=0.0).best(10**6) == "direct"
