@@ -4,7 +4,7 @@ Idea: a plan is the list of rounds of one rank. A round is what this rank sends 
 same time. ``ring(numel, rank, size)`` can be printed, checked and timed on paper before a process
 starts. `minipar.comm.algorithms` runs any plan.
 
-Two rules make all of the algorithms from four ways to *spread* data:
+Two rules make all of the algorithms from three ways to *spread* data:
 
 *Duality.* A reduce-scatter is an all-gather run backwards, and a reduction to a root is a broadcast
 run backwards: reverse the rounds, let receivers send, and add what arrives (`dual`).
