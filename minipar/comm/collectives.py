@@ -84,16 +84,11 @@ def reduce(tensor: Tensor, axis: Axis, dst: int = 0) -> Tensor:
 
 
 def reduce_scatter(
-    tensor: Tensor,
-    axis: Axis,
-    dim: int = 0,
-    op: Literal["sum", "avg"] = "sum",
-    *,
-    async_op: bool = False,
+    tensor: Tensor, axis: Axis, dim: int = 0, op: Op = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
-    On a CPU the slices of all ranks arrive in another [D, ...], and `wait` adds them up.
+    `op` is "sum" or "avg". On a CPU all slices arrive in another [D, ...]; `wait` adds them up.
     Raises `ValueError` when n does not divide that dim.
     """
     check_divides("reduce_scatter", tensor, dim, axis)
@@ -208,9 +203,7 @@ def gather(tensor: Tensor, axis: Axis, dst: int = 0) -> Tensor | None:
     The other ranks get None.
     """
     tensor = torch.atleast_1d(tensor.detach()).contiguous()
-    places = [torch.empty_like(tensor) for _ in range(axis.size)] if axis.rank == dst else None
-    if axis.size == 1:
-        places = [tensor.clone()]
+    places = [tensor.clone() for _ in range(axis.size)] if axis.rank == dst else None
     finish = torch.cat if axis.rank == dst else None
     call = partial(dist.gather, tensor, places, None, axis.group, group_dst=dst)
     sent = wire_bytes("gather", tensor.nbytes * axis.size, axis.size)

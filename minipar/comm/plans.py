@@ -130,8 +130,8 @@ def tree(places: range, parent: int | None = None, depth: int = 0) -> Iterator[t
     """Yield (place, parent, depth) of a binary tree in-order over `places`, the root first.
 
     The root is place 2^k - 1, with the largest k: all even places are leaves. So ranks that are one
-    place further in a second tree have children in one of the two at most. Source: Sanders et al.
-    2009, section 3.
+    place further in a second tree have children in one of the two at most. Source: Sanders, Speck
+    & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
     """
     if places:
         root = places[(1 << (len(places).bit_length() - 1)) - 1]
@@ -202,8 +202,6 @@ def double_tree(numel: int, rank: int, size: int, chunk: int = CHUNK) -> Plan:
 
     A single tree lets its leaves, half of all ranks, send only half of the time. A leaf of one tree
     has children in the other. g is the number of chunks per tree.
-    Source: Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast,
-    reduction and scan".
     """
     first, second = cut((0, numel), 2)
     chunks = max(1, -(-first[1] // chunk))
