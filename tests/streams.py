@@ -1,8 +1,5 @@
 """Streams of a GPU that is not there: who waits for whom, written down."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -40,13 +37,6 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.streams.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> Any:
-        self.streams.log.append(f"event on {self.name}")
-        return SimpleNamespace(synchronize=self.synchronize)
-
-    def synchronize(self) -> None:
-        self.streams.log.append(f"the host waits for {self.name}")
 
     def __enter__(self) -> None:
         self.streams.entered.append(self)

@@ -235,7 +235,6 @@ def summary(report: Report) -> str:
     memory = [num_bytes / 1e6 for num_bytes in report.peak_memory]
     rows["peak memory"] = f"{min(memory):,.0f} to {max(memory):,.0f} MB a rank"
     made = ", ".join(sorted(path.name for path in Path(report.folder).iterdir()))
-    viewed = "timeline.json (open it at https://ui.perfetto.dev)"
-    rows["files"] = f"{report.folder}/: {made}".replace("timeline.json", viewed)
+    rows["files"] = f"{report.folder}/: {made}"
     width = max(map(len, rows))
     return "\n".join(f"{name:>{width}}  {value}" for name, value in rows.items())

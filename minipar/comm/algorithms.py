@@ -4,26 +4,23 @@ Idea:   An all-reduce is a library call until one asks who sends what to whom. T
         (`minipar.comm.plans`). This file runs plans: every round is one `collectives.exchange`, so
         the ledger shows a call as its rounds.
 Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n ranks, S bytes on
-        each, and lg = ceil(log2 n), an all-reduce costs the busiest rank:
+        each, and lg = log2 n, an all-reduce costs the busiest rank:
 
         algorithm          rounds    messages   bytes sent        seconds
         ring               2(n-1)    2(n-1)     2 S (n-1)/n       2(n-1) alpha + 2 (n-1)/n S beta
         bidirectional      2(n-1)    4(n-1)     2 S (n-1)/n       the same; half the bytes where
                                                                   each neighbour has its own wire
-        bruck              2 lg      2 lg *     2 S (n-1)/n       2 lg alpha + 2 (n-1)/n S beta
-        halving_doubling   2 lg      2 lg       2 S (n-1)/n       the same, for n = 2^k; for others
-                           +3        +2         +3/2 S            and p = 2^k < n the same with p,
-                                                                  and 3 alpha + 2 S beta on top
+        halving_doubling   2 lg      2 lg       2 S (n-1)/n       2 lg alpha + 2 (n-1)/n S beta
+                                                                  (n = 2^k alone)
         double_tree        2d+g-1    <= 4 g     <= 2 S            <= (2d+g-1) (alpha + 2 S/g beta)
         direct             1         n-1        S (n-1)           alpha + (n-1) S beta
         hierarchical       the sum of its three steps; across nodes only S / (ranks inside)
 
-        (g chunks; d the depth of a tree, floor(log2 n); * one more in a round where a span wraps
-        around. Adding takes gamma per byte on top: S (n-1)/n bytes, for direct S (n-1).)
-        Small tensors want few rounds, large ones few bytes. `tuning.tune` measures alpha and beta;
-        `plans.seconds` computes the last column from the plans.
+        (g chunks; d the depth of a tree, floor(log2 n).)
+        Small tensors want few rounds, large ones few bytes. `plans.Tuning` computes the last column
+        from the plans, and chooses.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
-Costs you: Python between rounds, and scratch memory for what a round adds.
+Costs you: Python between rounds, and scratch memory for what arrives in a round.
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
         the emulated link; never tried on NCCL.
 In torch: gloo's ring and NCCL's ring, tree and NVLS, chosen by NCCL's own alpha-beta table.
@@ -31,27 +28,24 @@ Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communica
         MPICH"; Patarasuk & Yuan 2009; Sanders, Speck & Traeff 2009.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from minipar.comm import plans
 from minipar.comm.collectives import exchange
 from minipar.comm.mesh import Axis
-from minipar.comm.plans import Message, Plan, cut
-from minipar.comm.tuning import Tuning
+from minipar.comm.plans import Plan, Tuning, cut
 
 
 def all_reduce(tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring") -> Tensor:
     """Add up over all ranks; each gets the sum: [D, ...] -> [D, ...], any shape.
 
     `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
-    Raises `ValueError` for an unknown algorithm.
+    Raises `ValueError` for halving and doubling among ranks that are no power of two.
     """
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)
-    make, data = plans.pick(algorithm), _flat(tensor)
+    make, data = plans.ALL_REDUCE[algorithm], _flat(tensor)
     execute(make(data.numel(), axis.rank, axis.size), data, axis)
     return data.view(tensor.shape)
 
@@ -83,22 +77,15 @@ def execute(plan: Plan, data: Tensor, axis: Axis) -> None:
     """Carry out this rank's `plan` on the flat buffer `data`."""
     for step in plan:
         sends = [(data[m.lo : m.hi], m.peer) for m in step.sends if m.peer != axis.rank]
-        recvs, arrivals = [], []
-        for message in step.recvs:
-            target = landing = data[message.lo : message.hi]
-            if message.add or _overlap(message, step.sends):
-                landing = target.clone()  # which is the message, if a rank sends it to itself
-            arrivals.append((message, target, landing))
-            if message.peer != axis.rank:
-                recvs.append((landing, message.peer))
+        # In clones: the targets may still leave. Of a message to itself, the rank has the clone.
+        landings = [data[m.lo : m.hi].clone() for m in step.recvs]
+        arriving = zip(landings, step.recvs, strict=True)
+        recvs = [(landing, m.peer) for landing, m in arriving if m.peer != axis.rank]
         if sends or recvs:
             exchange(sends, recvs, axis)
-        for message, target, landing in arrivals:
+        for landing, message in zip(landings, step.recvs, strict=True):
+            target = data[message.lo : message.hi]
             if message.add:
                 target += landing
-            elif landing is not target:
+            else:
                 target.copy_(landing)
-
-
-def _overlap(message: Message, others: Sequence[Message]) -> bool:
-    return any(message.lo < other.hi and other.lo < message.hi for other in others)

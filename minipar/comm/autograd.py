@@ -89,15 +89,9 @@ def all_reduce(x: Tensor, axis: Axis, *, to: Literal["R", "I"]) -> Tensor:
               [a b] [c d]  ->  [a+c b+d] [a+c b+d]
               ``to="I"``: all ranks have the whole gradient already. I -> R, nothing to send:
               [a b] [a b]  ->  [a b] [a b]
-
-    Raises `ValueError` for another type.
     """
-    _check_target("all_reduce", to)
-    return _transition(
-        x,
-        lambda x: collectives.all_reduce(x, axis),
-        lambda g: all_reduce(g, axis, to="R") if to == "R" else convert(g, axis),
-    )
+    backward = {"R": lambda g: all_reduce(g, axis, to="R"), "I": lambda g: convert(g, axis)}[to]
+    return _transition(x, lambda x: collectives.all_reduce(x, axis), backward)
 
 
 def convert(x: Tensor, axis: Axis) -> Tensor:
@@ -134,15 +128,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, to: Literal["R", "I"]) ->
               [a b] [c d]  ->  [a+c] [b+d]
               ``to="I"``: all ranks have the whole gradient already. I -> V, nothing to send:
               [a b] [a b]  ->  [a] [b]
-
-    Raises `ValueError` for another type.
     """
-    _check_target("all_gather", to)
-    return _transition(
-        x,
-        lambda x: collectives.all_gather(x, axis, dim),
-        lambda g: reduce_scatter(g, axis, dim) if to == "R" else cut(g, axis, dim),
-    )
+    backward = {"R": lambda g: reduce_scatter(g, axis, dim), "I": lambda g: cut(g, axis, dim)}[to]
+    return _transition(x, lambda x: collectives.all_gather(x, axis, dim), backward)
 
 
 def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -212,8 +200,3 @@ def start_all_to_all(
 
     begun = _transition(x, lambda rows: start(rows, send_counts, recv_counts), wait)
     return lambda: _transition(begun, wait, lambda grad: start(grad, recv_counts, send_counts))
-
-
-def _check_target(verb: str, to: str) -> None:
-    if to not in ("R", "I"):
-        raise ValueError(f"{verb}: to={to!r} is not a type of its result; use 'R' or 'I'")

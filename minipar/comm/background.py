@@ -5,7 +5,7 @@ nor its kernels hold up the rest of the rank.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,48 +13,41 @@ import torch
 
 from minipar.comm import clock
 from minipar.comm.calls import Call
-from minipar.comm.values import lane
 
 
 class Background:
-    """Do `work` in a thread, after all works `before` it: ranks make calls in the same order.
+    """Do `work` in a thread, once the work of `after` has ended: ranks make calls in one order.
 
-    `on` is the device of the tensors that `work` uses. On a GPU, works of one `purpose` share a
-    stream. Tasks of different purposes do not, as ranks may come to them in different orders.
+    `on` is the device of the tensors that `work` uses. On a GPU, `after` hands on its stream.
+    Errors and taps call the work by its `name`.
     """
 
     def __init__(
-        self,
-        work: Callable[[], Any],
-        before: Iterable["Background"],
-        on: torch.device,
-        purpose: str,
+        self, work: Callable[[], Any], after: "Background | None", on: torch.device, name: str
     ) -> None:
-        self._work, self._before, self._error = work, list(before), None
+        self._work, self._after, self._error = work, after, None
         self._at = clock.now()  # when the work may begin; in the end, when it has ended
         self._is_inference = torch.is_inference_mode_enabled()  # the thread needs the same mode
-        self._on, self._lane = on, None
+        self._on, self._stream = on, None
         if on.type == "cuda":
-            self._lane = lane(on, purpose)
-            self._lane.wait_stream(torch.cuda.current_stream(on))
+            self._stream = torch.cuda.Stream(on) if after is None else after._stream
+            self._stream.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._call, self._ended = Call(purpose), threading.Event()
+        self._call, self._ended = Call(name), threading.Event()
         self._call.begin(lambda: self._thread.start() or self._ended)
 
     def _run(self) -> None:
-        for other in self._before:
-            other._thread.join()
-            self._at = max(self._at, other._at)
-            if self._lane is not None and other._lane is not None:
-                self._lane.wait_stream(other._lane)
-        on_lane = torch.cuda.stream(self._lane) if self._on.type == "cuda" else nullcontext()
+        if self._after is not None:
+            self._after._thread.join()
+            self._at = max(self._at, self._after._at)
+        on_stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
         try:
-            with clock.beside(self._at), torch.inference_mode(self._is_inference), on_lane:
+            with clock.beside(self._at), torch.inference_mode(self._is_inference), on_stream:
                 self._work()
                 self._at = clock.now()
         except BaseException as error:  # raised by `wait`
             self._error = error
-        self._work, self._before = None, []
+        self._work = self._after = None
         self._ended.set()
 
     def wait(self) -> None:
@@ -62,7 +55,7 @@ class Background:
         with self._call.waiting():
             self._thread.join()
             clock.reach(self._at)
-        if self._on.type == "cuda":
-            torch.cuda.current_stream(self._on).wait_stream(self._lane)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._on).wait_stream(self._stream)
         if self._error is not None:
             raise self._error

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,12 @@ from minipar.comm.calls import Call, Pending, launch
 from minipar.comm.mesh import Axis
 
 Op = Literal["sum", "avg", "max", "min"]
+
+
+def _op(name: Op, tensor: Tensor) -> dist.ReduceOp:
+    if name == "avg" and not tensor.is_floating_point():  # NCCL would round down
+        raise ValueError(f"op='avg' does not fit {tensor.dtype}; use 'sum'")
+    return getattr(dist.ReduceOp, name.upper())
 
 
 def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
@@ -61,25 +67,20 @@ def all_reduce(
 ) -> Tensor | Pending:
     """Combine over all ranks; each gets the result: [D, ...] -> [D, ...].
 
-    ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of
-    integers.
+    ``out=tensor`` reduces in place. Raises `ValueError` for "avg" of integers.
     """
-    reduce_op = _check_op("all_reduce", op, tensor)
     result, finish = _copy("all_reduce", tensor, out), partial(_deliver, out=out)
-    call = partial(dist.all_reduce, result, reduce_op, axis.group)
+    call = partial(dist.all_reduce, result, _op(op, tensor), axis.group)
     sent = wire_bytes("all_reduce", tensor.nbytes, axis.size)
     return launch("all_reduce", axis, sent, call, result, async_op, finish)
 
 
-def reduce(
-    tensor: Tensor, axis: Axis, dst: int = 0, op: Op = "sum", *, async_op: bool = False
-) -> Tensor | Pending:
-    """Combine over all ranks; rank `dst` gets the result, the others a tensor without meaning."""
-    reduce_op = _check_op("reduce", op, tensor)
+def reduce(tensor: Tensor, axis: Axis, dst: int = 0) -> Tensor:
+    """Add up over all ranks; rank `dst` gets the sum, the others a tensor without meaning."""
     result = _copy("reduce", tensor)
-    call = partial(dist.reduce, result, None, reduce_op, axis.group, group_dst=dst)
+    call = partial(dist.reduce, result, None, dist.ReduceOp.SUM, axis.group, group_dst=dst)
     sent = wire_bytes("reduce", tensor.nbytes, axis.size)
-    return launch("reduce", axis, sent, call, result, async_op)
+    return launch("reduce", axis, sent, call, result, False)
 
 
 def reduce_scatter(
@@ -87,17 +88,16 @@ def reduce_scatter(
 ) -> Tensor | Pending:
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
-    On a CPU the slices of all ranks arrive in another [D, ...], and `wait` adds them up.
+    `op` is "sum" or "avg". On a CPU all slices arrive in another [D, ...]; `wait` adds them up.
     Raises `ValueError` when n does not divide that dim.
     """
-    reduce_op = _check_op("reduce_scatter", op, tensor)
     check_divides("reduce_scatter", tensor, dim, axis)
     pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
     sent = wire_bytes("reduce_scatter", tensor.nbytes, axis.size)
     if axis.size > 1 and tensor.device.type != "cpu":
         result = pieces.new_empty(pieces.shape[1:])
         whole = pieces.flatten(0, 1)
-        call = partial(dist.reduce_scatter_single, result, whole, reduce_op, axis.group)
+        call = partial(dist.reduce_scatter_single, result, whole, _op(op, tensor), axis.group)
         return launch("reduce_scatter", axis, sent, call, result, async_op)
 
     # Gloo reduces the whole tensor on every rank, and cuts: twice the bytes. So the ranks hand each
@@ -107,9 +107,10 @@ def reduce_scatter(
             return gloo.all_to_all(arrived, pieces, axis, is_async)
 
     def add_up(arrived: Tensor) -> Tensor:
-        with clock.paused():  # a GPU adds up while it sends
-            return _combine(arrived, op)
+        with clock.paused():  # a GPU adds up while it sends; in the order of the ranks
+            return combine(arrived, 0, dtype=arrived.dtype)  # small integers stay small
 
+    combine = {"sum": torch.sum, "avg": torch.mean}[op]
     arrived = pieces if axis.size == 1 else torch.empty_like(pieces)
     return launch("reduce_scatter", axis, sent, hand_over, arrived, async_op, add_up)
 
@@ -182,9 +183,7 @@ def broadcast(
     return launch("broadcast", axis, sent, call, result, async_op, finish)
 
 
-def scatter(
-    tensor: Tensor, axis: Axis, src: int = 0, *, async_op: bool = False
-) -> Tensor | Pending:
+def scatter(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
     """Give rank r the r-th of n slices of `src`'s tensor: [D, ...] -> [D/n, ...] along dim 0.
 
     Every rank passes a tensor of the whole shape; only the one of `src` is read.
@@ -195,24 +194,20 @@ def scatter(
     source = list(pieces) if axis.rank == src else None
     call = partial(dist.scatter, result, source, None, axis.group, group_src=src)
     sent = wire_bytes("scatter", tensor.nbytes, axis.size)
-    return launch("scatter", axis, sent, call, result, async_op)
+    return launch("scatter", axis, sent, call, result, False)
 
 
-def gather(
-    tensor: Tensor, axis: Axis, dst: int = 0, *, async_op: bool = False
-) -> Tensor | Pending | None:
+def gather(tensor: Tensor, axis: Axis, dst: int = 0) -> Tensor | None:
     """Join the tensors of all ranks along dim 0 on rank `dst`: [D, ...] -> [n D, ...].
 
     The other ranks get None.
     """
     tensor = torch.atleast_1d(tensor.detach()).contiguous()
-    places = [torch.empty_like(tensor) for _ in range(axis.size)] if axis.rank == dst else None
-    if axis.size == 1:
-        places = [tensor.clone()]
+    places = [tensor.clone() for _ in range(axis.size)] if axis.rank == dst else None
     finish = torch.cat if axis.rank == dst else None
     call = partial(dist.gather, tensor, places, None, axis.group, group_dst=dst)
     sent = wire_bytes("gather", tensor.nbytes * axis.size, axis.size)
-    return launch("gather", axis, sent, call, places, async_op, finish, travelling=tensor)
+    return launch("gather", axis, sent, call, places, False, finish, travelling=tensor)
 
 
 def barrier(axis: Axis) -> None:
@@ -298,35 +293,18 @@ def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] =
 
 
 # ---------------------------------------------------------------------- checks
-def _check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
-    """Return torch's name of `op`. Raise `ValueError` where `op` cannot reduce `tensor`."""
-    if op not in get_args(Op):
-        names = ", ".join(get_args(Op))
-        raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {names}")
-    if op == "avg" and not tensor.is_floating_point():
-        raise ValueError(f"{verb}: op='avg' does not fit {tensor.dtype}; use 'sum'")
-    return getattr(dist.ReduceOp, op.upper())
-
-
 def _check_peer(verb: str, peer: int, axis: Axis) -> None:
     """Raise `ValueError` unless `peer` is a rank of `axis`: torch would end the process."""
-    if not 0 <= peer < axis.size:
-        raise ValueError(
-            f"{verb}: peer={peer} is not on {axis.name}={axis.size}; use 0 to {axis.size - 1}"
-        )
-    if peer == axis.rank and axis.size > 1:
-        raise ValueError(f"{verb}: peer={peer} is this rank itself, which has the tensor")
+    if not 0 <= peer < axis.size or (peer == axis.rank and axis.size > 1):
+        raise ValueError(f"{verb}: peer={peer} is not another rank of {axis.name}={axis.size}")
 
 
 def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
     """Raise `ValueError` unless the axis divides `dim`."""
     length = tensor.shape[dim]
     if length % axis.size:
-        below = length - length % axis.size
-        raise ValueError(
-            f"{verb}: {axis.name}={axis.size} does not divide dim {dim} of shape "
-            f"{tuple(tensor.shape)}; pad it to {below + axis.size} or cut it to {below}"
-        )
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{verb}: {axis.name}={axis.size} does not divide dim {dim} of {shape}")
 
 
 def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
@@ -349,14 +327,6 @@ def _copy(verb: str, tensor: Tensor, out: Tensor | None = None) -> Tensor:
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     """Return `out` with the values of `result`; without an `out`, return `result`."""
     return result if out is None or out is result else out.copy_(result)
-
-
-@torch.no_grad()
-def _combine(pieces: Tensor, op: Op) -> Tensor:
-    """Reduce [n, ...] -> [...], in the order of the ranks."""
-    if op == "sum":
-        return torch.sum(pieces, 0, dtype=pieces.dtype)  # small integers stay small
-    return {"avg": torch.mean, "max": torch.amax, "min": torch.amin}[op](pieces, 0)
 
 
 def _split(tensor: Tensor, dim: int, size: int) -> Tensor:

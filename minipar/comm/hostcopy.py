@@ -14,7 +14,7 @@ Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm.calls import Call
+from minipar.comm.calls import Call, Pending
 from minipar.comm.mesh import Axis
 
 HOST = Axis("host", 0, 1, (0,))
-Pair = tuple[Tensor, Tensor]  # source and destination, of equal shape and dtype
 _host_depth = 0
 
 
@@ -48,23 +47,10 @@ def is_on_host() -> bool:
     return _host_depth > 0
 
 
-class Copy:
-    """A copy in flight; `wait` returns the tensors that it filled."""
-
-    def __init__(self, pairs: Sequence[Pair], arrive: Callable[[], None]) -> None:
-        self.tensors = [destination for _, destination in pairs]
-        self._arrive: Callable[[], None] | None = arrive
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the copy. Where a GPU receives it, only the stream waits."""
-        if self._arrive is not None:
-            self._arrive()
-            self._arrive = None
-        return self.tensors
-
-
 class HostCopy:
     """The copy engine of one rank: `to_host` and `to_device`, each a queue of its own.
+
+    Both return a `Pending`. Where a GPU receives the copy, only its stream waits.
 
     On a CPU, `pcie` is an emulated link: `link.parse("pcie5*1000")` is PCIe 5 slowed 1000 times, as
     the processor is slow too. None copies as fast as this machine can.
@@ -84,17 +70,16 @@ class HostCopy:
         with on_host():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
 
-    def to_host(self, tensors: Iterable[Tensor]) -> Copy:
-        """Start to copy `tensors` of the device into new memory of the host.
+    def to_host(self, tensor: Tensor) -> Pending:
+        """Start to copy `tensor` of the device into new memory of the host.
 
-        The caller may drop the tensors, but must not change them before the copy is done.
+        The caller may drop the tensor, but must not change it before the copy is done.
         """
-        tensors = [tensor.detach() for tensor in tensors]
-        return self._down([(tensor, self.empty_like(tensor)) for tensor in tensors])
+        return self._down(tensor.detach(), self.empty_like(tensor))
 
-    def to_device(self, pairs: Iterable[Pair]) -> Copy:
-        """Start to copy host tensors into device tensors: ``[(source, destination), ...]``."""
-        return self._up([(source.detach(), to.detach()) for source, to in pairs])
+    def to_device(self, source: Tensor, destination: Tensor) -> Pending:
+        """Start to copy a tensor of the host into one of the device."""
+        return self._up(source.detach(), destination.detach())
 
 
 # ---------------------------------------------------------------------- on a CPU
@@ -106,24 +91,18 @@ class _Lane:
         self._free = 0.0  # when PCIe is free, by its own clock: oversleeping does not add up
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def start(self, pairs: Sequence[Pair]) -> Copy:
-        called, num_bytes = time.monotonic(), sum(source.nbytes for source, _ in pairs)
-        submit = partial(self._thread.submit, self._copy, list(pairs), num_bytes, called)
-        call = Call(self._name, HOST, num_bytes, peers=())
+    def start(self, source: Tensor, destination: Tensor) -> Pending:
+        both = [source, destination]
+        submit = partial(self._thread.submit, self._copy, both, source.nbytes, time.monotonic())
+        call = Call(self._name, HOST, source.nbytes, peers=())
         call.begin(lambda: _Work(submit()))
+        return Pending(call.work, destination, None, call)
 
-        def arrive() -> None:
-            with call.waiting():
-                call.work.wait()
-
-        return Copy(pairs, arrive)
-
-    def _copy(self, pairs: list[Pair], num_bytes: int, called: float) -> tuple[float, float]:
+    def _copy(self, both: list[Tensor], num_bytes: int, called: float) -> tuple[float, float]:
         """Copy, and sleep until PCIe would have been done; return the start and the end."""
         start = max(called, self._free)
-        for source, destination in pairs:
-            destination.copy_(source)
-        pairs.clear()  # the thread still holds the list when the caller's wait has ended
+        both[1].copy_(both[0])
+        both.clear()  # the thread still holds the list when the caller's wait has ended
         now, end, pcie = time.monotonic(), start, self._pcie
         if pcie is not None:
             end += pcie.latency + num_bytes / pcie.bandwidth
@@ -147,21 +126,21 @@ class _Work:
 
 
 # ---------------------------------------------------------------------- on a GPU
-def _enqueue(stream: Any, pairs: Sequence[Pair]) -> Copy:
+def _enqueue(stream: Any, source: Tensor, destination: Tensor) -> Pending:
     """Copy on a CUDA stream, after the kernels launched so far, and beside later ones."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        for source, destination in pairs:
-            destination.copy_(source, non_blocking=True)
-            for tensor in (source, destination):
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)  # the allocator must not reuse it yet
-    ended, to_device = stream.record_event(), any(to.is_cuda for _, to in pairs)
+        destination.copy_(source, non_blocking=True)
+        for tensor in (source, destination):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)  # the allocator must not reuse it yet
+    ended = stream.record_event()
 
-    def arrive() -> None:
-        if to_device:
+    def arrive(destination: Tensor) -> Tensor:
+        if destination.is_cuda:
             torch.cuda.current_stream(stream.device).wait_event(ended)
         else:
             ended.synchronize()
+        return destination
 
-    return Copy(pairs, arrive)
+    return Pending(None, destination, arrive)

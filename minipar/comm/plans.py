@@ -4,7 +4,7 @@ Idea: a plan is the list of rounds of one rank. A round is what this rank sends 
 same time. ``ring(numel, rank, size)`` can be printed, checked and timed on paper before a process
 starts. `minipar.comm.algorithms` runs any plan.
 
-Two rules make all of the algorithms from four ways to *spread* data:
+Two rules make all of the algorithms from three ways to *spread* data:
 
 *Duality.* A reduce-scatter is an all-gather run backwards, and a reduction to a root is a broadcast
 run backwards: reverse the rounds, let receivers send, and add what arrives (`dual`).
@@ -13,7 +13,6 @@ that use different links run at the same time (`together`).
 
     spread          rounds              its dual            both: an all-reduce
     ring            n - 1               ring                Patarasuk & Yuan 2009
-    bruck           ceil(log2 n)        bruck               Bruck et al. 1997, both ways
     doubling        log2 n, n = 2^k     halving             Rabenseifner 2004
     tree            depth + chunks - 1  reduction tree      Sanders, Speck & Traeff 2009
 
@@ -24,8 +23,9 @@ practice, and experience", sections 3 (duality) and 4 (composition).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 
 Span = tuple[int, int]
@@ -112,95 +112,59 @@ def ring_gather(parts: Sequence[Span], rank: int, size: int, step: int = 1) -> P
     return [_round([(right, parts[at[k]])], [(left, parts[at[k + 1]])]) for k in range(size - 1)]
 
 
-def bruck_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
-    """Double the parts that a rank has: with h parts, it fetches h more from rank + h. Any n."""
+def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
+    """Swap all parts with the rank 1, 2, 4 ... places away: log2 n rounds, n a power of two."""
+    if size.bit_count() != 1:
+        raise ValueError(f"halving and doubling need 2, 4, 8 ... ranks, not {size}; use ring")
     plan, have = [], 1
     while have < size:
-        more = min(have, size - have)
-        left, right = (rank - have) % size, (rank + have) % size
-        sent = _adjacent([(rank + i) % size for i in range(more)], parts)
-        received = _adjacent([(right + i) % size for i in range(more)], parts)
-        plan.append(_round([(left, span) for span in sent], [(right, span) for span in received]))
-        have += more
-    return plan
-
-
-def _adjacent(indices: Sequence[int], parts: Sequence[Span]) -> list[Span]:
-    """Return the span of consecutive parts; two spans where they wrap around to part 0."""
-    spans: list[Span] = []
-    for index in indices:
-        lo, hi = parts[index]
-        if spans and spans[-1][1] == lo and index > 0:
-            spans[-1] = spans[-1][0], hi
-        else:
-            spans.append((lo, hi))
-    return spans
-
-
-def doubling_gather(parts: Sequence[Span], members: Sequence[int], place: int) -> Plan:
-    """Swap all parts with the member 1, 2, 4 ... places away: log2 n rounds, n a power of two.
-
-    `place` is this rank's place among `members`, which are ranks.
-    """
-    assert len(members) & (len(members) - 1) == 0, f"doubling among {len(members)} ranks"
-    plan, have = [], 1
-    while have < len(members):
-        mine, theirs = place // have * have, (place ^ have) // have * have
+        mine, theirs = rank // have * have, (rank ^ have) // have * have
         sent, received = ((parts[i][0], parts[i + have - 1][1]) for i in (mine, theirs))
-        peer = members[place ^ have]
-        plan.append(_round([(peer, sent)], [(peer, received)]))
+        plan.append(_round([(rank ^ have, sent)], [(rank ^ have, received)]))
         have *= 2
     return plan
 
 
 # ---------------------------------------------------------------------- trees
-def tree_neighbours(rank: int, size: int, shift: int = 0) -> tuple[int | None, list[int], int]:
-    """Return the parent, the children and the depth of `rank` in a binary tree in-order.
+def tree(places: range, parent: int | None = None, depth: int = 0) -> Iterator[tuple]:
+    """Yield (place, parent, depth) of a binary tree in-order over `places`, the root first.
 
-    Number the ranks from 1 (from 1 + `shift`, around the end). A position that 2^h divides, and no
-    higher power, is of height h; all odd ones are leaves. Shifting by one makes these the inner
-    nodes of a second tree: no rank has children in both. Source: Sanders et al. 2009, section 3.
+    The root is place 2^k - 1, with the largest k: all even places are leaves. So ranks that are one
+    place further in a second tree have children in one of the two at most. Source: Sanders, Speck
+    & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
     """
-
-    def parent_of(position: int) -> int:
-        bit = position & -position
-        up = (position ^ bit) | 2 * bit
-        return up if up <= size else position ^ bit  # 0 above the root
-
-    position = (rank + shift) % size + 1
-    depth, above, parent = 0, position, parent_of(position)
-    while above := parent_of(above):
-        depth += 1
-    below = [child for child in range(1, size + 1) if parent_of(child) == position]
-    parent, *children = ((at - 1 - shift) % size for at in (parent, *below))
-    return parent if depth else None, children, depth
-
-
-def tree_depth(size: int) -> int:
-    """Return how many rounds the deepest rank is away from the root."""
-    return max(tree_neighbours(rank, size)[2] for rank in range(size))
+    if places:
+        root = places[(1 << (len(places).bit_length() - 1)) - 1]
+        yield root, parent, depth
+        yield from tree(range(places.start, root), root, depth + 1)
+        yield from tree(range(root + 1, places.stop), root, depth + 1)
 
 
 def tree_broadcast(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
     """Pass each chunk on to the children, one round after it came from the parent.
 
-    Every rank counts rounds from the same start, rests included: depth + chunks - 1 of them.
+    Rank r is at place r + `shift`, around the end. Every rank counts rounds from the same start,
+    rests included: depth + chunks - 1 of them.
     """
-    parent, children, depth = tree_neighbours(rank, size, shift)
+    nodes, here = list(tree(range(size))), (rank + shift) % size
+    [(parent, depth)] = [(parent, depth) for place, parent, depth in nodes if place == here]
+    children = [(place - shift) % size for place, above, _ in nodes if above == here]
     sends: dict[int, list] = defaultdict(list)
     recvs: dict[int, list] = defaultdict(list)
     for number, span in enumerate(chunks):
         if parent is not None:
-            recvs[number + depth - 1].append((parent, span))
+            recvs[number + depth - 1].append(((parent - shift) % size, span))
         sends[number + depth] += [(child, span) for child in children]
-    return [_round(sends[t], recvs[t]) for t in range(tree_depth(size) + len(chunks) - 1)]
+    deepest = max(depth for *_, depth in nodes)
+    return [_round(sends[t], recvs[t]) for t in range(deepest + len(chunks) - 1)]
 
 
 def tree_all_reduce(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
     """Reduce up to the root; the first chunk is on its way down while the others still go up."""
     up = dual(tree_broadcast(chunks[::-1], rank, size, shift))
     down = tree_broadcast(chunks, rank, size, shift)
-    return together(up, [Round()] * tree_depth(size) + down)
+    rests = len(up) - len(chunks) + 1  # until the first chunk is at the root
+    return together(up, [Round()] * rests + down)
 
 
 # ---------------------------------------------------------------------- all-reduce
@@ -224,37 +188,13 @@ def bidirectional(numel: int, rank: int, size: int) -> Plan:
     return dual(spread) + spread
 
 
-def bruck(numel: int, rank: int, size: int) -> Plan:
-    """Run Bruck's all-gather backwards, then forwards: 2 ceil(log2 n) rounds, the ring's bytes.
-
-    For powers of two it costs as much as halving-doubling; it needs no fold for other n.
-    """
-    spread = bruck_gather(cut((0, numel), size), rank, size)
-    return dual(spread) + spread
-
-
 def halving_doubling(numel: int, rank: int, size: int) -> Plan:
-    """Halve recursively, then double, among the largest power of two p of the ranks.
+    """Halve recursively, then double: 2 log2 n rounds, the ring's bytes. n is a power of two.
 
-    The n - p others fold in before, in pairs (0, 1), (2, 3) ...: each of a pair reduces one half.
-    The odd one hands its half over, and gets the whole result in the end.
     Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 4.
     """
-    core = 1 << (size.bit_length() - 1)
-    folded = 2 * (size - core)  # ranks that are in pairs
-    low, high = cut((0, numel), 2)
-    partner, whole = rank ^ 1, (0, numel)
-    before, after = [Round(), Round()], [Round()]  # a rank in no pair rests
-    if rank < folded and rank % 2 == 0:
-        swap = dual([_round([(partner, low)], [(partner, high)])])
-        before, after = [*swap, _round([], [(partner, high)])], [_round([(partner, whole)], [])]
-    elif rank < folded:
-        swap = dual([_round([(partner, high)], [(partner, low)])])
-        rest = [Round()] * 2 * (core.bit_length() - 1)
-        return [*swap, _round([(partner, high)], []), *rest, _round([], [(partner, whole)])]
-    members = [*range(0, folded, 2), *range(folded, size)]  # the even ones of pairs, then the rest
-    spread = doubling_gather(cut((0, numel), core), members, members.index(rank))
-    return before + dual(spread) + spread + after
+    spread = doubling_gather(cut((0, numel), size), rank, size)
+    return dual(spread) + spread
 
 
 def double_tree(numel: int, rank: int, size: int, chunk: int = CHUNK) -> Plan:
@@ -262,8 +202,6 @@ def double_tree(numel: int, rank: int, size: int, chunk: int = CHUNK) -> Plan:
 
     A single tree lets its leaves, half of all ranks, send only half of the time. A leaf of one tree
     has children in the other. g is the number of chunks per tree.
-    Source: Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast,
-    reduction and scan".
     """
     first, second = cut((0, numel), 2)
     chunks = max(1, -(-first[1] // chunk))
@@ -285,42 +223,35 @@ def direct(numel: int, rank: int, size: int) -> Plan:
     return [Round(step.sends, recvs)]
 
 
-_REDUCES = ring, bidirectional, double_tree, halving_doubling, bruck, direct
+_REDUCES = ring, bidirectional, double_tree, halving_doubling, direct
 ALL_REDUCE: dict[str, Callable[..., Plan]] = {make.__name__: make for make in _REDUCES}
 
 
-# ---------------------------------------------------------------------- one of them, and its cost
-def pick(algorithm: str) -> Callable[..., Plan]:
-    """Return the function that makes the plans of `algorithm`. Raises `ValueError` for others."""
-    if algorithm not in ALL_REDUCE:
-        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {list(ALL_REDUCE)}")
-    return ALL_REDUCE[algorithm]
+def names_for(size: int) -> list[str]:
+    """Return the algorithms for `size` ranks: halving_doubling needs a power of two."""
+    return [n for n in ALL_REDUCE if n != "halving_doubling" or size.bit_count() == 1]
 
 
+# ---------------------------------------------------------------------- what they cost
 def seconds(
-    plans: Sequence[Plan],
-    itemsize: int,
-    alpha: float,
-    beta: float,
-    gamma: float = 0.0,
-    sharing: float = 1.0,
+    plans: Sequence[Plan], itemsize: int, alpha: float, beta: float, sharing: float = 1.0
 ) -> float:
     """Return the seconds that the `plans` of all ranks take, one round after the other.
 
-    A round takes ``alpha`` seconds, ``beta`` per byte that the busiest rank sends or receives, and
-    ``gamma`` per byte that it adds. `sharing` says how messages to different peers share its port.
-    At 1 they queue (one network card). At 0 each has a wire of its own, and the longest rules (the
-    emulated link; nearly NVSwitch). Where chunks overlap, the result is an upper bound.
+    A round takes ``alpha`` seconds, and ``beta`` per byte that the busiest rank sends or receives.
+    `sharing` says how messages to different peers share its port. At 1 they queue (one network
+    card). At 0 each has a wire of its own, and the longest rules (the emulated link; nearly
+    NVSwitch). Where chunks overlap, the result is an upper bound.
     """
     total = 0.0
     for steps in zip_longest(*plans, fillvalue=Round()):
         if any(step.sends for step in steps):
-            busiest = (
-                beta * max(_load(rank, step.sends, sharing), _load(rank, step.recvs, sharing))
-                + gamma * sum(m.hi - m.lo for m in step.recvs if m.add)
+            loads = (
+                _load(rank, messages, sharing)
                 for rank, step in enumerate(steps)
+                for messages in (step.sends, step.recvs)
             )
-            total += alpha + itemsize * max(busiest)
+            total += alpha + beta * itemsize * max(loads)
     return total
 
 
@@ -331,3 +262,28 @@ def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
         if message.peer != rank:
             by_peer[message.peer] += message.hi - message.lo
     return max(max(by_peer.values(), default=0), sharing * sum(by_peer.values()))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What messages cost among `size` ranks, and so which all-reduce is the fastest.
+
+    `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
+    port, 1/(n-1) where each peer has a wire of its own.
+    """
+
+    size: int
+    alpha: float  # seconds per message
+    beta: float  # seconds per byte
+    sharing: float = 1.0
+
+    def seconds(self, algorithm: str, num_bytes: int) -> float:
+        """Return the predicted time of an all-reduce of float32."""
+        make, numel = ALL_REDUCE[algorithm], -(-num_bytes // 4)
+        every = [make(numel, rank, self.size) for rank in range(self.size)]
+        return seconds(every, 4, self.alpha, self.beta, self.sharing)
+
+    @cache  # noqa: B019 (a Tuning is small and lives as long as its axis)
+    def best(self, num_bytes: int) -> str:
+        """Return the algorithm with the smallest predicted time, the same on all ranks."""
+        return min(names_for(self.size), key=lambda name: self.seconds(name, num_bytes))

@@ -1,12 +1,10 @@
 """The one place where a strategy reads values of tensors.
 
 A read waits until the GPU has done everything that was launched before. So strategies decide by
-shapes and settings. The few that need values call `look`, or `send_to_host` so early that nobody
-waits. On the meta device tensors have no values, and every other read fails.
+shapes and settings. The few that need values call `look` or `to_host`. On the meta device tensors
+have no values, and every other read fails.
 """
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,30 +26,3 @@ def to_device(few: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and few.device.type == "cpu":
         few = few.pin_memory()
     return few.to(device, non_blocking=True)
-
-
-@cache
-def lane(device: torch.device, purpose: str) -> "torch.cuda.Stream":
-    """Return a stream beside the one that computes, the same one for each `purpose`.
-
-    Torch has 32 streams and hands them out in turn, some to NCCL. With a new one each time, work
-    would now and then queue behind a collective.
-    """
-    return torch.cuda.Stream(device)
-
-
-def send_to_host(arrive: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Begin to copy the result of `arrive` to the host; return a function that waits for the copy.
-
-    `arrive` is the ``wait`` of a `Pending`. On a GPU a stream of its own waits and copies, so that
-    neither later kernels nor the caller wait for anything else. On a CPU, return `arrive`.
-    """
-    if device.type != "cuda":
-        return arrive
-    computing, beside = torch.cuda.current_stream(device), lane(device, "to the host")
-    beside.wait_stream(computing)
-    with torch.cuda.stream(beside):
-        there = arrive()
-        here = there.to("cpu", non_blocking=True)  # in pinned memory
-        landed = beside.record_event()
-    return lambda: (landed.synchronize(), there, here)[-1]  # keeps the memory until then

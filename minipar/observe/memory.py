@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from minipar.comm.hostcopy import is_on_host, on_host
-
-__all__ = ["Tag", "is_on_host", "on_host", "tag", "tags", "watch_resize", "watchers"]
+from minipar.comm.hostcopy import is_on_host
+from minipar.comm.hostcopy import on_host as on_host
 
 
 class Tag(NamedTuple):

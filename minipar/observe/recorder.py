@@ -7,7 +7,7 @@ take its hooks away again.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,16 +91,12 @@ class Recorder(Tap):
     # ------------------------------------------------------------------ compute spans
     @contextmanager
     def span(self, kind: str | None, name: str) -> Iterator[None]:
-        """Record the body as a span, which interrupts the running one."""
+        """Record the body as a span, which interrupts the running one; kind None waits."""
         frame = self.open(kind, name)
         try:
             yield
         finally:
             self.close(frame)
-
-    def blocked(self) -> AbstractContextManager:
-        """Wait in the body: the running span pauses and does not count."""
-        return self.span(None, "")
 
     def open(self, kind: str | None, name: str) -> Frame | None:
         """Interrupt the running span by another; return the argument for `close`."""
@@ -121,12 +117,6 @@ class Recorder(Tap):
         del self.stack[self.stack.index(frame) :]
         if self.stack:
             self.stack[-1].start = now
-
-    def rename(self, name: str) -> None:
-        """Give the running span another name from here on."""
-        frame, now = self.stack[-1], clock.now()
-        self._piece(frame, now)
-        frame.name, frame.start = name, now
 
     def running(self) -> Frame | None:
         """Return the innermost open span."""
@@ -260,11 +250,8 @@ def _hook_module(recorder: Recorder, name: str, module: nn.Module, is_block: boo
                 node.register_prehook(enters_backward)
 
     def enters_backward(_: Any) -> None:
-        running = recorder.running()
-        if running is not None and running.kind == "backward":
-            recorder.rename(name)
-        else:
-            frame = recorder.open("backward", name)
+        running, frame = recorder.running(), recorder.open("backward", name)
+        if running is None or running.kind != "backward":  # else it closes with that one
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: recorder.close(frame))
 

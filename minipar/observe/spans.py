@@ -108,7 +108,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     Raises `ValueError` with the name of the file if it is not a trace.
     """
     try:
-        document = json.loads(_content(path))
+        content = Path(path).read_bytes()
+        document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable trace: {error}") from error
     if isinstance(document, list):  # the format allows the bare list of events
@@ -120,12 +121,4 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 def is_ours(path: str | Path) -> bool:
     """True if `Timeline.save` wrote this file."""
-    try:
-        return _content(path).startswith(b'{"minipar"')
-    except (OSError, EOFError, zlib.error):
-        return False
-
-
-def _content(path: str | Path) -> bytes:
-    content = Path(path).read_bytes()
-    return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    return Path(path).is_file() and Path(path).read_bytes().startswith(b'{"minipar"')

@@ -7,11 +7,10 @@ Record: `with record(model) as timeline:` around any step. Hooks mark forward an
         On a GPU `torch.profiler` times the kernels (`observe/gpu.py`).
 Clock:  Seconds of `time.monotonic()`, one clock for all processes of a machine. `Timeline.gather`
         aligns the clocks of several machines at a barrier.
-Files:  `save` writes Chrome trace events, which Perfetto (https://ui.perfetto.dev) opens.
-        `tools.traces.from_profiler` reads the traces that `torch.profiler` wrote in any training.
+Files:  `save` and `load`. `tools.traces.from_profiler` reads the traces that `torch.profiler` wrote
+        in any training.
 """
 
-import gzip
 import json
 import platform
 import time
@@ -37,7 +36,6 @@ from minipar.observe.spans import (
     intersect,
     measure,
     moved,
-    read_json,
 )
 from minipar.text import aligned
 
@@ -196,22 +194,21 @@ class Timeline:
         return Timeline((span for spans in shifted for span in spans), self.label)
 
     def save(self, path: str | Path) -> Path:
-        """Write a file for `load` and for https://ui.perfetto.dev; gzipped if it ends with .gz."""
-        document = {"minipar": 2, "label": self.label, "displayTimeUnit": "ms"}
-        document |= {"spans": [asdict(s) for s in self.spans], "traceEvents": _events(self.spans)}
-        path, content = Path(path), json.dumps(document).encode()
-        path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+        """Write a file for `load`, and for `minipar overlap`."""
+        document = {"minipar": 2, "label": self.label, "spans": [asdict(s) for s in self.spans]}
+        path = Path(path)
+        path.write_text(json.dumps(document), encoding="utf-8")
         return path
 
     @staticmethod
     def load(path: str | Path) -> "Timeline":
         """Read a file of `save`, exactly. Raises ValueError for any other file."""
-        document = read_json(path)
         try:
+            document = json.loads(Path(path).read_bytes())
             return Timeline((Span(**span) for span in document["spans"]), document["label"])
-        except (KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError) as error:
             hint = "for traces of torch.profiler use tools.traces.from_profiler"
-            raise ValueError(f"{path} was not written by Timeline.save; {hint}") from None
+            raise ValueError(f"{path} was not written by Timeline.save; {hint}") from error
 
 
 # ---------------------------------------------------------------------- recording
@@ -270,33 +267,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         timeline.spans = Timeline(spans).spans
 
 
-# ---------------------------------------------------------------------- files and clocks
-def _events(spans: list[Span]) -> list[dict[str, Any]]:
-    """Return Chrome trace events: a process per rank, with threads for compute and communication.
-
-    The format nests the spans of a thread, so collectives in flight together have several threads.
-    """
-    zero = min((span.start for span in spans), default=0.0)
-    ends: dict[tuple[int, bool], list[float]] = defaultdict(list)  # of each thread's latest span
-    threads, events = {}, []
-    for span in spans:
-        talks = span.kind in NOT_COMPUTE
-        free = ends[span.rank, talks]
-        number = next((i for i, end in enumerate(free) if end <= span.start), len(free))
-        free[number : number + 1] = [span.end]
-        name, tid = "communication" if talks else "compute", 2 * number + talks
-        threads[span.rank, tid] = f"{name} {number + 1}" if number else name
-        event = {"ph": "X", "cat": span.kind, "name": span.name, "pid": span.rank, "tid": tid}
-        ts, dur = 1e6 * (span.start - zero), 1e6 * span.duration  # microseconds
-        args = {"axis": span.axis, "bytes": span.num_bytes, **span.meta}
-        events.append(event | {"ts": round(ts, 3), "dur": round(dur, 3), "args": args})
-    for (rank, tid), name in sorted(threads.items()):
-        for what, its_name in ("process_name", f"rank {rank}"), ("thread_name", name):
-            event = {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": {"name": its_name}}
-            events.append(event)
-    return events
-
-
+# ---------------------------------------------------------------------- clocks
 def machine() -> str:
     """Return a name of this machine, on which processes share a clock; on Linux, its boot's id."""
     boot = Path("/proc/sys/kernel/random/boot_id")

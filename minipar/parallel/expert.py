@@ -64,7 +64,7 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter, start_all_to_all
 from minipar.comm.mesh import Axis
-from minipar.comm.values import send_to_host, to_device, to_host
+from minipar.comm.values import to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.base.replicate import replicate
@@ -231,9 +231,8 @@ def plan_dispatch(
 def gather_counts(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Begin to gather `counts` [parts, E]; the returned function waits for [n parts, E]."""
     gathering = collectives.all_gather(counts, axis, async_op=True)
-    arrived = send_to_host(gathering.wait, counts.device)
     # The closure keeps `counts` alive: NCCL may read their memory late.
-    return lambda: (arrived(), counts)[0]
+    return lambda: (gathering.wait(), counts)[0]
 
 
 def on_host(table: Tensor, num_slots: list[int]) -> Tensor:

@@ -30,7 +30,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from minipar.comm.hostcopy import Copy, HostCopy
+from minipar.comm.calls import Pending
+from minipar.comm.hostcopy import HostCopy
 from minipar.observe import memory
 from minipar.parallel.base.strategy import Strategy, stepped_by
 
@@ -58,11 +59,11 @@ class HostShards:
         self.copies = copies
         self.order: list[Any] = []  # of the fetches in the last step
         self.fetched: list[Any] = []  # in this one
-        self.coming: dict[Any, tuple[list[int], Copy]] = {}  # weights, and their versions
-        self.leaving: dict[Any, Copy] = {}  # the gradient of the last microbatch
+        self.coming: dict[Any, tuple[list[int], Pending]] = {}  # weights, and their versions
+        self.leaving: dict[Any, Pending] = {}  # the gradient of the last microbatch
         self.region = ExitStack()
         for unit in strategy.rows:
-            [shard] = self.copies.to_host([unit.shard]).wait()
+            shard = self.copies.to_host(unit.shard).wait()
             memory.tag("parameters", shard, on_host=True)
             unit.move(shard)
             unit.fetch, unit.store = partial(self.fetch, unit), partial(self.store, unit)
@@ -84,9 +85,9 @@ class HostShards:
             for ahead in self.order[at + 1 : at + 2]:
                 if ahead not in self.coming:
                     self.coming[ahead] = [p._version for p in ahead.pieces], self.bring(ahead)
-        return copy.wait()[0]
+        return copy.wait()
 
-    def bring(self, unit: Any) -> Copy:
+    def bring(self, unit: Any) -> Pending:
         """Start to copy the shard of `unit` to the device."""
         shard = unit.shard
         with torch.inference_mode(False):  # the thread that writes into it is in no such mode
@@ -94,20 +95,20 @@ class HostShards:
         memory.tag("gathered", arriving, on_host=False)
         if shard.dtype != arriving.dtype:  # cast in memory that a GPU reads while it computes
             shard = self.copies.empty_like(arriving).copy_(shard)
-        return self.copies.to_device([(shard, arriving)])
+        return self.copies.to_device(shard, arriving)
 
     # gradients, down
     def store(self, unit: Any, gradient: Tensor) -> None:
         """Send `gradient` to the host; the one of the microbatch before has arrived."""
         self.add_up(unit)
         # Cast on the device, or backward would have to wait until there are numbers to cast.
-        self.leaving[unit] = self.copies.to_host([gradient.to(unit.shard.dtype)])
-        memory.tag("gradients", *self.leaving[unit].tensors, on_host=True)
+        self.leaving[unit] = self.copies.to_host(gradient.to(unit.shard.dtype))
+        memory.tag("gradients", self.leaving[unit].result, on_host=True)
 
     def add_up(self, unit: Any) -> None:
         """Wait for the gradient that leaves; add it to those of the microbatches before."""
         if unit in self.leaving:
-            [gradient] = self.leaving.pop(unit).wait()
+            gradient = self.leaving.pop(unit).wait()
             unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)
 
     def finalize(self, unit: Any, complete: Callable[[], None]) -> None:

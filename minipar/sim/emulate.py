@@ -58,7 +58,7 @@ def film(
             warnings.simplefilter("ignore")
             start = max(all_gather_object(time.monotonic(), axis)) + 0.5
             with timeline.record(model, devices.label(links.current().label)) as recorded:
-                with timeline.active().blocked():  # all ranks begin at one moment of their clocks
+                with timeline.active().span(None, ""):  # all ranks begin at one moment
                     clock.reach(start)
                 work()
             return recorded.gather(axis)

@@ -110,15 +110,15 @@ def rounds_beside_products():
     axis, a, x = Mesh(dp=2).dp, torch.eye(8), torch.ones(250_000)
     start, ends = device.now(), []
 
-    def ring(before):
-        return Background(lambda: algorithms.all_reduce(x, axis), before, x.device, "rings")
+    def ring(after):
+        return Background(lambda: algorithms.all_reduce(x, axis), after, x.device, "rings")
 
     with timeline.record() as recorded:
-        first = ring([])
-        second = ring([first])
+        first = ring(None)
+        second = ring(first)
         for _ in range(4):
             a = a @ a
-        for each in (first, second, ring([second])):
+        for each in (first, second, ring(second)):
             each.wait()
             ends.append(device.now() - start)
     return ends, recorded.hidden_fraction

@@ -70,7 +70,7 @@ def forgets_a_cycle(axis) -> None:
 
 
 def beside(axis) -> Background:
-    return Background(partial(waits, axis), [], torch.device("cpu"), "compression")
+    return Background(partial(waits, axis), None, torch.device("cpu"), "compression")
 
 
 def waits_beside(axis) -> None:

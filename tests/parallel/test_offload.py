@@ -98,13 +98,12 @@ class Pinned(HostCopy):
         self.given.append(super().empty_like(tensor))
         return self.given[-1]
 
-    def to_device(self, pairs):
-        pairs = list(pairs)
-        self.sources += [source for source, _ in pairs]
-        return super().to_device(pairs)
+    def to_device(self, source, destination):
+        self.sources.append(source)
+        return super().to_device(source, destination)
 
-    def to_host(self, tensors):
-        copy = super().to_host(tensors)
+    def to_host(self, tensor):
+        copy = super().to_host(tensor)
         wait = copy.wait
         copy.wait = lambda **options: self.waited.append(copy) or wait(**options)
         return copy

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from minipar.comm import calls
 from minipar.comm.calls import Pending
-from minipar.comm.values import lane, send_to_host, to_host
+from minipar.comm.values import to_host
 from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
@@ -37,7 +37,6 @@ from minipar.sim.tracer import Tracer
 from minipar.train import shards
 from minipar.train.optim import make_optimizer
 from minipar.train.step import train_step
-from tests.streams import GPU, Streams
 
 CONFIG = LlamaConfig(256, 64, 128, num_layers=4, num_heads=8, num_kv_heads=8)
 MIXTURE = replace(CONFIG, moe=MoEConfig(8, 2, 32, balance="microbatch"))
@@ -192,32 +191,6 @@ def test_trains_without_values_beside_any_plan(attach, how, strict):
 
 
 # ---------------------------------------------------------------------- on the way to the host
-def test_a_gpu_sends_beside_what_it_computes(monkeypatch):
-    """Only who takes the result waits, and for nothing that was launched later. Mutants: on the
-    stream that computes; at once."""
-    streams = Streams(monkeypatch)
-    lane.cache_clear()
-
-    class There:
-        def to(self, device, non_blocking):
-            assert device == "cpu" and non_blocking
-            streams.log.append(f"copy on {streams.now}")
-            return "here"
-
-    def arrive():
-        streams.log.append(f"arrival on {streams.now}")
-        return There()
-
-    take = send_to_host(arrive, GPU)
-    launched = ["lane 0 waits for computing", "arrival on lane 0", "copy on lane 0"]
-    assert streams.log == [*launched, "event on lane 0"] and streams.now == "computing"
-    assert take() == "here" and streams.log[4:] == ["the host waits for lane 0"]
-    assert send_to_host(arrive, torch.device("cpu")) is arrive and len(streams.log) == 5
-    send_to_host(arrive, GPU)  # on the same: a new one might be NCCL's
-    assert len(streams.made) == 1
-    lane.cache_clear()
-
-
 class Copies(TorchDispatchMode):
     """Notes what leaves the host for a GPU, and whether the host waits for that."""
 

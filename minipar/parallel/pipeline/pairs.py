@@ -78,7 +78,7 @@ class _Pair(calls.Tap):
         """Run the other thread until it waits or ends."""
         me = FORWARD if threading.get_ident() == self.caller else BACKWARD
         if not self.is_over[1 - me]:
-            with self.recorder.blocked() if self.recorder else nullcontext():
+            with self.recorder.span(None, "") if self.recorder else nullcontext():
                 self.turns[1 - me].release()
                 self.take_turn(me)
 
