@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ Op = Literal["sum", "avg", "max", "min"]
 
 
 def _op(name: Op, tensor: Tensor) -> dist.ReduceOp:
+    """Return torch's name of a reduction. Raise `ValueError` where it cannot reduce `tensor`."""
+    if name not in get_args(Op):
+        raise ValueError(f"op={name!r} is not a reduction; use one of {', '.join(get_args(Op))}")
     if name == "avg" and not tensor.is_floating_point():  # NCCL would round down
         raise ValueError(f"op='avg' does not fit {tensor.dtype}; use 'sum'")
     return getattr(dist.ReduceOp, name.upper())
@@ -303,8 +306,11 @@ def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
     """Raise `ValueError` unless the axis divides `dim`."""
     length = tensor.shape[dim]
     if length % axis.size:
-        shape = tuple(tensor.shape)
-        raise ValueError(f"{verb}: {axis.name}={axis.size} does not divide dim {dim} of {shape}")
+        below = length - length % axis.size
+        raise ValueError(
+            f"{verb}: {axis.name}={axis.size} does not divide dim {dim} of shape "
+            f"{tuple(tensor.shape)}; pad it to {below + axis.size} or cut it to {below}"
+        )
 
 
 def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
