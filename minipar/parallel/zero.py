@@ -29,7 +29,7 @@ Use::
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +65,6 @@ class Bucket(Row):
             p.piece = piece
         self.bind(weights)
         self.missing = set(parameters)  # without a gradient in this backward
-        self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
         self.drop()
 
     @torch.no_grad()
@@ -76,16 +75,15 @@ class Bucket(Row):
             p.data = place.copy_(p.data)
         self.version = self.shard._version  # as all ranks have it
 
-    def drop(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. ``set_to_none=False``: `finish_backward` makes each again."""
+    def drop(self) -> None:
+        """Forget all gradients."""
         self.wait_for_reduce()
         self.whole: Tensor | None = None  # [N]: gradients of this rank
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
+        self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
         for p in (*self.parameters, *self.pieces):
             p.grad = None
-        if set_to_none:
-            self.used.clear()
 
     def add(self, p: nn.Parameter) -> None:
         """Move the gradient of `p`, or zeros, into the flat buffer, where autograd adds to it."""
@@ -182,11 +180,10 @@ class ShardedOptimizer(Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:
         """Update this rank's slices, and start to hand them out, the first layer's first."""
         if not self.names:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
-        loss = None if closure is None else torch.enable_grad()(closure)()
         for bucket in self.buckets:
             bucket.version = bucket.shard._version  # what was written goes out with the step
             bucket.wait_for_gather()
@@ -196,7 +193,6 @@ class ShardedOptimizer(Optimizer):
         self.inner.step()
         for bucket in reversed(self.buckets):
             bucket.gather()
-        return loss
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole: to read or write them outside of a forward."""
@@ -204,9 +200,11 @@ class ShardedOptimizer(Optimizer):
             bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; after ``set_to_none=False`` the next step has each again, or zero."""
+        """Drop all gradients."""
+        if not set_to_none:
+            raise ValueError("zero keeps no gradients from step to step; use set_to_none=True")
         for bucket in self.buckets:
-            bucket.drop(set_to_none)
+            bucket.drop()
 
     def members(self) -> Members:
         """Return its parameters as the user gave them, by group and name."""
