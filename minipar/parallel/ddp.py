@@ -231,8 +231,6 @@ def apply(
 
     A parameter that no rank used keeps ``grad=None``, as on one device. One that only some ranks
     used counts as zero on the others. Buffers are made equal here; then each rank's are its own.
-    After a backward that an exception cut short, and before a step is left out, call
-    `finish_backward` and then ``zero_grad()`` on all ranks.
 
     Raises `ValueError` for a `reduce` that the version does not use, and where `claim` does.
     """

@@ -22,11 +22,6 @@ Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7. In torch:
         `ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
-
-Use::
-
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
-    strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,6 +75,7 @@ class Bucket(Row):
         """Forget all gradients."""
         self.wait_for_reduce()
         self.whole: Tensor | None = None  # [N]: gradients of this rank
+        self.written = 0  # the version of `whole` when backward last wrote to it
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
         self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
@@ -101,8 +97,7 @@ class Bucket(Row):
     def reduce(self, op: Op) -> None:
         """Start to sum the gradients, each slice for its owner."""
         self.wait_for_reduce()  # of the microbatch before
-        if self.whole is not None:
-            check_untouched(self.whole, self.written)
+        check_untouched(self.whole, self.written)
         for p in self.parameters:
             self.add(p)
             if p.grad is self.views[p]:
@@ -149,10 +144,8 @@ class ShardedOptimizer(Optimizer):
     """An elementwise `torch.optim` class, with its state and its work spread over `axis`.
 
     `params` and `options` are as for `optimizer_class`. `bucket_mb` is the capacity of a bucket in
-    MB (10^6 bytes): by default an eighth of the parameters, at most 25 MB.
-
-    To schedulers it is an optimizer like any other. Raises `ValueError` if `optimizer_class` looks
-    at whole matrices.
+    MB (10^6 bytes): by default an eighth of the parameters, at most 25 MB. Raises `ValueError` if
+    `optimizer_class` looks at whole matrices.
     """
 
     elementwise = True  # as `optimizer_class` is
@@ -199,7 +192,7 @@ class ShardedOptimizer(Optimizer):
             bucket.gather()
 
     def synchronize(self) -> None:
-        """Wait until all parameters are whole: to read or write them outside of a forward."""
+        """Wait until all parameters are whole."""
         for bucket in self.buckets:
             bucket.wait_for_gather()
 
@@ -229,8 +222,7 @@ class ShardedOptimizer(Optimizer):
 class Stage1(Strategy):
     """A bucket is reduced as soon as backward has filled it, while backward goes on.
 
-    All ranks send the buckets in the order of their list. Backward waits for buckets that were sent
-    long ago, so few are whole.
+    All ranks send buckets in the order of the list. Backward waits for what was sent long ago.
     """
 
     most_in_flight = 2  # buckets: the link always has one to carry
@@ -339,9 +331,7 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         working_dtype: compute, and gather weights, in this dtype; slices are masters (masters.py).
 
-    After a backward that an exception cut short, and before a step is left out, call
-    `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an
-    optimizer of other parameters or along another axis, and for models that `claim` refuses.
+    Raises `ValueError` for an optimizer that does not fit, and for models that `claim` refuses.
     """
     if optimizer.axis != axis:
         raise ValueError(f"optimizer= is sharded along {optimizer.axis.name}, not {axis.name}")
