@@ -336,14 +336,9 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
         )
 
 
-def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of `optimizer`."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Check the contract before each step of any optimizer."""
-    parameters = stepped_by(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         if remedy := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {remedy}")
