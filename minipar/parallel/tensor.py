@@ -54,7 +54,6 @@ from minipar.parallel.matrices import (
     Spans,
     VocabEmbedding,
     by_heads,
-    check_experts,
     check_sizes,
     evenly,
     vocab_loss,
@@ -87,8 +86,7 @@ def apply(
     Raises `ValueError` for sizes that the axis does not divide, and for a model that is cut.
     """
     check(model, axis, sequence, overlap)
-    if experts:
-        check_experts(model.config.moe, axis.size, axis.name)
+    check_sizes(model.config, axis.size, axis.name, experts)
     replicate(model, axis)
     return TensorParallel(model, Border(axis, sequence), overlap, experts)
 
@@ -293,7 +291,7 @@ class TensorParallel(Strategy):
 
 
 # ---------------------------------------------------------------------- what cannot be cut
-def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
+def check(model: Llama, axis: Axis, sequence: bool, overlap: bool) -> None:
     """Raise `ValueError` unless `model` can be cut along `axis`."""
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
@@ -305,4 +303,3 @@ def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = Fals
         if is_spread_over(p, axis) and not sequence:
             same = f"experts are spread over {axis.name}, whose ranks would send the same tokens"
             raise ValueError(f"{same}; sequence=True cuts sequences: then they hold different ones")
-    check_sizes(model.config, axis.size, axis.name)

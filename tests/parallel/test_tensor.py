@@ -343,7 +343,7 @@ def test_trap_14_a_bias_that_all_ranks_would_add_is_refused():
     model = models.llama(0)
     model.model.layers[1].mlp.down_proj.bias = nn.Parameter(torch.zeros(16))
     with pytest.raises(ValueError, match="layers.1.mlp.down_proj.bias: .* once per rank"):
-        tensor.check(model, on_paper("tp", 2))
+        tensor.apply(model, on_paper("tp", 2))
 
 
 def test_a_model_is_cut_once():
