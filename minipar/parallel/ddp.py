@@ -173,7 +173,8 @@ class Tuned(Overlapped):
     """The buckets with which the step ends first, on this model and this axis.
 
     The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it.
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. `said` has
+    the predictions for this cut and for the rule's.
     """
 
     said = "not tuned yet: the second backward tells when gradients arrive"
@@ -191,10 +192,6 @@ class Tuned(Overlapped):
             self.arrived_at: dict[nn.Parameter, Any] = {}
         elif self.backwards == 2 and self.buckets and self.device.type != "meta":
             self._tune()
-
-    def explain(self) -> str:
-        """Return the predictions for the chosen buckets and for the rule's."""
-        return self.said
 
     def _tune(self) -> None:
         first = next(iter(self.arrived_at.values()), None)  # a rank without samples has none

@@ -60,11 +60,6 @@ class Pieces:
     spans: Spans
     blocks: int = 1
 
-    @property
-    def has_copies(self) -> bool:
-        """True if several ranks have the same piece: one head of keys on two ranks, say."""
-        return len(set(self.spans)) < len(self.spans)
-
     def own(self, whole: Tensor, rank: int) -> Tensor:
         """Return a copy of the piece of `rank`."""
         start, stop = self.spans[rank]

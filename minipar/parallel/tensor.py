@@ -217,7 +217,8 @@ class TensorParallel(Strategy):
             summed = [name for name in names if name not in self.pieces.keys() | self.spread]
         else:  # each rank has seen its own heads
             summed = [name for name in names if name.endswith(("q_norm.weight", "k_norm.weight"))]
-        copied = [name for name in names if name in self.pieces and self.pieces[name].has_copies]
+        cut = {name: set(self.pieces[name].spans) for name in names if name in self.pieces}
+        copied = [name for name, spans in cut.items() if len(spans) < n]  # a head on two ranks, say
         self.summed, self.copied = (summed, copied) if n > 1 else ([], [])
         partial_sums = [names[name] for name in self.summed + self.copied]
         self.watch(partial_sums)
