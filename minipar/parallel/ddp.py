@@ -14,7 +14,8 @@ Costs you. The model must fit on one device. Batches must be large, so that comp
 Source. Li et al. 2020 (arXiv 2006.15704), section 3. In torch: `DistributedDataParallel`.
 Proved by tests/parallel/test_ddp.py and tests/law/test_law.py.
 
-Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
+Four versions, each one idea further: "naive", with a bucket for each parameter; then `Bucketed`,
+`Overlapped`, `Tuned`.
 """
 
 import math
@@ -29,6 +30,7 @@ from minipar.comm import clock
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
+from minipar.parallel.base.norm import check_untouched
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import copies_axis, gradient_bytes, in_groups, laid_out_as
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
@@ -38,45 +40,7 @@ Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place
 
 
-# ---------------------------------------------------------------------- 1. one call per parameter
-class Naive(Strategy):
-    """After backward, one all-reduce per parameter.
-
-    Slow twice over: each call pays the latency of the link, and nothing is computed meanwhile.
-    """
-
-    def __init__(self, model: nn.Module, axis: Axis, average: bool = True) -> None:
-        super().__init__(model, axis)
-        self.op: Op = "avg" if average else "sum"
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.watch(self.parameters)
-        if axis.size > 1:
-            self.hook_gradients(self.parameters)
-
-    def finish_backward(self) -> None:
-        # A rank that left out an unused parameter would leave the others waiting: all ranks reduce
-        # all parameters. A byte tells "used by no rank", which has no gradient, from zero.
-        used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
-        for p in self.parameters:
-            check_not_summed(p, self.axis)
-            if p.grad is None:
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-            copies = copies_axis(p, self.axis)
-            if self.op == "avg":  # over all ranks, also where few have copies
-                p.grad.mul_(copies.size / self.axis.size)
-            all_reduce(p.grad, copies, self.op, out=p.grad)
-        for p, is_used in zip(self.parameters, used_by_any(), strict=True):
-            if not is_used:
-                p.grad = None
-        self._end_step()
-
-    def _end_step(self) -> None:
-        if self.op == "sum":
-            mark_summed(self.parameters, self.axis)
-        super().finish_backward()
-
-
-# ---------------------------------------------------------------------- 2. fewer, larger calls
+# ---------------------------------------------------------------------- 1. what is sent in one call
 class Bucket:
     """Gradients that travel together: one flat buffer, and each ``p.grad`` is a view of it."""
 
@@ -84,7 +48,8 @@ class Bucket:
         self.parameters, self.reduce = parameters, reduce or all_reduce_bucket
         sizes, like = [p.numel() for p in parameters], parameters[0]
         self.flat = like.new_zeros(sum(sizes), dtype=like.grad_dtype)
-        parts = self.flat.split(sizes)
+        self.written_to = self.flat.data  # the same memory; counts writes, but those of sending
+        parts = self.written_to.split(sizes)
         self.views = {p: laid_out_as(p, part) for p, part in zip(parameters, parts, strict=True)}
         self.pending: Pending | None = None
         self.missing = set(parameters)  # without a gradient in this backward
@@ -93,9 +58,12 @@ class Bucket:
         """Move the gradient of `p` into its view; from now on autograd adds to the view itself."""
         if p.grad is not (view := self.views[p]):
             p.grad, view.summed_over = view.copy_(p.grad.detach()), ()
+        self.version = self.written_to._version
 
     def launch(self, axis: Axis, op: Op) -> None:
         """Start to reduce. Gradients that this rank does not have are zero."""
+        if len(self.missing) < len(self.parameters):
+            check_untouched(self.written_to, self.version)
         for p in self.parameters:
             if p.grad is None:
                 self.views[p].zero_()
@@ -105,10 +73,12 @@ class Bucket:
         copies = copies_axis(self.parameters[0], axis)
         if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
             self.flat.mul_(copies.size / axis.size)
+        self.version = self.written_to._version
         self.pending = self.reduce(self, copies, op)
 
     def finish(self) -> None:
         """Wait for the result."""
+        check_untouched(self.written_to, self.version)
         self.pending.wait()
         self.pending, self.missing = None, set(self.parameters)
 
@@ -118,8 +88,12 @@ def all_reduce_bucket(bucket: Bucket, axis: Axis, op: Op) -> Pending:
     return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
 
 
-class Bucketed(Naive):
-    """After backward, one all-reduce per bucket of parameters: latency is paid a few times only."""
+# ---------------------------------------------------------------------- 2. after backward
+class Bucketed(Strategy):
+    """After backward, one all-reduce per bucket: latency is paid a few times only.
+
+    With a bucket for each parameter, each call pays the latency of the link: version "naive".
+    """
 
     def __init__(
         self,
@@ -129,7 +103,12 @@ class Bucketed(Naive):
         bucket_mb: float | None = None,
         reduce: Reduce | None = None,
     ) -> None:
-        super().__init__(model, axis, average)
+        super().__init__(model, axis)
+        self.op: Op = "avg" if average else "sum"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.watch(self.parameters)
+        if axis.size > 1:
+            self.hook_gradients(self.parameters)
         num_bytes = sum(map(gradient_bytes, self.parameters))
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         self.reduce = reduce
@@ -144,7 +123,9 @@ class Bucketed(Naive):
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
 
     def finish_backward(self) -> None:
-        for bucket in self.buckets[self.launched :]:  # a rank that did not use it, too
+        # A rank that left out an unused parameter would leave the others waiting: all ranks send
+        # all buckets. A byte tells "used by no rank", which has no gradient, from zero.
+        for bucket in self.buckets[self.launched :]:
             bucket.launch(self.axis, self.op)
         if self.reduce is not None:  # a compressor has a thread: until it ends, the axis is its own
             for bucket in self.buckets:
@@ -156,7 +137,9 @@ class Bucketed(Naive):
             if is_used and p.grad is None:
                 p.grad = self.bucket_of[p].views[p]
         self.launched = 0
-        self._end_step()
+        if self.op == "sum":
+            mark_summed(self.parameters, self.axis)
+        super().finish_backward()
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on
@@ -170,6 +153,7 @@ class Overlapped(Bucketed):
         super()._on_gradient(p)
         bucket = self.bucket_of[p]
         if bucket.pending is not None:
+            bucket.version = bucket.written_to._version  # autograd has written
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
                 f"was sent. Call finish_backward() after each backward outside of no_sync(); and "
@@ -189,7 +173,8 @@ class Tuned(Overlapped):
     """The buckets with which the step ends first, on this model and this axis.
 
     The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it.
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. `said` has
+    the predictions for this cut and for the rule's.
     """
 
     said = "not tuned yet: the second backward tells when gradients arrive"
@@ -208,10 +193,6 @@ class Tuned(Overlapped):
         elif self.backwards == 2 and self.buckets and self.device.type != "meta":
             self._tune()
 
-    def explain(self) -> str:
-        """Return the predictions for the chosen buckets and for the rule's."""
-        return self.said
-
     def _tune(self) -> None:
         first = next(iter(self.arrived_at.values()), None)  # a rank without samples has none
         arrived = {p: clock.between(first, at) for p, at in self.arrived_at.items()}
@@ -224,7 +205,7 @@ class Tuned(Overlapped):
         self._use([Bucket(own) for part in parts for own in in_groups(part, lambda _: math.inf)])
 
 
-VERSIONS = {"naive": Naive, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}
+VERSIONS = {"naive": Bucketed, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}
 
 
 # ---------------------------------------------------------------------- put on a model
@@ -236,7 +217,7 @@ def apply(
     bucket_mb: float | None = None,
     average: bool = True,
     reduce: Reduce | None = None,
-) -> Naive:
+) -> Bucketed:
     """Make `model` (any `nn.Module`) data parallel along `axis`, in place.
 
     Args:
@@ -247,8 +228,6 @@ def apply(
 
     A parameter that no rank used keeps ``grad=None``, as on one device. One that only some ranks
     used counts as zero on the others. Buffers are made equal here; then each rank's are its own.
-    After a backward that an exception cut short, and before a step is left out, call
-    `finish_backward` and then ``zero_grad()`` on all ranks.
 
     Raises `ValueError` for a `reduce` that the version does not use, and where `claim` does.
     """
@@ -256,5 +235,5 @@ def apply(
         raise ValueError(f"version={version!r} reduces exactly; with reduce=, use 'overlapped'")
     claim(model, "ddp", axis)
     replicate(model, axis, is_data=True)
-    options = () if version == "naive" else (bucket_mb, reduce)
-    return VERSIONS[version](model, axis, average, *options)
+    capacity = 1e-9 if version == "naive" else bucket_mb  # each parameter has a bucket to itself
+    return VERSIONS[version](model, axis, average, capacity, reduce)

@@ -103,8 +103,12 @@ def apply(
             balance "batch"; by default the ranks of `axis` and `copies`.
         pieces: the ranks that share each sequence, for the other balances; by default, none.
 
-    Raises `ValueError` for experts that another strategy has already, and as `check_sizes`.
+    Raises `ValueError` for a model without `MoE`, for experts that another strategy has already,
+    and as `check_sizes`.
     """
+    if not any(mixtures(model)):
+        name = type(model).__name__
+        raise ValueError(f"{name} has no MoE of minipar.model.moe; expert can spread no others")
     for name, p in model.named_parameters():
         others = [f"expert along {axes_of(p)[0].name}"] if hasattr(p, "copies") else []
         others += [*getattr(p, "claimed_by", ())]

@@ -14,7 +14,6 @@ from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.model.llama import IGNORE_INDEX, LlamaConfig
-from minipar.model.moe import MoEConfig
 from minipar.parallel.base.shards import check_divides
 
 Spans = tuple[tuple[int, int], ...]
@@ -34,8 +33,8 @@ def by_heads(num_heads: int, head_dim: int, n: int) -> Spans:
     return tuple((head * head_dim, (head + 1) * head_dim) for head in heads)
 
 
-def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
-    """Raise `ValueError` unless n ranks can share the matrices of such a Llama."""
+def check_sizes(config: LlamaConfig, n: int, name: str = "tp", experts: bool = False) -> None:
+    """Raise `ValueError` unless n ranks can share the matrices of such a Llama, and `experts`."""
     check_divides(name, n, "num_heads", config.num_heads)
     if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
         check_divides(name, n, "intermediate_size", config.intermediate_size)
@@ -43,13 +42,10 @@ def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
         raise ValueError(
             f"{name}={n} neither divides num_kv_heads={config.num_kv_heads} nor is a multiple of it"
         )
-
-
-def check_experts(moe: MoEConfig | None, n: int, name: str = "tp") -> None:
-    """Raise `ValueError` unless n ranks can share each expert."""
-    if moe is None:
+    if experts and config.moe is None:
         raise ValueError(f"{name}={n} cuts experts, and this Llama has none (moe=None)")
-    check_divides(name, n, "expert_size", moe.expert_size)
+    if experts:
+        check_divides(name, n, "expert_size", config.moe.expert_size)
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,6 @@ class Pieces:
     dim: int
     spans: Spans
     blocks: int = 1
-
-    @property
-    def has_copies(self) -> bool:
-        """True if several ranks have the same piece: one head of keys on two ranks, say."""
-        return len(set(self.spans)) < len(self.spans)
 
     def own(self, whole: Tensor, rank: int) -> Tensor:
         """Return a copy of the piece of `rank`."""

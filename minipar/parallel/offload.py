@@ -16,7 +16,6 @@ In torch: `fully_shard(..., offload_policy=CPUOffloadPolicy())`.
 Proved by tests/parallel/test_offload.py and tests/law/test_law.py.
 """
 
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -25,38 +24,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from minipar.comm.calls import Pending
 from minipar.comm.hostcopy import HostCopy
 from minipar.observe import memory
-from minipar.parallel.base.strategy import Strategy, stepped_by
-
-
-def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostShards":
-    """Move the shards of an fsdp strategy to the host: weights, gradients, optimizer state.
-
-    The optimizer, made before or after, then finds parameters of the host. Before each gather,
-    this rank's shard is copied to the device. That copy starts while the block before is being
-    gathered, in the order of the last step. Each gradient of a shard leaves for the host during
-    backward. The device keeps blocks in use, and at most four shards that come.
-
-    Call it before the first step, and before a state is loaded. Raises `ValueError` for a strategy
-    of another kind than fsdp.
-    """
-    if not hasattr(strategy, "units"):
-        raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
-    return HostShards(strategy, copies or HostCopy(strategy.device))
+from minipar.parallel.base.strategy import Strategy
 
 
 class HostShards:
-    """Takes the place of `fetch`, `store` and `finalize_backward` of each unit."""
+    """Moves the shards of an fsdp strategy to the host: weights, gradients, optimizer state.
 
-    def __init__(self, strategy: Strategy, copies: HostCopy) -> None:
-        self.copies = copies
+    `optimizer` then steps parameters of the host. Before each gather, this rank's shard is copied
+    to the device. That copy starts while the block before is being gathered, in the order of the
+    last step. Each gradient of a shard leaves for the host during backward. The device keeps blocks
+    in use, and at most four shards that come.
+
+    Make it before the first step, and before a state is loaded. Raises `ValueError` for a strategy
+    of another kind than fsdp. It takes the place of three methods of each unit.
+    """
+
+    def __init__(
+        self, strategy: Strategy, optimizer: Optimizer, copies: HostCopy | None = None
+    ) -> None:
+        if not hasattr(strategy, "units"):
+            raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
+        self.copies = copies or HostCopy(strategy.device)
         self.order: list[Any] = []  # of the fetches in the last step
         self.fetched: list[Any] = []  # in this one
         self.coming: dict[Any, tuple[list[int], Pending]] = {}  # weights, and their versions
@@ -68,10 +60,8 @@ class HostShards:
             unit.move(shard)
             unit.fetch, unit.store = partial(self.fetch, unit), partial(self.store, unit)
             unit.finalize_backward = partial(self.finalize, unit, unit.finalize_backward)
-        self.parameters = {p for unit in strategy.rows for p in unit.pieces}
-        own = weakref.ref(self)  # torch keeps hooks for good
-        register_optimizer_step_pre_hook(partial(_call, own, "before_step"))
-        register_optimizer_step_post_hook(partial(_call, own, "after_step"))
+        optimizer.register_step_pre_hook(self.before_step)
+        optimizer.register_step_post_hook(self.after_step)
 
     # weights, up
     def fetch(self, unit: Any) -> Tensor:
@@ -117,19 +107,12 @@ class HostShards:
         self.add_up(unit)
 
     # the step, on the host
-    def before_step(self, _: Optimizer) -> None:
+    def before_step(self, *_: Any) -> None:
         self.region.enter_context(memory.on_host())
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for value in (value for state in optimizer.state.values() for value in state.values()):
             if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:
                 memory.tag("optimizer", value, on_host=True)
         self.region.close()
         self.order, self.fetched, self.coming = self.fetched, [], {}
-
-
-def _call(own: "weakref.ref[HostShards]", method: str, optimizer: Optimizer, *_: Any) -> None:
-    """Call `method` around a step of the shards' optimizer, as long as the shards live."""
-    shards = own()
-    if shards is not None and not shards.parameters.isdisjoint(stepped_by(optimizer)):
-        getattr(shards, method)(optimizer)

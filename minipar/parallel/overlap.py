@@ -10,6 +10,7 @@ Source: Wang et al. 2022, "Overlap communication with dependent computation via 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class _LinearScatter(torch.autograd.Function):
 def fuse(region: nn.Module, firsts: Sequence[str], last: str, axis: Axis) -> None:
     """Multiply by the linear layers `firsts` of `region` in one ring, by its `last` in another."""
     for i, name in enumerate(firsts):  # each picks its product [B, T, F/n] V
-        getattr(region, name).forward = partial(_pick, i)
+        getattr(region, name).forward = itemgetter(i)
     linear = getattr(region, last)
     linear.forward = partial(_scatter, linear, axis)
 
@@ -126,10 +127,6 @@ def fuse(region: nn.Module, firsts: Sequence[str], last: str, axis: Axis) -> Non
         return outside_of_graphs(_GatherLinears.apply, axis, *computed), *args[1:]
 
     region.register_forward_pre_hook(multiply)
-
-
-def _pick(index: int, products: tuple[Tensor, ...]) -> Tensor:
-    return products[index]
 
 
 def _scatter(linear: nn.Linear, axis: Axis, x: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class Plan:
 
     def _problems_of_heads(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of tp and cp."""
-        matrices.check_sizes(config, self.tp)
+        matrices.check_sizes(config, self.tp, experts=self.expert_tensor_parallel)
         if self.tp_overlap and not self.sequence_parallel:
             yield "tp_overlap interleaves the collectives of sequence_parallel; set both"
         if self.context == "ulysses" and config.num_heads // self.tp % self.cp:
@@ -203,8 +203,6 @@ class Plan:
             expert.check_sizes(config.moe, axis, self.dispatch, self.expert_nodes, pieces)
         elif axis.size > 1:
             yield f"{axis.name}={axis.size} spreads experts, and this Llama has none in any layer"
-        if self.expert_tensor_parallel:
-            matrices.check_experts(config.moe, self.tp)
         if self.dispatch != "all_to_all" and axis.size == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
         if (self.dispatch == "hierarchical") != (self.expert_nodes > 1):

@@ -38,7 +38,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.comm import collectives
@@ -55,7 +54,6 @@ from minipar.parallel.matrices import (
     Spans,
     VocabEmbedding,
     by_heads,
-    check_experts,
     check_sizes,
     evenly,
     vocab_loss,
@@ -76,8 +74,9 @@ def apply(
 
     With gradients enabled the model returns the logits of this rank's words [B, T, V/n];
     `model.token_loss` compares these with targets. Under `no_grad` the model returns all logits, so
-    sampling works unchanged. Apply it before other strategies, and finish it after them: its sums
-    need gradients that no other strategy is working on.
+    plain sampling works unchanged; with `sequence`, n must divide the tokens. Apply it before other
+    strategies, and finish it after them: its sums need gradients that no other strategy is working
+    on.
 
     Args:
         sequence: cut norms and residual stream along the tokens.
@@ -87,8 +86,7 @@ def apply(
     Raises `ValueError` for sizes that the axis does not divide, and for a model that is cut.
     """
     check(model, axis, sequence, overlap)
-    if experts:
-        check_experts(model.config.moe, axis.size, axis.name)
+    check_sizes(model.config, axis.size, axis.name, experts)
     replicate(model, axis)
     return TensorParallel(model, Border(axis, sequence), overlap, experts)
 
@@ -123,8 +121,7 @@ class TensorParallel(Strategy):
         self._cut_vocabulary(evenly(config.vocab_size, n))
         self._find_partial_gradients()
         if border.sequence:
-            model.register_forward_pre_hook(self._pad)
-            model.register_forward_hook(self._unpad)
+            model.register_forward_pre_hook(self._number)
         if n > 1:
             refuse_state(model)
 
@@ -220,7 +217,8 @@ class TensorParallel(Strategy):
             summed = [name for name in names if name not in self.pieces.keys() | self.spread]
         else:  # each rank has seen its own heads
             summed = [name for name in names if name.endswith(("q_norm.weight", "k_norm.weight"))]
-        copied = [name for name in names if name in self.pieces and self.pieces[name].has_copies]
+        cut = {name: set(self.pieces[name].spans) for name in names if name in self.pieces}
+        copied = [name for name, spans in cut.items() if len(spans) < n]  # a head on two ranks, say
         self.summed, self.copied = (summed, copied) if n > 1 else ([], [])
         partial_sums = [names[name] for name in self.summed + self.copied]
         self.watch(partial_sums)
@@ -258,23 +256,12 @@ class TensorParallel(Strategy):
         for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
             grad.copy_(values.view_as(grad))
 
-    # ------------------------------------------------------------------ any number of tokens
-    def _pad(self, _: nn.Module, args: tuple) -> tuple:
-        """Append tokens until n divides them: causal attention never looks at what follows.
-
-        `generate` asks for 3, 4, 5 ... tokens. A caller with positions has cut them already.
-        """
+    def _number(self, _: nn.Module, args: tuple) -> tuple:
+        """Give hidden states [B, T/n, D] of another stage the positions of all T tokens."""
         x, *rest = args
-        self.num_added = 0
-        if rest:
+        if rest or x.ndim < 3:
             return args
-        if x.ndim == 3:  # hidden states [B, T/n, D] of another stage: positions of all T tokens
-            return x, torch.arange(self.axis.size * x.shape[1], device=x.device)
-        self.num_added = -x.shape[1] % self.axis.size
-        return (F.pad(x, (0, self.num_added)),)
-
-    def _unpad(self, _: nn.Module, args: tuple, out: Tensor) -> Tensor:
-        return out[:, : out.shape[1] - self.num_added] if self.num_added else out
+        return x, torch.arange(self.axis.size * x.shape[1], device=x.device)
 
     # ------------------------------------------------------------------ whole again
     def holders(self, name: str) -> tuple[int, ...]:
@@ -305,7 +292,7 @@ class TensorParallel(Strategy):
 
 
 # ---------------------------------------------------------------------- what cannot be cut
-def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
+def check(model: Llama, axis: Axis, sequence: bool, overlap: bool) -> None:
     """Raise `ValueError` unless `model` can be cut along `axis`."""
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
@@ -317,4 +304,3 @@ def check(model: Llama, axis: Axis, sequence: bool = False, overlap: bool = Fals
         if is_spread_over(p, axis) and not sequence:
             same = f"experts are spread over {axis.name}, whose ranks would send the same tokens"
             raise ValueError(f"{same}; sequence=True cuts sequences: then they hold different ones")
-    check_sizes(model.config, axis.size, axis.name)

@@ -22,14 +22,9 @@ Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7. In torch:
         `ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
-
-Use::
-
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
-    strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +36,7 @@ from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.parallel.base.arriving import OnItsWay, let_modules_wait
 from minipar.parallel.base.masters import keep_slices, master_of
+from minipar.parallel.base.norm import check_untouched
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, in_groups
@@ -65,7 +61,6 @@ class Bucket(Row):
             p.piece = piece
         self.bind(weights)
         self.missing = set(parameters)  # without a gradient in this backward
-        self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
         self.drop()
 
     @torch.no_grad()
@@ -76,16 +71,16 @@ class Bucket(Row):
             p.data = place.copy_(p.data)
         self.version = self.shard._version  # as all ranks have it
 
-    def drop(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. ``set_to_none=False``: `finish_backward` makes each again."""
+    def drop(self) -> None:
+        """Forget all gradients."""
         self.wait_for_reduce()
         self.whole: Tensor | None = None  # [N]: gradients of this rank
+        self.written = 0  # the version of `whole` when backward last wrote to it
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
+        self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
         for p in (*self.parameters, *self.pieces):
             p.grad = None
-        if set_to_none:
-            self.used.clear()
 
     def add(self, p: nn.Parameter) -> None:
         """Move the gradient of `p`, or zeros, into the flat buffer, where autograd adds to it."""
@@ -97,15 +92,17 @@ class Bucket(Row):
             self.views[p].zero_()
         elif p.grad is not self.views[p]:
             p.grad = self.views[p].copy_(p.grad.detach())
+        self.written = self.whole._version
 
     def reduce(self, op: Op) -> None:
         """Start to sum the gradients, each slice for its owner."""
         self.wait_for_reduce()  # of the microbatch before
+        check_untouched(self.whole, self.written)
         for p in self.parameters:
             self.add(p)
             if p.grad is self.views[p]:
                 self.used.add(p)
-                p.grad = None
+                p.grad = Elsewhere(p)  # who looks for it before `finish_backward` is stopped
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
@@ -147,10 +144,8 @@ class ShardedOptimizer(Optimizer):
     """An elementwise `torch.optim` class, with its state and its work spread over `axis`.
 
     `params` and `options` are as for `optimizer_class`. `bucket_mb` is the capacity of a bucket in
-    MB (10^6 bytes): by default an eighth of the parameters, at most 25 MB.
-
-    To schedulers it is an optimizer like any other. Raises `ValueError` if `optimizer_class` looks
-    at whole matrices.
+    MB (10^6 bytes): by default an eighth of the parameters, at most 25 MB. Raises `ValueError` if
+    `optimizer_class` looks at whole matrices.
     """
 
     elementwise = True  # as `optimizer_class` is
@@ -182,11 +177,10 @@ class ShardedOptimizer(Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:
         """Update this rank's slices, and start to hand them out, the first layer's first."""
         if not self.names:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
-        loss = None if closure is None else torch.enable_grad()(closure)()
         for bucket in self.buckets:
             bucket.version = bucket.shard._version  # what was written goes out with the step
             bucket.wait_for_gather()
@@ -196,17 +190,18 @@ class ShardedOptimizer(Optimizer):
         self.inner.step()
         for bucket in reversed(self.buckets):
             bucket.gather()
-        return loss
 
     def synchronize(self) -> None:
-        """Wait until all parameters are whole: to read or write them outside of a forward."""
+        """Wait until all parameters are whole."""
         for bucket in self.buckets:
             bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; after ``set_to_none=False`` the next step has each again, or zero."""
+        """Drop all gradients."""
+        if not set_to_none:
+            raise ValueError("zero keeps no gradients from step to step; use set_to_none=True")
         for bucket in self.buckets:
-            bucket.drop(set_to_none)
+            bucket.drop()
 
     def members(self) -> Members:
         """Return its parameters as the user gave them, by group and name."""
@@ -227,8 +222,7 @@ class ShardedOptimizer(Optimizer):
 class Stage1(Strategy):
     """A bucket is reduced as soon as backward has filled it, while backward goes on.
 
-    All ranks send the buckets in the order of their list. Backward waits for buckets that were sent
-    long ago, so few are whole.
+    All ranks send buckets in the order of the list. Backward waits for what was sent long ago.
     """
 
     most_in_flight = 2  # buckets: the link always has one to carry
@@ -288,7 +282,7 @@ class Stage1(Strategy):
         # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
         for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
             if is_used:
-                p.grad = Elsewhere(p)
+                p.grad = Elsewhere(p) if p.grad is None else p.grad
                 p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
         super().finish_backward()
 
@@ -315,6 +309,8 @@ class Stage2(Stage1):
             yield
         finally:
             self._end_round()
+            for p in self.bucket_of:
+                p.grad = None  # backward adds the next microbatch's
 
 
 # ---------------------------------------------------------------------- put on a model
@@ -335,9 +331,7 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         working_dtype: compute, and gather weights, in this dtype; slices are masters (masters.py).
 
-    After a backward that an exception cut short, and before a step is left out, call
-    `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an
-    optimizer of other parameters or along another axis, and for models that `claim` refuses.
+    Raises `ValueError` for an optimizer that does not fit, and for models that `claim` refuses.
     """
     if optimizer.axis != axis:
         raise ValueError(f"optimizer= is sharded along {optimizer.axis.name}, not {axis.name}")

@@ -235,7 +235,8 @@ def attach_compressed(model: nn.Module, mesh: Mesh, codec: str, **options: Any) 
 
 def attach_on_host(model: nn.Module, mesh: Mesh) -> list:
     strategies = attach_fsdp(model, mesh)
-    offload.shards_on_host(strategies[0], HostCopy())
+    strategies[0].optimizer = make_optimizer(model)
+    offload.HostShards(strategies[0], strategies[0].optimizer, HostCopy())
     return strategies
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minipar.comm import calls
 from minipar.comm.collectives import all_reduce
@@ -145,6 +145,12 @@ def test_experts_are_spread_once_and_first(before):
         ValueError, match=f"is shared by {before} along ep already; apply expert on"
     ):
         expert.apply(model, axis)
+
+
+def test_a_model_without_mixtures_of_ours_is_refused():
+    """Mutant: nothing is spread, and nobody says so."""
+    with pytest.raises(ValueError, match="Linear has no MoE"):
+        expert.apply(nn.Linear(2, 2), Mesh().ep)
 
 
 def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():

@@ -156,8 +156,9 @@ def local(method: str, model: Llama, mesh) -> tuple[list[Strategy], torch.optim.
 def offloaded(_: str, model: Llama, mesh) -> tuple[list[Strategy], torch.optim.Optimizer]:
     """Gradients and weights travel to a host that has no values either."""
     strategy = fsdp.apply(model, mesh.dp, average=False)
-    offload.shards_on_host(strategy)
-    return [strategy], make_optimizer(model, lr=0.1, weight_decay=0.1)
+    optimizer = make_optimizer(model, lr=0.1, weight_decay=0.1)
+    offload.HostShards(strategy, optimizer)
+    return [strategy], optimizer
 
 
 def sharded(_: str, model: Llama, mesh) -> tuple[list[Strategy], torch.optim.Optimizer]:

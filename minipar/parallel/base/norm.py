@@ -24,40 +24,6 @@ from minipar.parallel.base.shards import axes_of, is_copy
 CPU = torch.device("cpu")
 
 
-def grad_norm(
-    parameters: Iterable[Tensor],
-    axes: Iterable[Axis] = (),
-    device: torch.device = CPU,
-) -> Tensor:
-    """Return the 2-norm of all gradients of the model: a float64 scalar, equal on all ranks.
-
-    Args:
-        parameters: one listed twice counts once. One with `is_copy` adds nothing: another rank of
-            the same axis counts it.
-        axes: every axis over which any rank's parameter is cut, in the same order on all ranks.
-        device: the device that computes; parameters may be offloaded.
-
-    A collective over `axes`. Raises `ValueError` for a parameter that is cut over another axis.
-    """
-    axes, grads = tuple(axes), defaultdict(list)
-    for param in dict.fromkeys(parameters):
-        if param.grad is not None and not is_copy(param):
-            # squares of half precision are summed in float32
-            dtype = torch.promote_types(param.grad.dtype, torch.float32)
-            grads[cut_over(param, axes), dtype, param.grad.device].append(param.grad)
-
-    # sums[1, 0]: cut over the first axis, whole along the second. Always float64, because all ranks
-    # must send the same type, and a rank without parameters could not guess it.
-    sums = torch.zeros((2,) * len(axes), dtype=torch.float64, device=device)
-    for (is_cut, dtype, _), tensors in grads.items():
-        norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
-        sums[is_cut] += norms.double().square().sum().to(device)
-    for dim, axis in enumerate(axes):
-        cut = sums.select(dim, 1)  # the half of the table that is cut over this axis
-        cut.copy_(all_reduce(cut.contiguous(), axis))
-    return sums.sum().sqrt()
-
-
 def clip_grad_norm(
     parameters: Iterable[Tensor],
     max_norm: float,
@@ -66,20 +32,42 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-    Arguments and errors as of `grad_norm`. ``max_norm=math.inf`` only measures. Where the norm is
-    not finite, gradients stay as they are. Raises `ValueError` unless `max_norm` is positive.
+    The norm is the 2-norm of all gradients of the model: a float64 scalar, equal on all ranks.
+    Where it is not finite, gradients stay as they are.
+
+    Args:
+        parameters: one listed twice counts once. One with `is_copy` adds nothing to the norm:
+            another rank of the same axis counts it.
+        max_norm: positive; ``math.inf`` only measures.
+        axes: every axis over which any rank's parameter is cut, in the same order on all ranks.
+        device: the device that computes; parameters may be offloaded.
+
+    A collective over `axes`. Raises `ValueError` for a parameter that is cut over another axis, and
+    unless `max_norm` is positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; use math.inf not to clip")
-    parameters = list(dict.fromkeys(parameters))
-    norm = grad_norm(parameters, axes, device)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch: no division by zero
-    factor = torch.where(norm.isfinite(), factor, 1.0)
-    grads = defaultdict(list)
+    parameters, axes, grads = list(dict.fromkeys(parameters)), tuple(axes), defaultdict(list)
     for param in parameters:
         if param.grad is not None:
-            grads[param.grad.device, param.grad.dtype].append(param.grad)
-    for (home, dtype), tensors in grads.items():
+            kind = param.grad.dtype, param.grad.device
+            grads[cut_over(param, axes), is_copy(param), *kind].append(param.grad)
+
+    # sums[1, 0]: cut over the first axis, whole along the second. Always float64, because all ranks
+    # must send the same type, and a rank without parameters could not guess it.
+    sums = torch.zeros((2,) * len(axes), dtype=torch.float64, device=device)
+    for (is_cut, is_copied, dtype, _), tensors in grads.items():
+        if not is_copied:  # squares of half precision are summed in float32
+            norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(dtype, torch.float32))
+            sums[is_cut] += torch.stack(norms).double().square().sum().to(device)
+    for dim, axis in enumerate(axes):
+        cut = sums.select(dim, 1)  # the half of the table that is cut over this axis
+        cut.copy_(all_reduce(cut.contiguous(), axis))
+    norm = sums.sum().sqrt()
+
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch: no division by zero
+    factor = torch.where(norm.isfinite(), factor, 1.0)
+    for (*_, dtype, home), tensors in grads.items():
         torch._foreach_mul_(tensors, factor.to(home, torch.promote_types(dtype, torch.float32)))
     note_reduced(parameters)
     return norm
@@ -105,6 +93,18 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
                 "shards of gradients have changed since finish_backward(): clip them by "
                 "strategy.clip_grad_norm_; after a change of each number alone, call note_reduced()"
             )
+
+
+def check_untouched(buffer: Tensor | None, version: int) -> None:
+    """Raise `RuntimeError` if gradients in `buffer` have been written to since backward added them.
+
+    torch's `clip_grad_norm_` before `finish_backward` does so, with the norm of this rank's part.
+    """
+    if buffer is not None and buffer._version != version:
+        raise RuntimeError(
+            "gradients have changed between backward and finish_backward(): clip them after it, by "
+            "strategy.clip_grad_norm_"
+        )
 
 
 def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:

@@ -122,7 +122,7 @@ class Strategy:
         The strategy lives as long as its parameters, which hold it.
         """
         for p in parameters:
-            vars(p).setdefault("watched_by", Local()).append(self)
+            vars(p).setdefault("watched_by", []).append(self)
 
     def hook_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make autograd call ``self._on_gradient(p)`` whenever it has added to ``p.grad``.
@@ -249,13 +249,6 @@ class Strategy:
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
-class Local(list):
-    """A list on a parameter; a pickled parameter leaves the content behind."""
-
-    def __reduce__(self) -> tuple:
-        return Local, ()
-
-
 def claim(model: nn.Module, name: str, axis: Axis) -> None:
     """Note that the strategy `name` shares the gradients of `model` along `axis`.
 
@@ -277,7 +270,7 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
                 f"gradient would be summed twice; apply one of ddp, zero, fsdp, local_sgd, once"
             )
     for p in model.parameters():
-        p.claimed_by = Local([f"{name} along {axis.name}"])
+        p.claimed_by = [f"{name} along {axis.name}"]
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -343,14 +336,9 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
         )
 
 
-def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of `optimizer`."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Check the contract before each step of any optimizer."""
-    parameters = stepped_by(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         if remedy := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {remedy}")
