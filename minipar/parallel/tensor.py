@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.comm import collectives
@@ -74,9 +75,8 @@ def apply(
 
     With gradients enabled the model returns the logits of this rank's words [B, T, V/n];
     `model.token_loss` compares these with targets. Under `no_grad` the model returns all logits, so
-    plain sampling works unchanged; with `sequence`, n must divide the tokens. Apply it before other
-    strategies, and finish it after them: its sums need gradients that no other strategy is working
-    on.
+    sampling works unchanged. Apply it before other strategies, and finish it after them: its sums
+    need gradients that no other strategy is working on.
 
     Args:
         sequence: cut norms and residual stream along the tokens.
@@ -121,7 +121,8 @@ class TensorParallel(Strategy):
         self._cut_vocabulary(evenly(config.vocab_size, n))
         self._find_partial_gradients()
         if border.sequence:
-            model.register_forward_pre_hook(self._number)
+            model.register_forward_pre_hook(self._pad)
+            model.register_forward_hook(self._unpad)
         if n > 1:
             refuse_state(model)
 
@@ -256,12 +257,23 @@ class TensorParallel(Strategy):
         for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
             grad.copy_(values.view_as(grad))
 
-    def _number(self, _: nn.Module, args: tuple) -> tuple:
-        """Give hidden states [B, T/n, D] of another stage the positions of all T tokens."""
+    # ------------------------------------------------------------------ any number of tokens
+    def _pad(self, _: nn.Module, args: tuple) -> tuple:
+        """Append tokens until n divides them: causal attention never looks at what follows.
+
+        `generate` asks for 3, 4, 5 ... tokens. A caller with positions has cut them already.
+        """
         x, *rest = args
-        if rest or x.ndim < 3:
+        self.num_added = 0
+        if rest:
             return args
-        return x, torch.arange(self.axis.size * x.shape[1], device=x.device)
+        if x.ndim == 3:  # hidden states [B, T/n, D] of another stage: positions of all T tokens
+            return x, torch.arange(self.axis.size * x.shape[1], device=x.device)
+        self.num_added = -x.shape[1] % self.axis.size
+        return (F.pad(x, (0, self.num_added)),)
+
+    def _unpad(self, _: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        return out[:, : out.shape[1] - self.num_added] if self.num_added else out
 
     # ------------------------------------------------------------------ whole again
     def holders(self, name: str) -> tuple[int, ...]:
