@@ -43,9 +43,7 @@ class Call:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Wait for the call in the body."""
-        if _beside is not None:
-            _beside.append(self)
-        told = list(taps) if _beside is None else []
+        told = list(taps)
         try:
             for tap in told:
                 tap.wait(self)
@@ -121,27 +119,3 @@ class Pending:
         if self.finish is not None:
             self.result, self.finish = self.finish(self.result), None
         return self.result
-
-
-_beside: list[Call] | None = None
-
-
-@contextmanager
-def beside() -> Iterator[list[Call]]:
-    """Play another thread of this rank in the body: taps hear of its calls, but of no wait.
-
-    Yields a list for `waited`: the calls that the body waits for.
-    """
-    global _beside
-    before, _beside = _beside, []
-    try:
-        yield _beside
-    finally:
-        _beside = before
-
-
-def waited(calls: Sequence[Call]) -> None:
-    """Tell the taps that this rank waits for `calls` now."""
-    for call in calls:
-        with call.waiting():
-            pass

@@ -51,7 +51,6 @@ from minipar.parallel.base import masters
 from minipar.parallel.base.optimizer_state import pack, unpack
 from minipar.parallel.base.shards import Region
 from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
 
@@ -164,14 +163,7 @@ def apply(
         if plan.zero == 1 and plan.pp > 1:  # else backward, and the stage before, wait for a reduce
             parts.data.most_in_flight = len(parts.data.buckets)
     else:
-        make = COMPRESSORS.get(plan.compression)
-        parts.data = ddp.apply(
-            model,
-            data_axis,
-            bucket_mb=bucket_mb,
-            average=False,
-            reduce=None if make is None else Compressed(make()),
-        )
+        parts.data = ddp.apply(model, data_axis, bucket_mb=bucket_mb, average=False)
         optimizer = make_optimizer(model, make=torch.optim.AdamW)
         if dtype is not None:
             masters.keep(model, optimizer, dtype)

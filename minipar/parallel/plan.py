@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 from minipar.comm.mesh import Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, matrices
-from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
 
@@ -72,8 +71,6 @@ class Plan:
     """Stages on each rank of pp, where the schedule leaves a choice; 0: its default."""
     microbatches: int = 1
     """Microbatches per step, on every rank of dp."""
-    compression: str = "none"
-    """How ddp compresses gradients on the wire, along dp alone: see compression/."""
     precision: Literal["float32", "bf16", "fp16", "autocast-bf16"] = "float32"
     """The numbers of matmuls. bf16: weights and activations, too; the optimizer steps float32
     master weights. fp16, autocast-bf16: autocast casts inputs of matmuls, and weights stay."""
@@ -166,7 +163,6 @@ class Plan:
             if (own := getattr(self, name)) < 1:
                 yield f"{name}={own} must be 1 or more"
         choices = {field.name: get_args(field.type) for field in fields(self)}
-        choices["compression"] = ("none", *COMPRESSORS)
         for name, allowed in choices.items():
             if allowed and getattr(self, name) not in allowed:
                 yield f"{name}={getattr(self, name)} is not one of {', '.join(map(str, allowed))}"
@@ -254,19 +250,6 @@ class Plan:
                     f"copy of the model, a schedule of F and B (this is {self.schedule}), and "
                     f"tie_embeddings=False (this is {config.tie_embeddings})"
                 )
-        if self.compression == "none":
-            return
-        if self.zero or self.num_ranks != self.dp:
-            yield (
-                f"compression={self.compression} is for ddp along dp alone (zero=0, "
-                f"dp={self.num_ranks}): ranks of other axes hold copies of a parameter beside "
-                f"different neighbours, would round them differently, and the copies drift apart"
-            )
-        if self.precision == "fp16" and COMPRESSORS[self.compression]().feedback:
-            yield (
-                f"compression={self.compression} adds to a step what the last one left out, and "
-                f"precision=fp16 scales the two by factors that differ"
-            )
 
 
 def meshes(num_ranks: int, axes: Sequence[str] = MESH) -> Iterator[dict[str, int]]:

@@ -88,9 +88,6 @@ REFUSED = [
     ("ep=2,dispatch=padded", MIXED, "fills up to a capacity; capacity_factor=None has none"),
     ("cp=2,ep=2", SEATED, "and 2 ranks hold pieces of one; use cp=1 without sequence_parallel"),
     ("ep=3,dispatch=hierarchical,expert_nodes=2", MIXED, "nodes=2 does not divide ep=3"),
-    ("dp=2,zero=1,compression=int8", TIED, "(zero=0, dp=2)"),
-    ("dp=2,tp=2,compression=top-k", TIED, "is for ddp along dp alone (zero=0, dp=4)"),
-    ("dp=2,precision=fp16,compression=top-k", TIED, "by factors that differ"),
 ]
 
 

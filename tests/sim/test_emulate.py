@@ -38,7 +38,6 @@ SAMPLE = (
     "cp=4",
     "cp=4,context=ulysses",
     "tp=4,sequence_parallel,tp_overlap",
-    "dp=4,compression=powersgd",
     "pp=2,microbatches=4,schedule=dualpipe_v,precision=bf16",
 )
 

@@ -292,9 +292,9 @@ def _add_all(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------------- helpers
-def make_generator(device: torch.device, seed: int) -> torch.Generator | None:
-    """Return a generator apart from torch's global one; None on "meta", which has none."""
-    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+def make_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator apart from torch's global one."""
+    return torch.Generator(device).manual_seed(seed)
 
 
 def _bit_numbers(like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm.background import Background
-from minipar.comm.calls import Pending, beside, waited
+from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel.compression.codecs import (
@@ -45,10 +45,8 @@ class Compressed:
         if axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
         work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
-        if bucket.flat.is_meta:  # a trace records calls in a fixed order: no thread
-            with beside() as numbers:
-                Background(work, [], bucket.flat.device, "compression").wait()
-            return Pending(None, bucket.flat, lambda flat: waited(numbers) or flat)
+        if bucket.flat.is_meta:
+            raise ValueError("a trace has no thread in which to compress; trace without reduce=")
         before = [] if self._latest is None else [self._latest]
         self._latest = Background(work, before, bucket.flat.device, "compression")
         return Pending(self._latest, bucket.flat)
