@@ -230,7 +230,7 @@ class Spy(Strategy):
         self.arrived[name].append(self.synchronises)
 
 
-BACKWARDS = """backwards: microbatches 3; stages on ranks 0 1; live at most 3 3
+BACKWARDS = """backwards: microbatches 3; stages on ranks 0 1
 rank 0: 0F0 0F1 0F2 0B2 0B1 0B0
 rank 1: 1F0 1F1 1F2 1B2 1I0 1B1 1W0"""  # the last microbatch to come is the first to go
 

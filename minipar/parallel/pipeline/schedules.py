@@ -45,8 +45,7 @@ Phase = tuple[int, str]
 Queues = Mapping[str, Sequence[tuple[int, int]]]
 """Queues by letter: `{"F": [(stage, microbatch), ...], "B": ...}`; I draws from the queue of B."""
 Score = Callable[[int], Sequence[Phase]]
-Live = Callable[[int], int]
-"""The phases of a rank, and the most microbatches that its stages hold."""
+"""The phases of a rank."""
 
 
 # ---------------------------------------------------------------------- the one mechanism
@@ -79,15 +78,13 @@ def compose(
     num_microbatches: int,
     score: Score,
     queues: Callable[[list[int]], Queues],
-    live: Live,
 ) -> Schedule:
-    """Make a schedule from the `score` of each rank, the `queues` of its stages, its live bound."""
-    rows, bounds = [], []
+    """Make a schedule from the `score` of each rank and the `queues` of its stages."""
+    rows = []
     for rank in range(max(rank_of) + 1):
         stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
         rows.append(play(score(rank), queues(stages)))
-        bounds.append(min(live(rank), sum(action.kind == "F" for action in rows[-1])))
-    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows), max_live=tuple(bounds))
+    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows))
 
 
 def _loop(p: int, v: int = 1) -> list[int]:
@@ -108,8 +105,8 @@ def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
 
 
 # ---------------------------------------------------------------------- one stage per rank
-def _one_stage(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
-    return compose(name, _loop(p), m, score, _breadth_first([range(m)]), live)
+def _one_stage(name: str, p: int, m: int, score: Score) -> Schedule:
+    return compose(name, _loop(p), m, score, _breadth_first([range(m)]))
 
 
 def naive(p: int, m: int) -> Schedule:
@@ -117,12 +114,12 @@ def naive(p: int, m: int) -> Schedule:
 
     All ranks but one are idle at any time.
     """
-    return _one_stage("naive", p, m, lambda r: [(m, "F B")], lambda r: 1)
+    return _one_stage("naive", p, m, lambda r: [(m, "F B")])
 
 
 def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards: little idle, but every activation is held. 1811.06965."""
-    return _one_stage("gpipe", p, m, lambda r: [(m, "F"), (m, "B")], lambda r: m)
+    return _one_stage("gpipe", p, m, lambda r: [(m, "F"), (m, "B")])
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -130,7 +127,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     Rank r starts with p-1-r forwards, as many as there are stages after it.
     """
-    return _one_stage("1f1b", p, m, lambda r: [(p - 1 - r, "F"), (m, "F B")], lambda r: p - r)
+    return _one_stage("1f1b", p, m, lambda r: [(p - 1 - r, "F"), (m, "F B")])
 
 
 def eager_1f1b(p: int, m: int) -> Schedule:
@@ -138,13 +135,7 @@ def eager_1f1b(p: int, m: int) -> Schedule:
 
     Costs memory; pays where a message takes up to as long as a forward.
     """
-    return _one_stage(
-        "eager_1f1b",
-        p,
-        m,
-        lambda r: [(2 * (p - 1 - r), "F"), (m, "F B")],
-        lambda r: 2 * (p - r) - 1,
-    )
+    return _one_stage("eager_1f1b", p, m, lambda r: [(2 * (p - 1 - r), "F"), (m, "F B")])
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -152,13 +143,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     Rank r puts off r weight gradients, so that every rank holds p activations, as rank 0 must.
     """
-    return _one_stage(
-        "zb_h1",
-        p,
-        m,
-        lambda r: [(p - 1 - r, "F"), (r, "F I"), (m, "F I W")],
-        lambda r: p,
-    )
+    return _one_stage("zb_h1", p, m, lambda r: [(p - 1 - r, "F"), (r, "F I"), (m, "F I W")])
 
 
 def zb_h2(p: int, m: int) -> Schedule:
@@ -174,7 +159,6 @@ def zb_h2(p: int, m: int) -> Schedule:
         p,
         m,
         lambda r: [(2 * (p - 1 - r), "F"), (2 * r, "F I"), (m, "F I W")],
-        lambda r: 2 * p - 1,
     )
 
 
@@ -204,7 +188,6 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
         m,
         lambda r: [(warmup(r), "F"), (m * v, "F B")],
         _breadth_first(rounds),
-        lambda r: warmup(r) + 1,
     )
 
 
@@ -214,10 +197,7 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
     A stage's weights are needed for one stretch of time only, which suits sharded data parallelism.
     """
     score = [(m * v, "F"), (m * v, "B")]
-    layout = _loop(p, v)
-    return compose(
-        "looped_bfs", layout, m, lambda r: score, _breadth_first([range(m)]), lambda r: m * v
-    )
+    return compose("looped_bfs", _loop(p, v), m, lambda r: score, _breadth_first([range(m)]))
 
 
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
@@ -233,12 +213,11 @@ def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
         m,
         lambda r: [(warmup(r), "F"), (r, "F I"), (m * v, "F I W")],
         _breadth_first(rounds),
-        lambda r: warmup(r) + 1 + r,
     )
 
 
 # ---------------------------------------------------------------------- two stages per rank, as a V
-def _v_shape(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
+def _v_shape(name: str, p: int, m: int, score: Score) -> Schedule:
     """Stages run down the ranks and up again: rank 0 has the first and the last one.
 
     So the loss is where the input is, and a microbatch turns around without a message.
@@ -252,7 +231,7 @@ def _v_shape(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return compose(name, layout, m, score, queues, live)
+    return compose(name, layout, m, score, queues)
 
 
 def zb_v(p: int, m: int) -> Schedule:
@@ -274,7 +253,6 @@ def zb_v(p: int, m: int) -> Schedule:
             (r, "I0 I1"),
             (p - r, "I0 W"),
         ],
-        lambda r: 2 * p,
     )
 
 
@@ -284,7 +262,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Forward of one chunk stands beside the backward of the other, so that the all-to-alls of a
     mixture of experts in one may hide behind the computing of the other.
     """
-    return _v_shape("dualpipe_v", p, m, lambda r: _dualpipe_score(p, m, r), lambda r: 2 * p + 1)
+    return _v_shape("dualpipe_v", p, m, lambda r: _dualpipe_score(p, m, r))
 
 
 def dualpipe(p: int, m: int) -> Schedule:
@@ -311,7 +289,7 @@ def dualpipe(p: int, m: int) -> Schedule:
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return replace(compose("dualpipe", layout, m, score, queues, lambda r: p + 1), copies=2)
+    return replace(compose("dualpipe", layout, m, score, queues), copies=2)
 
 
 def _dualpipe_score(p: int, m: int, r: int) -> list[Phase]:
