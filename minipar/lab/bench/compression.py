@@ -92,7 +92,6 @@ METHODS: dict[str, tuple[str, Attach]] = {
     "bf16": (ROUNDING, by(lambda: codecs.Half(torch.bfloat16))),
     "int8": (ROUNDING, by(codecs.Int8)),
     "int8, no feedback": (ROUNDING, by(codecs.Int8, False)),
-    "int8 stochastic": (ROUNDING, by(lambda: codecs.Int8(stochastic=True))),
     "fp8 e4m3": (ROUNDING, by(lambda: codecs.Fp8(kind="e4m3"))),
     "fp8 e5m2": (ROUNDING, by(lambda: codecs.Fp8(kind="e5m2"))),
     "fp8 e5m2, no feedback": (ROUNDING, by(lambda: codecs.Fp8(kind="e5m2"), False)),
