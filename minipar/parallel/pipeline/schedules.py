@@ -178,15 +178,12 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     not.
     """
     rounds = _rounds(p, m)
-
-    def warmup(r: int) -> int:
-        return (v - 1) * len(rounds[0]) + 2 * (p - 1 - r)
-
+    first = (v - 1) * len(rounds[0])
     return compose(
         "interleaved_1f1b",
         _loop(p, v),
         m,
-        lambda r: [(warmup(r), "F"), (m * v, "F B")],
+        lambda r: [(first + 2 * (p - 1 - r), "F"), (m * v, "F B")],
         _breadth_first(rounds),
     )
 
@@ -203,15 +200,12 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-H1 with v stages per rank: ZB-1P, interleaved. 2401.10241."""
     rounds = _rounds(p, m)
-
-    def warmup(r: int) -> int:
-        return (v - 1) * len(rounds[0]) + p - 1 - r
-
+    first = (v - 1) * len(rounds[0])
     return compose(
         "interleaved_zb",
         _loop(p, v),
         m,
-        lambda r: [(warmup(r), "F"), (r, "F I"), (m * v, "F I W")],
+        lambda r: [(first + p - 1 - r, "F"), (r, "F I"), (m * v, "F I W")],
         _breadth_first(rounds),
     )
 

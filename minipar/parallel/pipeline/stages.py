@@ -84,16 +84,6 @@ def layers_of(cut: Sequence[int], part: int) -> range:
     return range(start, start + cut[part])
 
 
-def home_of(name: str, cut: Sequence[int]) -> int:
-    """Return the part of the model that a parameter belongs to, by its name."""
-    words = name.split(".")
-    if words[:2] == ["model", "embed_tokens"]:
-        return 0
-    if words[:2] == ["model", "layers"]:
-        return next(part for part in range(len(cut)) if int(words[2]) in layers_of(cut, part))
-    return len(cut) - 1
-
-
 def part_of(
     model: Llama, layers: Collection[int], first: bool = False, last: bool = False
 ) -> Llama:
@@ -126,12 +116,12 @@ class Weight(NamedTuple):
 
 def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Weight]:
     """List every weight of the whole model, before the cut, and the ranks that will have it."""
-    names: dict[Tensor, list[str]] = defaultdict(list)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names[tensor].append(name)
-    weights = []
-    for own in names.values():
-        parts = {home_of(name, cut) for name in own}
-        stages = (s for s in range(len(schedule.rank_of)) if schedule.part(s) in parts)
-        weights.append(Weight(tuple(own), tuple(sorted({schedule.rank_of[s] for s in stages}))))
-    return weights
+    names: dict[Tensor, set[str]] = defaultdict(set)
+    ranks: dict[Tensor, set[int]] = defaultdict(set)
+    for stage, rank in enumerate(schedule.rank_of):
+        part, last = schedule.part(stage), len(cut) - 1
+        module = part_of(model, layers_of(cut, part), part == 0, part == last)
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            names[tensor].add(name)
+            ranks[tensor].add(rank)
+    return [Weight(tuple(sorted(names[t])), tuple(sorted(ranks[t]))) for t in names]
