@@ -48,7 +48,7 @@ from minipar.parallel.pipeline.messages import Mail, forward_only
 from minipar.parallel.pipeline.pairs import side_by_side
 from minipar.parallel.pipeline.schedules import check_pairs
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
-from minipar.parallel.pipeline.split_backward import Job, PutOff
+from minipar.parallel.pipeline.split_backward import Job, put_off
 from minipar.parallel.pipeline.stages import (
     balance,
     check_cut,
@@ -163,7 +163,7 @@ class Step:
             return None
         weights = [p for p in self.pipeline.stages[action.stage].parameters() if p.requires_grad]
         inputs = weights if x is None else [x, *weights]
-        with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
+        with self._synchronise_last(action), put_off(jobs):
             grads = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
         found = dict(zip(inputs, grads, strict=True))
         dx = found.pop(x, None)
@@ -206,9 +206,8 @@ class Pipeline(Strategy):
     def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
         super().__init__(model, axis)
         self.schedule, self.config = schedule, model.config
-        self.put_off = PutOff()
         if schedule.splits_backward:
-            split_backward.enable(model, self.put_off)
+            split_backward.enable(model)
         self.names = list(model.state_dict(keep_vars=True))
         self.weights = homes_of(model, schedule, cut)
         parts, last = {s: schedule.part(s) for s in schedule.stages_on(axis.rank)}, len(cut) - 1
