@@ -114,14 +114,12 @@ class Weight(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Weight]:
-    """List every weight of the whole model, before the cut, and the ranks that will have it."""
+def homes_of(parts: Sequence[Llama], schedule: Schedule) -> list[Weight]:
+    """List every weight of a model that is cut into `parts`, and the ranks that have it."""
     names: dict[Tensor, set[str]] = defaultdict(set)
     ranks: dict[Tensor, set[int]] = defaultdict(set)
     for stage, rank in enumerate(schedule.rank_of):
-        part, last = schedule.part(stage), len(cut) - 1
-        module = part_of(model, layers_of(cut, part), part == 0, part == last)
-        for name, tensor in module.state_dict(keep_vars=True).items():
+        for name, tensor in parts[schedule.part(stage)].state_dict(keep_vars=True).items():
             names[tensor].add(name)
             ranks[tensor].add(rank)
     return [Weight(tuple(sorted(names[t])), tuple(sorted(ranks[t]))) for t in names]
