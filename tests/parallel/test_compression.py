@@ -37,13 +37,11 @@ def test_int8_is_off_by_half_a_step_at_most():
     assert ratio.max() > 0.49 and ratio.mean() > 0.2  # all steps are used, nothing goes unrounded
 
 
-@pytest.mark.parametrize(("kind", "mantissa"), [("e4m3", 3), ("e5m2", 2)])
-def test_fp8_is_off_by_half_a_step_of_its_exponent(kind, mantissa):
+def test_fp8_is_off_by_half_a_step_of_its_exponent():
     rows = random(2, 512)
-    error = (there_and_back(Fp8(kind=kind), rows) - rows).abs() / rows.abs()
+    error = (there_and_back(Fp8(), rows) - rows).abs() / rows.abs()
     normal = rows.abs() > 0.01  # times the block's scale, far above the subnormal numbers
-    assert error[normal].max() <= 2.0 ** -(mantissa + 1) + 1e-6
-    assert error[normal].max() > 0.8 * 2.0 ** -(mantissa + 1)
+    assert 0.8 * 2.0**-4 < error[normal].max() <= 2.0**-4 + 1e-6  # 3 bits of mantissa
 
 
 def test_sign_is_the_mean_magnitude():
@@ -149,7 +147,6 @@ PAYLOADS = {  # bytes of a compressed vector, and their share of those in float3
     "bf16": (2 * NUMEL, 0.5),
     "int8": ((1 + 4 / 256) * NUMEL, 0.26),
     "fp8-e4m3": ((1 + 4 / 256) * NUMEL, 0.26),
-    "fp8-e5m2": ((1 + 4 / 256) * NUMEL, 0.26),
     "sign": ((1 / 8 + 4 / 256) * NUMEL, 0.036),
     "top-k": (0.01 * 8 * NUMEL, 0.021),
     "random-k": (0.01 * 4 * NUMEL, 0.0102),
