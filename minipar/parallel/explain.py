@@ -4,11 +4,6 @@
 says what ranks do, and it starts no process. Under zero=3 a tied embedding that is a unit of its
 own is reduced twice, for the embedding and for the head; the table counts it once.
 
-Use::
-
-    plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
-    explain(plan, config).rows
-
 Proved by tests/parallel/test_compose.py: what `explain` says, beside what ranks hold and send.
 """
 

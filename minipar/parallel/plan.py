@@ -187,10 +187,7 @@ class Plan:
     def _problems_of_experts(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of ep."""
         if self.experts_over_tp and not self.sequence_parallel:
-            yield (
-                f"experts_over_tp needs ranks of tp that hold different tokens; ranks of "
-                f"tp={self.tp} do with sequence_parallel"
-            )
+            yield "experts_over_tp needs other tokens on each rank of tp: set sequence_parallel"
         if self.experts_over_tp and self.expert_tensor_parallel:
             yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
         axis = self.axis(*self.expert_axes)
@@ -204,10 +201,8 @@ class Plan:
         if self.dispatch != "all_to_all" and axis.size == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
         if (self.dispatch == "hierarchical") != (self.expert_nodes > 1):
-            yield (
-                f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}: hierarchical "
-                f"needs several nodes, and no other dispatch uses them"
-            )
+            own = f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}"
+            yield f"{own}: hierarchical needs several nodes, and no other dispatch uses them"
 
     def _problems_of_pipeline(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of pp."""

@@ -79,7 +79,7 @@ REFUSED = [
     ("ep=4", MIXED, "ep=4 does not divide num_experts=6; use one of 1, 2, 3, 6"),
     ("ep=2", TIED, "spreads experts, and this Llama has none"),
     ("ep=2,tp=2,sequence_parallel,experts_over_tp", MIXED, "ep+tp=4 does not divide num_"),
-    ("ep=2,tp=2,experts_over_tp", MIXED, "ranks of tp=2 do with sequence_parallel"),
+    ("ep=2,tp=2,experts_over_tp", MIXED, "needs other tokens on each rank of tp"),
     ("dp=2,dispatch=halves", MIXED, "with ep=1 none do"),
     ("pp=2,schedule=dualpipe,microbatches=4", MIXED, "two copies of every router"),
     ("tp=2,expert_tensor_parallel", TIED, "tp=2 cuts experts, and this Llama has "),

@@ -87,11 +87,6 @@ def compose(
     return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows))
 
 
-def _loop(p: int, v: int = 1) -> list[int]:
-    """Return the ranks of stages that go round v times: rank 0 has stages 0, p, 2p ..."""
-    return [stage % p for stage in range(p * v)]
-
-
 def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
     """All microbatches of a round through a rank's first stage, then its second ...; back again."""
 
@@ -104,22 +99,26 @@ def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
     return queues
 
 
+def _looped(
+    name: str, p: int, m: int, score: Score, v: int = 1, rounds: Sequence[range] = ()
+) -> Schedule:
+    """Make a schedule of stages that go round v times: rank 0 has stages 0, p, 2p ..."""
+    rank_of = [stage % p for stage in range(p * v)]
+    return compose(name, rank_of, m, score, _breadth_first(rounds or [range(m)]))
+
+
 # ---------------------------------------------------------------------- one stage per rank
-def _one_stage(name: str, p: int, m: int, score: Score) -> Schedule:
-    return compose(name, _loop(p), m, score, _breadth_first([range(m)]))
-
-
 def naive(p: int, m: int) -> Schedule:
     """Model parallelism without a pipeline: a microbatch goes down and up before the next starts.
 
     All ranks but one are idle at any time.
     """
-    return _one_stage("naive", p, m, lambda r: [(m, "F B")])
+    return _looped("naive", p, m, lambda r: [(m, "F B")])
 
 
 def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards: little idle, but every activation is held. 1811.06965."""
-    return _one_stage("gpipe", p, m, lambda r: [(m, "F"), (m, "B")])
+    return _looped("gpipe", p, m, lambda r: [(m, "F"), (m, "B")])
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -127,7 +126,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     Rank r starts with p-1-r forwards, as many as there are stages after it.
     """
-    return _one_stage("1f1b", p, m, lambda r: [(p - 1 - r, "F"), (m, "F B")])
+    return _looped("1f1b", p, m, lambda r: [(p - 1 - r, "F"), (m, "F B")])
 
 
 def eager_1f1b(p: int, m: int) -> Schedule:
@@ -135,7 +134,7 @@ def eager_1f1b(p: int, m: int) -> Schedule:
 
     Costs memory; pays where a message takes up to as long as a forward.
     """
-    return _one_stage("eager_1f1b", p, m, lambda r: [(2 * (p - 1 - r), "F"), (m, "F B")])
+    return _looped("eager_1f1b", p, m, lambda r: [(2 * (p - 1 - r), "F"), (m, "F B")])
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -143,7 +142,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     Rank r puts off r weight gradients, so that every rank holds p activations, as rank 0 must.
     """
-    return _one_stage("zb_h1", p, m, lambda r: [(p - 1 - r, "F"), (r, "F I"), (m, "F I W")])
+    return _looped("zb_h1", p, m, lambda r: [(p - 1 - r, "F"), (r, "F I"), (m, "F I W")])
 
 
 def zb_h2(p: int, m: int) -> Schedule:
@@ -151,10 +150,9 @@ def zb_h2(p: int, m: int) -> Schedule:
 
     A rank starts r F later than rank 0 and ends as much later; a step that waits for all ranks
     still waits for (p-1) F. The paper therefore lets ranks start the optimizer on their own.
-    Wants m >= 2p - 1: of fewer, each that lacks (down to m = p - 1) leaves a bubble of one F, and
-    up to m = 2p - 3 the step is longer than zb_h1's.
+    Wants m >= 2p - 1.
     """
-    return _one_stage(
+    return _looped(
         "zb_h2",
         p,
         m,
@@ -178,13 +176,9 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     not.
     """
     rounds = _rounds(p, m)
-    first = (v - 1) * len(rounds[0])
-    return compose(
-        "interleaved_1f1b",
-        _loop(p, v),
-        m,
-        lambda r: [(first + 2 * (p - 1 - r), "F"), (m * v, "F B")],
-        _breadth_first(rounds),
+    most = (v - 1) * len(rounds[0]) + 2 * (p - 1)
+    return _looped(
+        "interleaved_1f1b", p, m, lambda r: [(most - 2 * r, "F"), (m * v, "F B")], v, rounds
     )
 
 
@@ -193,20 +187,20 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
 
     A stage's weights are needed for one stretch of time only, which suits sharded data parallelism.
     """
-    score = [(m * v, "F"), (m * v, "B")]
-    return compose("looped_bfs", _loop(p, v), m, lambda r: score, _breadth_first([range(m)]))
+    return _looped("looped_bfs", p, m, lambda r: [(m * v, "F"), (m * v, "B")], v)
 
 
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-H1 with v stages per rank: ZB-1P, interleaved. 2401.10241."""
     rounds = _rounds(p, m)
-    first = (v - 1) * len(rounds[0])
-    return compose(
+    most = (v - 1) * len(rounds[0]) + p - 1
+    return _looped(
         "interleaved_zb",
-        _loop(p, v),
+        p,
         m,
-        lambda r: [(first + p - 1 - r, "F"), (r, "F I"), (m * v, "F I W")],
-        _breadth_first(rounds),
+        lambda r: [(most - r, "F"), (r, "F I"), (m * v, "F I W")],
+        v,
+        rounds,
     )
 
 
