@@ -6,9 +6,8 @@ With a vocabulary of 128 k, Llama 3's head costs as much as several layers.
 """
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -50,23 +49,16 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     # best[i] is (parts from the dearest on, layers per part) for the first i layers.
     best: dict[int, tuple[list[float], tuple[int, ...]]] = {0: ([], ())}
     for part in range(num_parts):
-        is_last = part == num_parts - 1
-        ends = [len(layers)] if is_last else range(part + 1, len(layers))
-        best = {end: min(_cuts(best, layers, end)) for end in ends}
+        before, best = best, {}
+        for end in range(part + 1, len(layers) + 1):
+            for start in filter(end.__gt__, reversed(before)):  # the shortest last part first
+                own = sum(layers[start:end])
+                if end in best and own > best[end][0][0]:
+                    break  # longer ones cannot win
+                parts, cut = before[start]
+                found = sorted([*parts, own], reverse=True), (*cut, end - start)
+                best[end] = min(found, best.get(end, found))
     return best[len(layers)][1]
-
-
-def _cuts(best: Mapping[int, tuple], layers: Sequence[float], end: int) -> Iterator[tuple]:
-    """Yield cuts up to `end`, by the last part, the shortest first, while longer ones may win."""
-    dearest = math.inf
-    for start in sorted(filter(end.__gt__, best), reverse=True):
-        own = sum(layers[start:end])
-        if own > dearest:
-            return
-        parts, cut = best[start]
-        parts = sorted([*parts, own], reverse=True)
-        dearest = min(dearest, parts[0])
-        yield parts, (*cut, end - start)
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> None:
