@@ -46,7 +46,6 @@ from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import validate
 from minipar.parallel.pipeline.messages import Mail, forward_only
 from minipar.parallel.pipeline.pairs import side_by_side
-from minipar.parallel.pipeline.schedules import check_pairs
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
 from minipar.parallel.pipeline.split_backward import Job, put_off
 from minipar.parallel.pipeline.stages import (
@@ -81,12 +80,10 @@ def apply(
         paired: run a forward beside a backward, where the schedule has them in a row: each runs
             while the all-to-alls of the other travel, see `pairs`.
 
-    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action), is
-    for other ranks or has no pairs, and for a cut that does not fit.
+    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action) or is
+    for other ranks, and for a cut that does not fit.
     """
     validate(schedule)
-    if paired:
-        check_pairs(schedule)
     if paired or not schedule.is_lowered:
         schedule = lower(schedule, paired)
     if schedule.num_ranks != axis.size:
@@ -105,8 +102,6 @@ def apply(
 
 Microbatch = tuple[Tensor, ...]
 """Tokens and targets [B, T], then what `Llama.forward` takes besides, such as positions."""
-Method = Callable[[Action, Tensor | None], Tensor | None]
-"""Does an action: takes the tensor that was received, returns the tensor to be sent."""
 FROZEN = None, None
 """In the place of the input and the node of a forward through frozen weights alone."""
 
@@ -369,6 +364,6 @@ class Pipeline(Strategy):
         return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}
 
 
-def _compute(method: Method, action: Action, given: Tensor | None) -> Tensor | None:
+def _compute(method: Callable, action: Action, given: Tensor | None) -> Tensor | None:
     with timeline.span(SPAN_KIND[action.kind], str(action)):
         return method(action, given)

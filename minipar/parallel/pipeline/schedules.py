@@ -172,8 +172,7 @@ def _rounds(p: int, m: int) -> list[range]:
 def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     """Rounds of p microbatches visit the v stages of a rank in turn: bubble / v. 2104.04473, 2.2.
 
-    v times the messages. The paper wants p to divide m; here rounds grow a little where it does
-    not.
+    v times the messages. Rounds grow a little where p does not divide m, as the paper wants.
     """
     rounds = _rounds(p, m)
     most = (v - 1) * len(rounds[0]) + 2 * (p - 1)
@@ -315,13 +314,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
 PAIRED = ("dualpipe", "dualpipe_v")
 """Those whose F and B in a row are meant to run side by side: `actions.slots`."""
-
-
-def check_pairs(schedule: Schedule) -> None:
-    """Raise `ValueError` unless the schedule has an F beside a B, to be run side by side."""
-    if schedule.name not in PAIRED:
-        good = " or ".join(PAIRED)
-        raise ValueError(f"schedule={schedule.name} is not made of pairs; use {good}")
 
 
 @cache
