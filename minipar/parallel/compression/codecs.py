@@ -37,17 +37,14 @@ class Compressor:
 # ---------------------------------------------------------------------- codes
 @dataclass
 class Codec(Compressor):
-    """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone."""
+    """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone.
+
+    A subclass has two methods. ``compress(rows)`` returns bytes for each of C vectors, each to be
+    read alone: [C, N] -> [C, W] uint8. ``decompress(wire, length, dtype)`` returns what they stand
+    for, [C, N].
+    """
 
     sparse = False  # a sum of n vectors has n times the bytes of one
-
-    def compress(self, rows: Tensor) -> Tensor:
-        """Return bytes for each of C vectors, each to be read alone: [C, N] -> [C, W] uint8."""
-        raise NotImplementedError
-
-    def decompress(self, wire: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Return what the bytes stand for: [C, W] uint8 -> [C, N]."""
-        raise NotImplementedError
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         if axis.size == 2 or self.sparse:

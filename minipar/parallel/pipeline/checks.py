@@ -66,17 +66,10 @@ def validate(schedule: Schedule) -> None:
     the gradient. Each message, if there are any, is sent after the action that makes it and
     received before the action that needs it. No rank waits for ever.
     """
-    problem = next(_problems(schedule), None)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def _problems(schedule: Schedule) -> Iterator[str]:
-    yield from _wrong_actions(schedule)
-    yield from _missing_actions(schedule)
-    if schedule.is_lowered:
-        yield from _wrong_messages(schedule)
-    yield from _deadlocks(schedule)
+    of_messages = [_wrong_messages] if schedule.is_lowered else []
+    for check in (_wrong_actions, _missing_actions, *of_messages, _deadlocks):
+        for problem in check(schedule):
+            raise ValueError(problem)
 
 
 def _wrong_actions(schedule: Schedule) -> Iterator[str]:
