@@ -147,8 +147,6 @@ def test_trains_and_is_saved_without_values(text, strict, fused):
 def local(method: str, model: Llama, mesh) -> tuple[list[Strategy], torch.optim.Optimizer]:
     optimizer = make_optimizer(model, lr=0.1, weight_decay=0.1)
     options = {} if method == "delayed gradients" else {"every": 1}
-    if method == "diloco streaming":
-        options = {"every": 2, "fragments": 2}
     return [local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)], optimizer
 
 
