@@ -31,8 +31,8 @@ Use::
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.mesh import AXES, Axis, Mesh
+from minipar.comm.mesh import AXES, Mesh
 from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
@@ -51,7 +51,6 @@ from minipar.parallel.base import masters
 from minipar.parallel.base.optimizer_state import pack, unpack
 from minipar.parallel.base.shards import Region
 from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
 
@@ -164,18 +163,11 @@ def apply(
         if plan.zero == 1 and plan.pp > 1:  # else backward, and the stage before, wait for a reduce
             parts.data.most_in_flight = len(parts.data.buckets)
     else:
-        make = COMPRESSORS.get(plan.compression)
-        parts.data = ddp.apply(
-            model,
-            data_axis,
-            bucket_mb=bucket_mb,
-            average=False,
-            reduce=None if make is None else Compressed(make()),
-        )
+        parts.data = ddp.apply(model, data_axis, bucket_mb=bucket_mb, average=False)
         optimizer = make_optimizer(model, make=torch.optim.AdamW)
         if dtype is not None:
             masters.keep(model, optimizer, dtype)
-    return Composed(model, mesh, data_axis, plan, parts, optimizer)
+    return Composed(model, mesh, plan, parts, optimizer)
 
 
 @dataclass
@@ -215,15 +207,9 @@ class Composed(Strategy):
     """
 
     def __init__(
-        self,
-        model: Llama,
-        mesh: Mesh,
-        data_axis: Axis,
-        plan: Plan,
-        parts: Parts,
-        optimizer: torch.optim.Optimizer,
+        self, model: Llama, mesh: Mesh, plan: Plan, parts: Parts, optimizer: torch.optim.Optimizer
     ) -> None:
-        super().__init__(model, data_axis)
+        super().__init__(model, parts.data.axis)
         self.mesh, self.plan, self.parts, self.optimizer = mesh, plan, parts, optimizer
         self.rows = parts.data.rows
         if parts.pipeline is not None:
@@ -234,7 +220,7 @@ class Composed(Strategy):
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
         for strategy in self.strategies:
             strategy.device = self.device  # a model on "meta" has a device only now
-        cut = [mesh.pp, *([data_axis] if plan.zero else []), mesh.tp]
+        cut = [mesh.pp, *([self.axis] if plan.zero else []), mesh.tp]
         if parts.expert is not None:
             cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]
         self.shard_axes = tuple(dict.fromkeys(axis for axis in cut if axis.size > 1))
@@ -255,13 +241,9 @@ class Composed(Strategy):
     def with_gradients(self) -> Iterable[nn.Parameter]:
         return self.parts.data.with_gradients()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Sum no gradients in the body: for every microbatch but the last."""
-        with ExitStack() as stack:
-            for strategy in self.strategies:
-                stack.enter_context(strategy.no_sync())
-            yield
+        return self.parts.data.no_sync()  # no other strategy sends gradients during backward
 
     def shard(self, microbatch: Microbatch) -> Microbatch:
         """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.

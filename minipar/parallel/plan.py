@@ -4,11 +4,6 @@ Every strategy works along an axis of its own, so a plan is little more than one
 Some choices do not go together: `Plan.check` names the rule that a plan breaks. compose.py carries
 a plan out. explain.py says which rank has which part of each parameter, and what a step sends.
 
-Use::
-
-    plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
-    plan.check(config)  # ValueError names the broken rule
-
 Proved by tests/parallel/test_compose.py and tests/law/test_plans.py.
 """
 
@@ -20,7 +15,6 @@ from typing import Any, Literal, get_args
 from minipar.comm.mesh import Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, matrices
-from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
 
@@ -72,8 +66,6 @@ class Plan:
     """Stages on each rank of pp, where the schedule leaves a choice; 0: its default."""
     microbatches: int = 1
     """Microbatches per step, on every rank of dp."""
-    compression: str = "none"
-    """How ddp compresses gradients on the wire, along dp alone: see compression/."""
     precision: Literal["float32", "bf16", "fp16", "autocast-bf16"] = "float32"
     """The numbers of matmuls. bf16: weights and activations, too; the optimizer steps float32
     master weights. fp16, autocast-bf16: autocast casts inputs of matmuls, and weights stay."""
@@ -166,7 +158,6 @@ class Plan:
             if (own := getattr(self, name)) < 1:
                 yield f"{name}={own} must be 1 or more"
         choices = {field.name: get_args(field.type) for field in fields(self)}
-        choices["compression"] = ("none", *COMPRESSORS)
         for name, allowed in choices.items():
             if allowed and getattr(self, name) not in allowed:
                 yield f"{name}={getattr(self, name)} is not one of {', '.join(map(str, allowed))}"
@@ -191,10 +182,7 @@ class Plan:
     def _problems_of_experts(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of ep."""
         if self.experts_over_tp and not self.sequence_parallel:
-            yield (
-                f"experts_over_tp needs ranks of tp that hold different tokens; ranks of "
-                f"tp={self.tp} do with sequence_parallel"
-            )
+            yield "experts_over_tp needs other tokens on each rank of tp: set sequence_parallel"
         if self.experts_over_tp and self.expert_tensor_parallel:
             yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
         axis = self.axis(*self.expert_axes)
@@ -206,15 +194,14 @@ class Plan:
         if self.dispatch != "all_to_all" and axis.size == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
         if (self.dispatch == "hierarchical") != (self.expert_nodes > 1):
-            yield (
-                f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}: hierarchical "
-                f"needs several nodes, and no other dispatch uses them"
-            )
+            own = f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}"
+            yield f"{own}: hierarchical needs several nodes, and no other dispatch uses them"
 
     def _problems_of_pipeline(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of pp."""
-        if self.dispatch == "paired":
-            schedules.check_pairs(self.make_schedule())
+        if self.dispatch == "paired" and self.schedule not in schedules.PAIRED:
+            good = " or ".join(schedules.PAIRED)
+            yield f"schedule={self.schedule} is not made of pairs; use {good}"
         if self.pp == 1:
             return
         # Every schedule has at least this many stages. Counting first spares a huge schedule.
@@ -252,19 +239,6 @@ class Plan:
                     f"copy of the model, a schedule of F and B (this is {self.schedule}), and "
                     f"tie_embeddings=False (this is {config.tie_embeddings})"
                 )
-        if self.compression == "none":
-            return
-        if self.zero or self.num_ranks != self.dp:
-            yield (
-                f"compression={self.compression} is for ddp along dp alone (zero=0, "
-                f"dp={self.num_ranks}): ranks of other axes hold copies of a parameter beside "
-                f"different neighbours, would round them differently, and the copies drift apart"
-            )
-        if self.precision == "fp16" and COMPRESSORS[self.compression]().feedback:
-            yield (
-                f"compression={self.compression} adds to a step what the last one left out, and "
-                f"precision=fp16 scales the two by factors that differ"
-            )
 
 
 def meshes(num_ranks: int, axes: Sequence[str] = MESH) -> Iterator[dict[str, int]]:

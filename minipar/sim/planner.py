@@ -39,10 +39,10 @@ STAGES_PER_RANK = (2, 3, 5, 8)
 UNEVEN = 1.15
 """Stages are too uneven if the longest, times their number, exceeds all layers by this factor."""
 REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
-PRICED = {"compression": ("none",), "dispatch": ("all_to_all", "paired"), "context": ("ring",)}
+PRICED = {"dispatch": ("all_to_all", "paired"), "context": ("ring",)}
 NEAR = 1 + ERROR
 """Plans that take up to so many times as long as the fastest are ties: the error is as large."""
-NOT_VARIED = "tp_overlap, context, dispatch, compression and most schedules"
+NOT_VARIED = "tp_overlap, context, dispatch and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
 Wanted = Callable[["Ranked"], bool]

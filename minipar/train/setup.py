@@ -21,7 +21,6 @@ from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint, compiled, shards
 from minipar.train.checkpoint import Stored
 from minipar.train.config import TrainConfig
-from minipar.train.metrics import say
 from minipar.train.optim import make_optimizer
 
 
@@ -65,8 +64,6 @@ def load(
     strategy.load_full_optimizer_state(state)
     for group, decay in zip(strategy.optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay  # as the flags of this run say
-    if strategy.plan.compression != "none":
-        say(strategy.mesh, "compression starts with nothing kept back of the gradients before")
 
 
 def _first_values(config: TrainConfig, model: Llama) -> Callable[[str], Tensor]:

@@ -116,10 +116,8 @@ def replicas(
     max_norm: float,
     *,
     every: int,
-    synchronous_steps: int = 0,
     lr: float = 1.0,
     momentum: float = 0.0,
-    fragments: int = 1,
     delay: int = 0,
     mix: float = 0.0,
 ) -> tuple[list[State], State, State]:
@@ -131,54 +129,42 @@ def replicas(
     copies = [build(task, 0) for _ in range(size)]
     inner = [make(trainable(model)) for model in copies]
     outer = build(task, 0)
-    groups = local_sgd.divide(trainable(outer), fragments)
     kwargs = dict(lr=lr, momentum=momentum, nesterov=momentum > 0)
-    outer_optimizers = [torch.optim.SGD(group, **kwargs) for group in groups]
-    place = {id(p): i for i, p in enumerate(trainable(outer))}
-    members = [[place[id(p)] for p in group] for group in groups]
+    outer_optimizer = torch.optim.SGD(trainable(outer), **kwargs)
 
     def mean(i: int) -> Tensor:
         return torch.stack([trainable(model)[i].detach() for model in copies]).mean(0)
 
-    def arrive(f: int, gradients: list[Tensor]) -> None:
-        for i, gradient in zip(members[f], gradients, strict=True):
-            trainable(outer)[i].grad = gradient
-        outer_optimizers[f].step()
+    def arrive(gradients: list[Tensor]) -> None:
+        for p, gradient in zip(trainable(outer), gradients, strict=True):
+            p.grad = gradient
+        outer_optimizer.step()
         for model in copies:
-            for i in members[f]:
-                p, target = trainable(model)[i], trainable(outer)[i]
+            for p, target in zip(trainable(model), trainable(outer), strict=True):
                 p.data = mix * p.data + (1 - mix) * target.data
 
-    first = [synchronous_steps + (f + 1) * every // fragments for f in range(fragments)]
-    sends = {(t, f) for f in range(fragments) for t in range(first[f], steps + 1, every)}
-    on_the_way: dict[tuple[int, int], list[Tensor]] = {}
+    sends = range(every, steps + 1, every)
+    on_the_way: dict[int, list[Tensor]] = {}
     for step in range(1, steps + 1):
         num_tokens = (task.batch(step - 1)[1] != IGNORE).sum()
         for rank, model in enumerate(copies):
             model.zero_grad()
             for inputs, targets in task.microbatches_of(step - 1, rank, size):
                 (token_loss(model(inputs), targets) * size / num_tokens).backward()
-        if step <= synchronous_steps:
-            for same in zip(*map(trainable, copies), strict=True):
-                if same[0].grad is not None:
-                    total = sum(p.grad for p in same) / size
-                    for p in same:
-                        p.grad = total.clone()
         for model, optimizer in zip(copies, inner, strict=True):
             torch.nn.utils.clip_grad_norm_(trainable(model), max_norm)
             optimizer.step()
-        for f in range(fragments):
-            if (step, f) in on_the_way:
-                arrive(f, on_the_way.pop((step, f)))
-            if (step, f) in sends:
-                gradients = [trainable(outer)[i].detach() - mean(i) for i in members[f]]
-                if delay:
-                    on_the_way[step + delay, f] = gradients
-                else:
-                    arrive(f, gradients)
+        if step in on_the_way:
+            arrive(on_the_way.pop(step))
+        if step in sends:
+            gradients = [p.detach() - mean(i) for i, p in enumerate(trainable(outer))]
+            if delay:
+                on_the_way[step + delay] = gradients
+            else:
+                arrive(gradients)
     own, agreed = [values(model) for model in copies], values(outer)
-    for (_, f), gradients in on_the_way.items():
-        arrive(f, gradients)
+    for gradients in on_the_way.values():
+        arrive(gradients)
     for i, p in enumerate(trainable(outer)):
         p.data = mean(i)
     return own, agreed, values(outer)
@@ -187,7 +173,6 @@ def replicas(
 # ---------------------------------------------------------------------- equal to one device
 EVERY_STEP = {
     "local sgd": {"every": 1},
-    "post-local sgd": {"every": 1, "synchronous_steps": 2},
     "diloco": {"every": 1, "lr": 1.0, "momentum": 0.0},
     "diloco delayed": {"every": 1, "lr": 1.0, "momentum": 0.0, "delay": 0},
 }
@@ -258,19 +243,10 @@ def test_late_gradients_are_those_of_one_device(ranks, name, size):
 OUTER = {"lr": 0.7, "momentum": 0.9}
 LOCAL = {
     "local sgd": ("local sgd", {"every": 3}),
-    "post-local": ("local sgd", {"every": 2, "synchronous_steps": 3}),
     "diloco": ("diloco", {"every": 3, **OUTER}),
     "delayed": ("diloco delayed", {"every": 4, "delay": 1, "mix": 0.5, **OUTER}),
     "delayed by 2": ("diloco delayed", {"every": 3, "delay": 2, "mix": 0.25, **OUTER}),
     "a round late": ("diloco delayed", {"every": 3, "delay": 3, "mix": 0.5, **OUTER}),
-    "streaming": (
-        "diloco streaming",
-        {"every": 4, "fragments": 3, "delay": 1, "mix": 0.5, **OUTER},
-    ),
-    "streaming, blocking": (
-        "diloco streaming",
-        {"every": 4, "fragments": 2, "delay": 0, **OUTER},
-    ),
 }
 STEPS = 10
 
@@ -278,13 +254,13 @@ STEPS = 10
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), _most_are_slow(["llama", "foreign"]))
 @pytest.mark.parametrize(
-    "case", [c if c == "streaming" else pytest.param(c, marks=pytest.mark.slow) for c in LOCAL]
+    "case", [c if c == "delayed by 2" else pytest.param(c, marks=pytest.mark.slow) for c in LOCAL]
 )
 def test_equals_several_models_in_turn(ranks, case, size, name):
     """Each rank's model, the agreed one and the last one, AdamW inside, clipped by each rank.
 
     Mutants: optimizer states that are shared; an outer step along the wrong sign or without
-    Nesterov; a fragment sent a step early; mix the wrong way round; a delay off by one.
+    Nesterov; mix the wrong way round; a delay off by one.
     """
     task, (method, options) = TASKS[name], LOCAL[case]
     own, agreed, last = replicas(task, size, ADAM, STEPS, 0.5, **options)

@@ -20,7 +20,7 @@ from minipar.parallel.plan import Plan
 from minipar.ranks.launch import RankError
 from tests.law import models
 from tests.law.harness import Outcome, Task, attach_plan, parallel
-from tests.law.table import attach_on_host
+from tests.law.table import attach_compressed, attach_on_host
 
 PLANS = {
     "ddp": Plan(dp=4),
@@ -74,7 +74,8 @@ def wait_left_out(beside: bool = False) -> mock._patch:
 
 
 on_host = partial(train, attach=attach_on_host)
-INT8 = Plan(dp=4, compression="int8")
+compressed = partial(train, attach=partial(attach_compressed, codec="verbatim"))
+slip_beside = partial(wait_left_out, True)
 SLIPS = [  # name, what runs, what goes wrong in it, the call that is to be named
     ("ddp", train, PLANS["ddp"], wait_left_out, "all_reduce at parallel/ddp.py"),
     ("zero1", train, PLANS["zero1"], wait_left_out, r"\w+ at parallel/zero.py"),
@@ -84,8 +85,8 @@ SLIPS = [  # name, what runs, what goes wrong in it, the call that is to be name
     ("ring", train, PLANS["ring"], wait_left_out, "recv at parallel/context.py"),
     ("ulysses", train, PLANS["ulysses"], wait_left_out, "all_to_all at parallel/ulysses.py"),
     ("pipeline", train, PLANS["pipeline"], wait_left_out, r"\w+ at pipeline/messages.py"),
-    ("compression", train, INT8, wait_left_out, r"all_\w+ at compression/\w+.py"),
-    ("beside", train, INT8, partial(wait_left_out, True), "compression at compression/feedback.py"),
+    ("compression", compressed, PLANS["ddp"], wait_left_out, r"all_\w+ at compression/\w+.py"),
+    ("beside", compressed, PLANS["ddp"], slip_beside, "compression at compression/feedback.py"),
     ("on the host", on_host, PLANS["ddp"], wait_left_out, "all_gather at parallel/fsdp"),
 ]
 

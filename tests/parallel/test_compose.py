@@ -79,7 +79,7 @@ REFUSED = [
     ("ep=4", MIXED, "ep=4 does not divide num_experts=6; use one of 1, 2, 3, 6"),
     ("ep=2", TIED, "spreads experts, and this Llama has none"),
     ("ep=2,tp=2,sequence_parallel,experts_over_tp", MIXED, "ep+tp=4 does not divide num_"),
-    ("ep=2,tp=2,experts_over_tp", MIXED, "ranks of tp=2 do with sequence_parallel"),
+    ("ep=2,tp=2,experts_over_tp", MIXED, "needs other tokens on each rank of tp"),
     ("dp=2,dispatch=halves", MIXED, "with ep=1 none do"),
     ("pp=2,schedule=dualpipe,microbatches=4", MIXED, "two copies of every router"),
     ("tp=2,expert_tensor_parallel", TIED, "tp=2 cuts experts, and this Llama has "),
@@ -88,9 +88,6 @@ REFUSED = [
     ("ep=2,dispatch=padded", MIXED, "fills up to a capacity; capacity_factor=None has none"),
     ("cp=2,ep=2", SEATED, "and 2 ranks hold pieces of one; use cp=1 without sequence_parallel"),
     ("ep=3,dispatch=hierarchical,expert_nodes=2", MIXED, "nodes=2 does not divide ep=3"),
-    ("dp=2,zero=1,compression=int8", TIED, "(zero=0, dp=2)"),
-    ("dp=2,tp=2,compression=top-k", TIED, "is for ddp along dp alone (zero=0, dp=4)"),
-    ("dp=2,precision=fp16,compression=top-k", TIED, "by factors that differ"),
 ]
 
 
@@ -197,10 +194,6 @@ def test_a_plan_explains_itself():
     assert norm.summed == {"dp": "reduce-scatter", "tp": "all-reduce"}
     assert norm.sent == {"dp": 32, "tp": 32}  # of its 64 bytes; half of it, there and back
     assert norm.num_bytes == {"weights": 64, "gradients": 64, "optimizer": 64}
-    text = str(explained)
-    assert len(text.splitlines()) == 2 + 1 + 9 + 9 + 1  # title and header; per stage, a layer
-    assert "model.layers.2-3.self_attn.q_proj.weight" in text
-    assert "dp (reduce-scatter), tp (all-reduce)" in text
     with pytest.raises(ValueError, match="does not divide num_heads"):
         explain(replace(plan, tp=3), TIED)
 

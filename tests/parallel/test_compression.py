@@ -4,7 +4,6 @@ That sums are right when nothing is left out is proved by tests/law/test_law.py.
 """
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -14,17 +13,13 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline
 from minipar.parallel import ddp
-from minipar.parallel.compression.codecs import Fp8, Int8, Sign, TopK
+from minipar.parallel.compression.codecs import Codec, Fp8, Int8, Sign, TopK
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import random
 
 pytestmark = pytest.mark.trains
-
-ALL = {
-    **COMPRESSORS,
-    "int8 stochastic": partial(Int8, stochastic=True),
-}
+CODECS = [name for name, make in COMPRESSORS.items() if isinstance(make(), Codec)]
 
 
 def there_and_back(codec, rows: Tensor) -> Tensor:
@@ -42,13 +37,11 @@ def test_int8_is_off_by_half_a_step_at_most():
     assert ratio.max() > 0.49 and ratio.mean() > 0.2  # all steps are used, nothing goes unrounded
 
 
-@pytest.mark.parametrize(("kind", "mantissa"), [("e4m3", 3), ("e5m2", 2)])
-def test_fp8_is_off_by_half_a_step_of_its_exponent(kind, mantissa):
+def test_fp8_is_off_by_half_a_step_of_its_exponent():
     rows = random(2, 512)
-    error = (there_and_back(Fp8(kind=kind), rows) - rows).abs() / rows.abs()
+    error = (there_and_back(Fp8(), rows) - rows).abs() / rows.abs()
     normal = rows.abs() > 0.01  # times the block's scale, far above the subnormal numbers
-    assert error[normal].max() <= 2.0 ** -(mantissa + 1) + 1e-6
-    assert error[normal].max() > 0.8 * 2.0 ** -(mantissa + 1)
+    assert 0.8 * 2.0**-4 < error[normal].max() <= 2.0**-4 + 1e-6  # 3 bits of mantissa
 
 
 def test_sign_is_the_mean_magnitude():
@@ -68,14 +61,13 @@ def test_top_k_is_the_largest_and_exact():
         assert original[kept].abs().min() >= original[~kept].abs().max()
 
 
-@pytest.mark.parametrize("name", [n for n, make in ALL.items() if hasattr(make(), "compress")])
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("length", [1, 7, 255, 256, 257, 1000])
 def test_any_length_zeros_and_each_row_by_itself(name, length):
     """Mutants: a block or a byte that is cut wrongly; rows whose bytes are interleaved."""
-    codec = ALL[name]()
+    codec = COMPRESSORS[name]()
     rows = random(3, length, dtype=torch.float32)
     rows[1] = 0
-    codec.generator = torch.Generator().manual_seed(1)
     wire = codec.compress(rows)
     assert wire.dtype == torch.uint8
     whole = codec.decompress(wire, length, torch.float32)
@@ -83,18 +75,6 @@ def test_any_length_zeros_and_each_row_by_itself(name, length):
         assert torch.equal(codec.decompress(wire[i : i + 1], length, torch.float32)[0], whole[i])
     assert (whole[1] == 0).all()
     assert (whole[0] * rows[0] >= 0).all() and (whole[0] != 0).any()
-
-
-def test_stochastic_rounding_is_right_on_average():
-    """Mutants: no noise (the mean is off by up to half a step); noise where none is needed."""
-    codec = Int8(16, stochastic=True)
-    codec.generator = torch.Generator().manual_seed(0)
-    row = torch.tensor([1.0, -0.37, 0.021, -0.0049, 0.0, 0.77, 3e-4, 0.5] * 2).double()
-    draws = there_and_back(codec, row.expand(4000, -1))
-    mean, deviation = draws.mean(0), draws.std(0)
-    assert ((mean - row).abs() <= 5 * deviation / 4000**0.5 + 1e-6).all()
-    assert (draws[:, 0] == draws[0, 0]).all() and (draws[:, 4] == 0).all()  # exact ones stay
-    assert all(len(column.unique()) == 2 for column in draws[:, [1, 2, 3, 5]].T)  # neighbours
 
 
 # ---------------------------------------------------------------------- sums over ranks
@@ -129,9 +109,9 @@ def test_sent_plus_residue_is_the_truth(size):
     """Mutants: the second rounding's error dropped; a residue of the gradient alone; a weight on
     the sum alone; ranks that add in different orders."""
     mesh, numel = Mesh(dp=size), sum(math.prod(shape) for shape in SMALL)
-    for name in ALL if size < 4 else ["int8", "sign", "top-k", "powersgd"]:
+    for name in COMPRESSORS if size < 4 else ["int8", "sign", "top-k", "powersgd"]:
         for op, weight in {"sum": 1, "avg": 1 / size}.items():
-            bucket, reduce = _bucket(ALL[name], shapes=SMALL, error_feedback=True)
+            bucket, reduce = _bucket(COMPRESSORS[name], shapes=SMALL, error_feedback=True)
             before = torch.zeros(numel, dtype=torch.float64)
             for step in range(2):
                 every = [random(numel, seed=10 * step + rank) for rank in range(size)]
@@ -167,7 +147,6 @@ PAYLOADS = {  # bytes of a compressed vector, and their share of those in float3
     "bf16": (2 * NUMEL, 0.5),
     "int8": ((1 + 4 / 256) * NUMEL, 0.26),
     "fp8-e4m3": ((1 + 4 / 256) * NUMEL, 0.26),
-    "fp8-e5m2": ((1 + 4 / 256) * NUMEL, 0.26),
     "sign": ((1 / 8 + 4 / 256) * NUMEL, 0.036),
     "top-k": (0.01 * 8 * NUMEL, 0.021),
     "random-k": (0.01 * 4 * NUMEL, 0.0102),
@@ -181,7 +160,7 @@ def test_bytes_follow_the_formula(ranks, size, name):
     """Mutants: int8 sent as int32; a gather on more than two ranks; scales that nobody counts."""
     payload, at_most = PAYLOADS[name]
     factor = size - 1 if name == "top-k" else 2 * (size - 1) / size
-    for sent in ranks(size).run(_sent, ALL[name], size):
+    for sent in ranks(size).run(_sent, COMPRESSORS[name], size):
         assert sent == pytest.approx(factor * payload, rel=0.02)  # a block begun counts
         assert sent <= 1.005 * at_most * factor * 4 * NUMEL
 
@@ -191,8 +170,8 @@ def test_bytes_follow_the_formula(ranks, size, name):
 def test_an_overflow_shows_on_all_ranks_and_spoils_one_step(size):
     """Mutants: a residue or a warm start that keeps the nan; a cast that hides it."""
     mesh = Mesh(dp=size)
-    for name in ALL:
-        bucket, _ = _bucket(ALL[name], torch.float32)
+    for name in COMPRESSORS:
+        bucket, _ = _bucket(COMPRESSORS[name], torch.float32)
         for step in range(3):
             gradients = random(NUMEL, seed=10 * step + mesh.rank, dtype=torch.float32)
             if step == 1 and mesh.rank == 1:

@@ -51,10 +51,8 @@ def sizes_of(model: nn.Module) -> tuple[int, int]:
 # ---------------------------------------------------------------------- traffic
 BYTES = {  # options, and in 8 steps: how many are quiet, how often go P and P + N
     "local sgd": ({"every": 4}, 6, 2, 0),
-    "post-local sgd": ({"every": 2, "synchronous_steps": 3}, 3, 2, 3),
     "diloco": ({"every": 4}, 6, 2, 0),
     "diloco delayed": ({"every": 4, "delay": 2}, 6, 2, 0),
-    "diloco streaming": ({"every": 4, "fragments": 3}, 2, 2, 0),
     "delayed gradients": ({}, 0, 0, 8),
 }
 
@@ -68,9 +66,8 @@ def _sent(method: str) -> tuple[list[int], list[int]]:
         for step in range(8):
             train(model, strategy, optimizer, mesh.rank, range(step, step + 1))
             times.append(time.monotonic())
-        for fragment in getattr(strategy, "fragments", []):
-            if fragment.pending:
-                fragment.pending.wait()
+        if getattr(strategy, "pending", None):
+            strategy.pending.wait()
         if isinstance(strategy, DelayedGradients):
             strategy.finish()
     sent = [(s.start, s.num_bytes) for s in recorded.select(kind="comm", axis="dp")]
@@ -82,8 +79,7 @@ def _sent(method: str) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", BYTES)
 def test_sends_what_the_docstring_says(ranks, method, size):
-    """Mutants: averaging in every step; sending Adam's state too; one fragment left out, or all in
-    each turn; gradients sent beside parameters."""
+    """Mutants: averaging in every step; sending Adam's state too; gradients beside parameters."""
     _, quiet, parameters, gradients = BYTES[method]
     num_bytes, count = sizes_of(models.llama(0))
     ring = 2 * (size - 1) / size
@@ -92,11 +88,6 @@ def test_sends_what_the_docstring_says(ranks, method, size):
         assert sum(calls) == pytest.approx(formula, abs=len(calls))  # each call rounds down
         assert sum(per_step) == sum(calls)
         assert per_step.count(0) == quiet
-        if method == "diloco streaming":
-            # Three fragments in turn within four steps, none larger than it must be.
-            largest = max(p.nbytes for p in models.llama(0).parameters())
-            assert len(calls) == 6
-            assert max(per_step) <= ring * max(largest, 1.2 * num_bytes / 3)
 
 
 # ---------------------------------------------------------------------- agreeing
@@ -107,7 +98,7 @@ def test_a_model_that_is_loaded_begins_anew():
     model, optimizer, strategy = start("diloco delayed", mesh, every=2, delay=2)
     train(model, strategy, optimizer, mesh.rank, range(4))
     state = models.llama(1).state_dict()
-    assert any(fragment.pending for fragment in strategy.fragments)
+    assert strategy.pending
     strategy.load_full_state_dict(state)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -116,17 +107,12 @@ def test_a_model_that_is_loaded_begins_anew():
         torch.testing.assert_close(p, state[name], rtol=1e-12, atol=0)
 
 
-# ---------------------------------------------------------------------- overlap
-
-
 # ---------------------------------------------------------------------- errors
 @on_ranks(2)
 def test_bad_options_are_refused_before_the_first_collective():
-    mesh = Mesh(dp=2)
-    for method, options in ("diloco delayed", dict(delay=5)), ("diloco streaming", {}):
-        with timeline.record() as recorded, pytest.raises(ValueError, match="use at most every="):
-            start(method, mesh, every=3, **options)
-        assert not recorded.spans
+    with timeline.record() as recorded, pytest.raises(ValueError, match="use at most every=3"):
+        start("diloco delayed", Mesh(dp=2), every=3, delay=5)
+    assert not recorded.spans
 
 
 @on_ranks(2)

@@ -32,7 +32,7 @@ README = Path(__file__).parents[2] / "README.md"
 SIZE = 2
 KINDS = "ddp", "bucketed", "zero 1", "zero 2", "fsdp"
 SHARDED = KINDS[2:]
-LATER = "post-local sgd", "delayed gradients"
+LATER = ("delayed gradients",)
 Net = partial(layers.Layers, seed=0, num_layers=3)
 
 

@@ -107,15 +107,14 @@ def test_trap_25_each_half_costs_a_forward():
 
     Mutant: W as a second backward through everything.
     """
-    put_off = split_backward.PutOff()
     layer = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
-    split_backward.enable(layer, put_off)
+    split_backward.enable(layer)
     x = torch.randn(5, 32, requires_grad=True)
     flops, jobs = [], []
     with FlopCounterMode(display=False) as counter:
         y = layer[1].forward(layer[0].forward(x))  # the counter cannot see a leaf's hooks
         flops.append(counter.get_total_flops())
-        with put_off.to(jobs):
+        with split_backward.put_off(jobs):
             torch.autograd.grad(y, [x, *layer.parameters()], y.detach(), allow_unused=True)
         flops.append(counter.get_total_flops())
         split_backward.do(jobs)
@@ -128,13 +127,13 @@ def test_trap_25_each_microbatch_has_its_own_inputs():
 
     Mutant: a layer that remembers its last input only.
     """
-    layer, put_off = nn.Linear(3, 2, bias=False).double(), split_backward.PutOff()
-    split_backward.enable(layer, put_off)
+    layer = nn.Linear(3, 2, bias=False).double()
+    split_backward.enable(layer)
     inputs = torch.randn(3, 4, 3, dtype=torch.float64, requires_grad=True)
     grads = torch.randn(3, 4, 2, dtype=torch.float64)
     jobs = [[], [], []]
     for i in (0, 1, 2):
-        with put_off.to(jobs[i]):
+        with split_backward.put_off(jobs[i]):
             torch.autograd.grad(layer(inputs[i]), layer.weight, grads[i], allow_unused=True)
     for i in (2, 0, 1):
         layer.weight.grad = None
@@ -230,7 +229,7 @@ class Spy(Strategy):
         self.arrived[name].append(self.synchronises)
 
 
-BACKWARDS = """backwards: microbatches 3; stages on ranks 0 1; live at most 3 3
+BACKWARDS = """backwards: microbatches 3; stages on ranks 0 1
 rank 0: 0F0 0F1 0F2 0B2 0B1 0B0
 rank 1: 1F0 1F1 1F2 1B2 1I0 1B1 1W0"""  # the last microbatch to come is the first to go
 

@@ -315,13 +315,13 @@ def test_overlap_computes_in_the_dtype_of_autocast(ranks):
 def test_a_pipeline_that_splits_backward_puts_off_all_matrices(mode):
     """Else W has less to do, and gradients as large as the weights wait for it. Mutant: those of
     matrices that are cut by rows, and of the head, are computed at once."""
-    model, put_off = models.llama(0), split_backward.PutOff()
+    model = models.llama(0)
     twin = copy.deepcopy(model)
     tensor.apply(model, on_paper("tp", 1), **MODES[mode])
-    split_backward.enable(model, put_off)
+    split_backward.enable(model)
     tokens, targets = batch()
     token_loss(twin(tokens), targets).backward()
-    with put_off.to(jobs := []):
+    with split_backward.put_off(jobs := []):
         model.token_loss(model(tokens), targets).backward()
     every = {name for name, p in model.named_parameters() if p.ndim == 2}
     waiting = {name for name, p in model.named_parameters() if p.grad is None}

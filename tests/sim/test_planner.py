@@ -191,8 +191,8 @@ def test_one_plan_is_explained_and_json_is_the_same():
     assert f"{one.step:.2f} s" in text and loaded["plan"]["zero"] == 3
     assert 0.2 < loaded["mfu_causal"] < loaded["mfu"] < 0.8
     assert planner.answer(replace(config, explain=str(one)))[1] == [one]  # microbatch is a word
-    said = planner.answer(replace(config, explain="dp=8,compression=int8"))[0]
-    assert "does not fit" in said and "does not price compression=int8:" in said
+    said = planner.answer(replace(config, explain="dp=4,cp=2,context=gather"))[0]
+    assert "does not fit" in said and "does not price context=gather:" in said
 
 
 # ---------------------------------------------------------------------- replay

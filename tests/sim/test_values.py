@@ -27,7 +27,6 @@ from minipar.observe import timeline
 from minipar.parallel import compose, fsdp, local_sgd, offload, zero
 from minipar.parallel.base import optimizer_state, strategy
 from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.expert import DispatchPlan
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan
@@ -43,7 +42,6 @@ MIXTURE = replace(CONFIG, moe=MoEConfig(8, 2, 32, balance="microbatch"))
 
 EIGHT_RANKS = [
     "dp=8",
-    *(f"dp=8,compression={name}" for name in COMPRESSORS),
     *(f"dp=8,zero={stage},microbatches=2" for stage in (1, 2, 3)),
     "dp=8,zero=3,precision=bf16,checkpointing=full",
     "dp=8,zero=2,precision=fp16",
@@ -148,8 +146,6 @@ def test_trains_and_is_saved_without_values(text, strict, fused):
 def local(method: str, model: Llama, mesh) -> tuple[list[Strategy], torch.optim.Optimizer]:
     optimizer = make_optimizer(model, lr=0.1, weight_decay=0.1)
     options = {} if method == "delayed gradients" else {"every": 1}
-    if method == "diloco streaming":
-        options = {"every": 2, "fragments": 2}
     return [local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)], optimizer
 
 

@@ -46,8 +46,8 @@ as far apart as methods."""
 TURN = 8  # steps; methods that do not meet in every step meet every 8, so once in a turn
 
 # ---------------------------------------------------------------------- the methods
-Attach = Callable[[nn.Module, Axis, torch.optim.Optimizer, int], Strategy]
-"""Make a model train along an axis by some method, for so many steps."""
+Attach = Callable[[nn.Module, Axis, torch.optim.Optimizer], Strategy]
+"""Make a model train along an axis by some method."""
 
 
 def exact(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
@@ -73,14 +73,11 @@ def by(codec: Callable[[], codecs.Compressor], feedback: bool | None = None) -> 
     return attach
 
 
-def seldom(method: str, half_in_step: bool = False) -> Attach:
-    """Meet every `TURN` steps, or late; `half_in_step` meets in each of the first half of steps."""
+def seldom(method: str) -> Attach:
+    """Meet every `TURN` steps, or late."""
 
-    def attach(
-        model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer, steps: int
-    ) -> Strategy:
+    def attach(model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer) -> Strategy:
         options = {} if method == "delayed gradients" else {"every": TURN}
-        options |= {"synchronous_steps": steps // 2} if half_in_step else {}
         return local_sgd.apply(model, axis, optimizer, average=False, method=method, **options)
 
     return attach
@@ -95,10 +92,7 @@ METHODS: dict[str, tuple[str, Attach]] = {
     "bf16": (ROUNDING, by(lambda: codecs.Half(torch.bfloat16))),
     "int8": (ROUNDING, by(codecs.Int8)),
     "int8, no feedback": (ROUNDING, by(codecs.Int8, False)),
-    "int8 stochastic": (ROUNDING, by(lambda: codecs.Int8(stochastic=True))),
-    "fp8 e4m3": (ROUNDING, by(lambda: codecs.Fp8(kind="e4m3"))),
-    "fp8 e5m2": (ROUNDING, by(lambda: codecs.Fp8(kind="e5m2"))),
-    "fp8 e5m2, no feedback": (ROUNDING, by(lambda: codecs.Fp8(kind="e5m2"), False)),
+    "fp8 e4m3": (ROUNDING, by(codecs.Fp8)),
     "sign": (ROUNDING, by(codecs.Sign)),
     "sign, no feedback": (ROUNDING, by(codecs.Sign, False)),
     "top-k 10 %": (FEWER, by(lambda: codecs.TopK(0.1))),
@@ -112,10 +106,8 @@ METHODS: dict[str, tuple[str, Attach]] = {
     "PowerSGD rank 1": (LOW, by(lambda: codecs.PowerSGD(rank=1))),
     "delayed gradients": (LESS, seldom("delayed gradients")),
     "local SGD": (LESS, seldom("local sgd")),
-    "post-local SGD": (LESS, seldom("local sgd", half_in_step=True)),
     "DiLoCo": (LESS, seldom("diloco")),
     "DiLoCo delayed": (LESS, seldom("diloco delayed")),
-    "DiLoCo streaming": (LESS, seldom("diloco streaming")),
 }
 """Every method by its name in the table: its family, and how it is attached."""
 
@@ -167,7 +159,7 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
     axis, steps = Mesh(dp=RANKS).dp, config.steps
     model = Llama(SHAPE, seed=seed)
     optimizer = make_optimizer(model, lr=PEAK_LR, weight_decay=0.1)
-    strategy = METHODS[name][1](model, axis, optimizer, steps)
+    strategy = METHODS[name][1](model, axis, optimizer)
     batches = batches_of("train", axis, seed).forever()
     losses, times = [], [time.monotonic()]
     with race.using(config.link), timeline.record(model) as recorded:

@@ -24,7 +24,7 @@ FAMILY = {
 }
 """A colour for what a method spares."""
 FREE = 0.01  # nats per token: 1 % of perplexity, which few would pay for
-TYPICAL = ("fp32", "int8", "top-k 10 %", "PowerSGD rank 4", "DiLoCo streaming")  # one of each
+TYPICAL = ("fp32", "int8", "top-k 10 %", "PowerSGD rank 4", "DiLoCo delayed")  # one of each
 
 
 def finding(rows: Sequence[Row]) -> str:

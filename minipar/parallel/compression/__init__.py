@@ -31,7 +31,5 @@ Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.0
 In torch: `torch.distributed.algorithms.ddp_comm_hooks`.
 Proved by tests/parallel/test_compression.py and tests/law/test_law.py.
 
-Files: codecs.py, the ways to send a vector; feedback.py, the residue, plugged into ddp.
-
 Use: ``ddp.apply(model, mesh.dp, reduce=Compressed(TopK(0.01)))``.
 """

@@ -23,7 +23,7 @@ class Compressor:
     feedback = True
     """True if the error has a bias, so that residues are kept by default."""
     generator: torch.Generator | None = None
-    """Random numbers, from the first call on."""
+    """Random numbers from the first call on, alike on all ranks."""
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
@@ -37,21 +37,16 @@ class Compressor:
 # ---------------------------------------------------------------------- codes
 @dataclass
 class Codec(Compressor):
-    """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone."""
+    """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone.
+
+    A subclass has two methods. ``compress(rows)`` returns bytes for each of C vectors, each to be
+    read alone: [C, N] -> [C, W] uint8. ``decompress(wire, length, dtype)`` returns what they stand
+    for, [C, N].
+    """
 
     sparse = False  # a sum of n vectors has n times the bytes of one
 
-    def compress(self, rows: Tensor) -> Tensor:
-        """Return bytes for each of C vectors, each to be read alone: [C, N] -> [C, W] uint8."""
-        raise NotImplementedError
-
-    def decompress(self, wire: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Return what the bytes stand for: [C, W] uint8 -> [C, N]."""
-        raise NotImplementedError
-
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        # Each rank has random numbers of its own: errors of stochastic rounding should cancel out.
-        self.generator = self.generator or make_generator(vector.device, axis.rank)
         if axis.size == 2 or self.sparse:
             return self._gather_and_add(vector, axis)
         length, dtype = len(vector), vector.dtype
@@ -131,40 +126,21 @@ class _Scaled(Codec):
 
 @dataclass
 class Int8(_Scaled):
-    """255 even steps between the largest number of a block and its negative.
-
-    `stochastic` rounds up with a probability that makes the mean right (QSGD, section 3.1): no
-    bias, hence no feedback, but up to twice the error.
-    """
-
-    stochastic: bool = False
-
-    def __post_init__(self) -> None:
-        self.feedback = not self.stochastic
+    """255 even steps between the largest number of a block and its negative."""
 
     def encode(self, ratios: Tensor) -> Tensor:
-        if self.stochastic:
-            noise = torch.empty_like(ratios).uniform_(generator=self.generator)
-            return super().encode((ratios + noise).floor())
         return super().encode(ratios.round())
-
-
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass
 class Fp8(_Scaled):
-    """Floating point in a byte: "e4m3" (3 bits of mantissa) or "e5m2" (2, and a wider range).
+    """Floating point in a byte, e4m3: 3 bits of mantissa.
 
     Steps shrink with the number, so small ones in a block survive better than with int8, and large
     ones worse (2209.05433, section 3).
     """
 
-    kind: str = "e4m3"
-
-    def __post_init__(self) -> None:
-        self.code = FP8[self.kind]
-        self.largest = torch.finfo(self.code).max
+    code, largest = torch.float8_e4m3fn, 448.0
 
 
 @dataclass
@@ -216,7 +192,7 @@ class RandomK(Compressor):
     fraction: float = 0.01
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        self.generator = self.generator or make_generator(vector.device, 0)  # alike on all ranks
+        self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
         k = math.ceil(self.fraction * len(vector))
         order = torch.randperm(len(vector), generator=self.generator, device=vector.device)
         places, total = order[:k], torch.zeros_like(vector)
@@ -249,7 +225,7 @@ class PowerSGD(Compressor):
         return 0 < 2 * (rows + columns) * min(self.rank, rows, columns) <= rows * columns
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        self.generator = self.generator or make_generator(vector.device, 0)
+        self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
         total, sizes = torch.empty_like(vector), [p.numel() for p in parameters]
         sums = dict(zip(parameters, total.split(sizes), strict=True))
         grads = dict(zip(parameters, vector.split(sizes), strict=True))
@@ -292,11 +268,6 @@ def _add_all(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------------- helpers
-def make_generator(device: torch.device, seed: int) -> torch.Generator | None:
-    """Return a generator apart from torch's global one; None on "meta", which has none."""
-    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-
-
 def _bit_numbers(like: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=like.device)
 

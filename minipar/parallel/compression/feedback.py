@@ -45,9 +45,8 @@ class Compressed:
         if axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
         work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
-        if bucket.flat.is_meta:  # where nothing is computed: no thread
-            work()
-            return Pending(None, bucket.flat)
+        if bucket.flat.is_meta:
+            raise ValueError("a trace has no thread in which to compress; trace without reduce=")
         self._latest = Background(work, self._latest, bucket.flat.device, "compression")
         return Pending(self._latest, bucket.flat)
 
@@ -70,8 +69,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "fp16": lambda: Half(torch.float16),
     "bf16": lambda: Half(torch.bfloat16),
     "int8": Int8,
-    "fp8-e4m3": lambda: Fp8(kind="e4m3"),
-    "fp8-e5m2": lambda: Fp8(kind="e5m2"),
+    "fp8-e4m3": Fp8,
     "sign": Sign,
     "top-k": TopK,
     "random-k": RandomK,

@@ -60,8 +60,7 @@ class Schedule:
 
     `rank_of[stage]` is the rank of a stage. With `copies` = 2 (DualPipe) the model exists twice:
     stage S + s has the same layers as stage s, microbatch i goes through copy i % 2, and the
-    runtime sums the gradients of both. `max_live[rank]` promises how many microbatches the stages
-    of a rank hold at most; empty if nothing is promised.
+    runtime sums the gradients of both.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Schedule:
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     copies: int = 1
-    max_live: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -153,8 +151,6 @@ class Schedule:
         head += f"; stages on ranks {_words(self.rank_of)}"
         if self.copies > 1:
             head += f"; copies {self.copies}"
-        if self.max_live:
-            head += f"; live at most {_words(self.max_live)}"
         rows = (f"rank {rank}: {_words(row)}" for rank, row in enumerate(self.actions))
         return "\n".join([head, *rows])
 
@@ -164,26 +160,21 @@ class Schedule:
     def parse(text: str) -> "Schedule":
         """Read the text of `as_text`, or one that a person wrote. Raises ValueError."""
         head, *lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-        match = re.fullmatch(
-            r"(.+): microbatches (\d+); stages on ranks ([\d ]+)"
-            r"(?:; copies (\d+))?(?:; live at most ([\d ]+))?",
-            head,
-        )
+        pattern = r"(.+): microbatches (\d+); stages on ranks ([\d ]+)(?:; copies (\d+))?"
+        match = re.fullmatch(pattern, head)
         if match is None:
             raise ValueError(
                 f"{head!r} does not say what the schedule is; write, for example, "
                 "'mine: microbatches 4; stages on ranks 0 1'"
             )
-        name, m, rank_of, copies, max_live = match.groups(default="")
+        name, m, rank_of, copies = match.groups(default="1")
         rows = []
         for rank, line in enumerate(lines):
             label, _, actions = line.partition(":")
             if label != f"rank {rank}":
                 raise ValueError(f"line {rank + 2} starts with {label!r}; write 'rank {rank}: ...'")
             rows.append(tuple(map(Action.parse, actions.split())))
-        bounds = tuple(map(int, max_live.split()))
-        ranks = tuple(map(int, rank_of.split()))
-        return Schedule(name, int(m), ranks, tuple(rows), int(copies or 1), bounds)
+        return Schedule(name, int(m), tuple(map(int, rank_of.split())), tuple(rows), int(copies))
 
 
 def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action, ...]]:

@@ -1,4 +1,4 @@
-"""Checks of a schedule: every dependency met, nothing missing, no deadlock, memory as promised.
+"""Checks of a schedule: every dependency met, nothing missing, no deadlock.
 
 The checks need the lists alone, before a process starts. A wrong schedule would not raise by
 itself: ranks would wait for each other for ever, or train on a part of the gradient. No torch here.
@@ -11,7 +11,8 @@ messages is checked under the first meaning, and a schedule with messages under 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
@@ -51,16 +52,9 @@ def peak_live(schedule: Schedule) -> list[int]:
     In units of one stage's activations of one microbatch, 1/v of a rank's share of the model. With
     a split backward, W still needs the input of each layer, so I frees nothing.
     """
-    return [max((held for _, held in _live(row)), default=0) for row in schedule.actions]
-
-
-def _live(row: Iterable[Action]) -> Iterator[tuple[Action, int]]:
-    """Yield each action, and the number of microbatches held during the action."""
-    held = 0
-    for action in row:
-        held += action.kind == "F"
-        yield action, held
-        held -= action.kind in ("B", "W")
+    change = {"F": 1, "B": -1, "W": -1}
+    rows = ([change.get(action.kind, 0) for action in row] for row in schedule.actions)
+    return [max(accumulate(row), default=0) for row in rows]
 
 
 # ---------------------------------------------------------------------- validate
@@ -70,24 +64,12 @@ def validate(schedule: Schedule) -> None:
     Checked in this order. Each action is on the rank of its stage, once. Every stage runs F of
     every microbatch of its copy, and B, or I and W; else the optimizer would step without a part of
     the gradient. Each message, if there are any, is sent after the action that makes it and
-    received before the action that needs it. No rank waits for ever. The stages of a rank hold as
-    many microbatches as the schedule promises, as `peak_live` counts.
+    received before the action that needs it. No rank waits for ever.
     """
-    problem = next(_problems(schedule), None)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def _problems(schedule: Schedule) -> Iterator[str]:
-    yield from _wrong_actions(schedule)
-    yield from _missing_actions(schedule)
-    if schedule.is_lowered:
-        yield from _wrong_messages(schedule)
-    yield from _deadlocks(schedule)
-    for rank, (bound, row) in enumerate(zip(schedule.max_live, schedule.actions, strict=False)):
-        for action, held in _live(row):
-            if held > bound:
-                yield f"{action} on rank {rank} makes {held} live activations; at most {bound}"
+    of_messages = [_wrong_messages] if schedule.is_lowered else []
+    for check in (_wrong_actions, _missing_actions, *of_messages, _deadlocks):
+        for problem in check(schedule):
+            raise ValueError(problem)
 
 
 def _wrong_actions(schedule: Schedule) -> Iterator[str]:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +46,8 @@ from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import validate
 from minipar.parallel.pipeline.messages import Mail, forward_only
 from minipar.parallel.pipeline.pairs import side_by_side
-from minipar.parallel.pipeline.schedules import check_pairs
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
-from minipar.parallel.pipeline.split_backward import Job, PutOff
+from minipar.parallel.pipeline.split_backward import Job, put_off
 from minipar.parallel.pipeline.stages import (
     balance,
     check_cut,
@@ -80,12 +80,10 @@ def apply(
         paired: run a forward beside a backward, where the schedule has them in a row: each runs
             while the all-to-alls of the other travel, see `pairs`.
 
-    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action), is
-    for other ranks or has no pairs, and for a cut that does not fit.
+    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action) or is
+    for other ranks, and for a cut that does not fit.
     """
     validate(schedule)
-    if paired:
-        check_pairs(schedule)
     if paired or not schedule.is_lowered:
         schedule = lower(schedule, paired)
     if schedule.num_ranks != axis.size:
@@ -104,8 +102,6 @@ def apply(
 
 Microbatch = tuple[Tensor, ...]
 """Tokens and targets [B, T], then what `Llama.forward` takes besides, such as positions."""
-Method = Callable[[Action, Tensor | None], Tensor | None]
-"""Does an action: takes the tensor that was received, returns the tensor to be sent."""
 FROZEN = None, None
 """In the place of the input and the node of a forward through frozen weights alone."""
 
@@ -130,16 +126,6 @@ class Step:
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
         self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
-
-    @property
-    def methods(self) -> dict[str, Method]:
-        """The method for each kind of action; an attribute would keep the step alive."""
-        return {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.backward_input,
-            "W": self.backward_weight,
-        }
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
@@ -172,7 +158,7 @@ class Step:
             return None
         weights = [p for p in self.pipeline.stages[action.stage].parameters() if p.requires_grad]
         inputs = weights if x is None else [x, *weights]
-        with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
+        with self._synchronise_last(action), put_off(jobs):
             grads = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
         found = dict(zip(inputs, grads, strict=True))
         dx = found.pop(x, None)
@@ -215,19 +201,17 @@ class Pipeline(Strategy):
     def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
         super().__init__(model, axis)
         self.schedule, self.config = schedule, model.config
-        self.put_off = PutOff()
         if schedule.splits_backward:
-            split_backward.enable(model, self.put_off)
+            split_backward.enable(model)
         self.names = list(model.state_dict(keep_vars=True))
-        self.weights = homes_of(model, schedule, cut)
-        parts, last = {s: schedule.part(s) for s in schedule.stages_on(axis.rank)}, len(cut) - 1
-        self.last_gradient = {stage: schedule.last_gradient(stage) for stage in parts}
-        self.stages: dict[int, Llama] = {
-            stage: part_of(model, layers_of(cut, part), part == 0, part == last)
-            for stage, part in parts.items()
-        }
-        own = {layer for part in parts.values() for layer in layers_of(cut, part)}
-        keep_only(model, own, 0 in parts.values(), last in parts.values())
+        last = len(cut) - 1
+        parts = [part_of(model, layers_of(cut, i), i == 0, i == last) for i in range(len(cut))]
+        self.weights = homes_of(parts, schedule)
+        own = {stage: schedule.part(stage) for stage in schedule.stages_on(axis.rank)}
+        self.stages: dict[int, Llama] = {stage: parts[part] for stage, part in own.items()}
+        self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
+        layers = {layer for part in own.values() for layer in layers_of(cut, part)}
+        keep_only(model, layers, 0 in own.values(), last in own.values())
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -250,19 +234,14 @@ class Pipeline(Strategy):
         model: nn.Module,
         strategies: Sequence[Strategy],
         microbatches: Sequence[Microbatch],
-        *,
-        weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
-        autocast: Callable[[], AbstractContextManager] = nullcontext,
+        **how: Any,
     ) -> Tensor:
         """Run forward and backward of all microbatches, in place of `step.forward_backward`.
 
         All ranks of the axis load the same microbatches. Gradients add up in ``p.grad``. The other
         `strategies` synchronise the gradients of a stage during its last backward, while other
-        stages still compute. Returns the sum of the losses, float64, equal on all ranks of the
-        axis; it is complete after `finish_backward`.
-
-        Raises `ValueError` for another number of microbatches than the schedule is for, and for
-        fsdp with split backwards or with embeddings that two stages have.
+        stages still compute. `how`: `weigh` and `autocast` of a `Step`. Returns the sum of the
+        losses, float64, equal on all ranks of the axis; `finish_backward` completes it.
         """
         is_partial = self.schedule.splits_backward or any(len(w.ranks) > 1 for w in self.weights)
         if is_partial and any(hasattr(strategy, "units") for strategy in strategies):
@@ -275,22 +254,19 @@ class Pipeline(Strategy):
                 f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
                 f"{self.schedule.num_microbatches}; make another, or cut the batch so"
             )
-        step = Step(self, microbatches, strategies, weigh, autocast)
+        step = Step(self, microbatches, strategies, **how)
         with self._twins_apart():
-            self._play(self.schedule, microbatches, step.methods)
+            self._play(self.schedule, step)
         self._adding = all_reduce(step.total, self.axis, out=step.total, async_op=True)
         return step.total
 
-    def _play(
-        self,
-        schedule: Schedule,
-        microbatches: Sequence[Microbatch],
-        methods: Mapping[str, Method],
-    ) -> None:
+    def _play(self, schedule: Schedule, step: Step) -> None:
         """Do the list of this rank, one action after the other, by the method of its kind."""
-        buffer = lambda i: self.buffer(microbatches[i][0])  # noqa: E731
+        buffer = lambda i: self.buffer(step.microbatches[i][0])  # noqa: E731
         mail = Mail(self.axis, schedule, buffer, self.device)
         messages = {"RF": mail.receive, "RB": mail.receive, "SF": mail.send, "SB": mail.send}
+        methods = {"F": step.forward, "B": step.backward}
+        methods |= {"I": step.backward_input, "W": step.backward_weight}
         for slot in slots(schedule.actions[self.axis.rank], self.paired):
             if not slot[0].computes:
                 messages[slot[0].kind](slot[0])
@@ -359,8 +335,7 @@ class Pipeline(Strategy):
         Ranks work on different microbatches at the same time, and send activations only.
         """
         step = Step(self, microbatches)
-        schedule = forward_only(self.schedule, len(microbatches))
-        self._play(schedule, microbatches, step.methods)
+        self._play(forward_only(self.schedule, len(microbatches)), step)
         return all_reduce(step.total, self.axis)
 
     # ------------------------------------------------------------------ the whole model
@@ -389,6 +364,6 @@ class Pipeline(Strategy):
         return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}
 
 
-def _compute(method: Method, action: Action, given: Tensor | None) -> Tensor | None:
+def _compute(method: Callable, action: Action, given: Tensor | None) -> Tensor | None:
     with timeline.span(SPAN_KIND[action.kind], str(action)):
         return method(action, given)

@@ -15,7 +15,7 @@ Shapes: p ranks, M microbatches, v stages per rank, S = p v stages, r rank. Bubb
         counts microbatches held by a stage, from F to the end of B or W; one costs 1/v of a share.
         Rows from zb_h1 on hold for W <= F and W <= I; the last three for F = I = W, and even M for
         dualpipe. zb_h2 and zb_v count from a rank's own first action to its last, as their papers
-        do (`simulate.bubble_between`). DeepSeek's (p/2-1)(F&B + B - 3W) for DualPipe takes a pair
+        do. DeepSeek's (p/2-1)(F&B + B - 3W) for DualPipe takes a pair
         of F and B for one piece; here the result of F leaves at once, which idles less.
 
     schedule           bubble               live on rank r                 source
@@ -45,8 +45,7 @@ Phase = tuple[int, str]
 Queues = Mapping[str, Sequence[tuple[int, int]]]
 """Queues by letter: `{"F": [(stage, microbatch), ...], "B": ...}`; I draws from the queue of B."""
 Score = Callable[[int], Sequence[Phase]]
-Live = Callable[[int], int]
-"""The phases of a rank, and the most microbatches that its stages hold."""
+"""The phases of a rank."""
 
 
 # ---------------------------------------------------------------------- the one mechanism
@@ -79,20 +78,13 @@ def compose(
     num_microbatches: int,
     score: Score,
     queues: Callable[[list[int]], Queues],
-    live: Live,
 ) -> Schedule:
-    """Make a schedule from the `score` of each rank, the `queues` of its stages, its live bound."""
-    rows, bounds = [], []
+    """Make a schedule from the `score` of each rank and the `queues` of its stages."""
+    rows = []
     for rank in range(max(rank_of) + 1):
         stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
         rows.append(play(score(rank), queues(stages)))
-        bounds.append(min(live(rank), sum(action.kind == "F" for action in rows[-1])))
-    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows), max_live=tuple(bounds))
-
-
-def _loop(p: int, v: int = 1) -> list[int]:
-    """Return the ranks of stages that go round v times: rank 0 has stages 0, p, 2p ..."""
-    return [stage % p for stage in range(p * v)]
+    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows))
 
 
 def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
@@ -107,22 +99,26 @@ def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
     return queues
 
 
+def _looped(
+    name: str, p: int, m: int, score: Score, v: int = 1, rounds: Sequence[range] = ()
+) -> Schedule:
+    """Make a schedule of stages that go round v times: rank 0 has stages 0, p, 2p ..."""
+    rank_of = [stage % p for stage in range(p * v)]
+    return compose(name, rank_of, m, score, _breadth_first(rounds or [range(m)]))
+
+
 # ---------------------------------------------------------------------- one stage per rank
-def _one_stage(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
-    return compose(name, _loop(p), m, score, _breadth_first([range(m)]), live)
-
-
 def naive(p: int, m: int) -> Schedule:
     """Model parallelism without a pipeline: a microbatch goes down and up before the next starts.
 
     All ranks but one are idle at any time.
     """
-    return _one_stage("naive", p, m, lambda r: [(m, "F B")], lambda r: 1)
+    return _looped("naive", p, m, lambda r: [(m, "F B")])
 
 
 def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards: little idle, but every activation is held. 1811.06965."""
-    return _one_stage("gpipe", p, m, lambda r: [(m, "F"), (m, "B")], lambda r: m)
+    return _looped("gpipe", p, m, lambda r: [(m, "F"), (m, "B")])
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -130,7 +126,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     Rank r starts with p-1-r forwards, as many as there are stages after it.
     """
-    return _one_stage("1f1b", p, m, lambda r: [(p - 1 - r, "F"), (m, "F B")], lambda r: p - r)
+    return _looped("1f1b", p, m, lambda r: [(p - 1 - r, "F"), (m, "F B")])
 
 
 def eager_1f1b(p: int, m: int) -> Schedule:
@@ -138,13 +134,7 @@ def eager_1f1b(p: int, m: int) -> Schedule:
 
     Costs memory; pays where a message takes up to as long as a forward.
     """
-    return _one_stage(
-        "eager_1f1b",
-        p,
-        m,
-        lambda r: [(2 * (p - 1 - r), "F"), (m, "F B")],
-        lambda r: 2 * (p - r) - 1,
-    )
+    return _looped("eager_1f1b", p, m, lambda r: [(2 * (p - 1 - r), "F"), (m, "F B")])
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -152,13 +142,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     Rank r puts off r weight gradients, so that every rank holds p activations, as rank 0 must.
     """
-    return _one_stage(
-        "zb_h1",
-        p,
-        m,
-        lambda r: [(p - 1 - r, "F"), (r, "F I"), (m, "F I W")],
-        lambda r: p,
-    )
+    return _looped("zb_h1", p, m, lambda r: [(p - 1 - r, "F"), (r, "F I"), (m, "F I W")])
 
 
 def zb_h2(p: int, m: int) -> Schedule:
@@ -166,15 +150,13 @@ def zb_h2(p: int, m: int) -> Schedule:
 
     A rank starts r F later than rank 0 and ends as much later; a step that waits for all ranks
     still waits for (p-1) F. The paper therefore lets ranks start the optimizer on their own.
-    Wants m >= 2p - 1: of fewer, each that lacks (down to m = p - 1) leaves a bubble of one F, and
-    up to m = 2p - 3 the step is longer than zb_h1's.
+    Wants m >= 2p - 1.
     """
-    return _one_stage(
+    return _looped(
         "zb_h2",
         p,
         m,
         lambda r: [(2 * (p - 1 - r), "F"), (2 * r, "F I"), (m, "F I W")],
-        lambda r: 2 * p - 1,
     )
 
 
@@ -190,21 +172,12 @@ def _rounds(p: int, m: int) -> list[range]:
 def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     """Rounds of p microbatches visit the v stages of a rank in turn: bubble / v. 2104.04473, 2.2.
 
-    v times the messages. The paper wants p to divide m; here rounds grow a little where it does
-    not.
+    v times the messages. Rounds grow a little where p does not divide m, as the paper wants.
     """
     rounds = _rounds(p, m)
-
-    def warmup(r: int) -> int:
-        return (v - 1) * len(rounds[0]) + 2 * (p - 1 - r)
-
-    return compose(
-        "interleaved_1f1b",
-        _loop(p, v),
-        m,
-        lambda r: [(warmup(r), "F"), (m * v, "F B")],
-        _breadth_first(rounds),
-        lambda r: warmup(r) + 1,
+    most = (v - 1) * len(rounds[0]) + 2 * (p - 1)
+    return _looped(
+        "interleaved_1f1b", p, m, lambda r: [(most - 2 * r, "F"), (m * v, "F B")], v, rounds
     )
 
 
@@ -213,32 +186,25 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
 
     A stage's weights are needed for one stretch of time only, which suits sharded data parallelism.
     """
-    score = [(m * v, "F"), (m * v, "B")]
-    layout = _loop(p, v)
-    return compose(
-        "looped_bfs", layout, m, lambda r: score, _breadth_first([range(m)]), lambda r: m * v
-    )
+    return _looped("looped_bfs", p, m, lambda r: [(m * v, "F"), (m * v, "B")], v)
 
 
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     """ZB-H1 with v stages per rank: ZB-1P, interleaved. 2401.10241."""
     rounds = _rounds(p, m)
-
-    def warmup(r: int) -> int:
-        return (v - 1) * len(rounds[0]) + p - 1 - r
-
-    return compose(
+    most = (v - 1) * len(rounds[0]) + p - 1
+    return _looped(
         "interleaved_zb",
-        _loop(p, v),
+        p,
         m,
-        lambda r: [(warmup(r), "F"), (r, "F I"), (m * v, "F I W")],
-        _breadth_first(rounds),
-        lambda r: warmup(r) + 1 + r,
+        lambda r: [(most - r, "F"), (r, "F I"), (m * v, "F I W")],
+        v,
+        rounds,
     )
 
 
 # ---------------------------------------------------------------------- two stages per rank, as a V
-def _v_shape(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
+def _v_shape(name: str, p: int, m: int, score: Score) -> Schedule:
     """Stages run down the ranks and up again: rank 0 has the first and the last one.
 
     So the loss is where the input is, and a microbatch turns around without a message.
@@ -252,7 +218,7 @@ def _v_shape(name: str, p: int, m: int, score: Score, live: Live) -> Schedule:
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return compose(name, layout, m, score, queues, live)
+    return compose(name, layout, m, score, queues)
 
 
 def zb_v(p: int, m: int) -> Schedule:
@@ -274,7 +240,6 @@ def zb_v(p: int, m: int) -> Schedule:
             (r, "I0 I1"),
             (p - r, "I0 W"),
         ],
-        lambda r: 2 * p,
     )
 
 
@@ -284,7 +249,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Forward of one chunk stands beside the backward of the other, so that the all-to-alls of a
     mixture of experts in one may hide behind the computing of the other.
     """
-    return _v_shape("dualpipe_v", p, m, lambda r: _dualpipe_score(p, m, r), lambda r: 2 * p + 1)
+    return _v_shape("dualpipe_v", p, m, lambda r: _dualpipe_score(p, m, r))
 
 
 def dualpipe(p: int, m: int) -> Schedule:
@@ -311,7 +276,7 @@ def dualpipe(p: int, m: int) -> Schedule:
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return replace(compose("dualpipe", layout, m, score, queues, lambda r: p + 1), copies=2)
+    return replace(compose("dualpipe", layout, m, score, queues), copies=2)
 
 
 def _dualpipe_score(p: int, m: int, r: int) -> list[Phase]:
@@ -349,13 +314,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
 PAIRED = ("dualpipe", "dualpipe_v")
 """Those whose F and B in a row are meant to run side by side: `actions.slots`."""
-
-
-def check_pairs(schedule: Schedule) -> None:
-    """Raise `ValueError` unless the schedule has an F beside a B, to be run side by side."""
-    if schedule.name not in PAIRED:
-        good = " or ".join(PAIRED)
-        raise ValueError(f"schedule={schedule.name} is not made of pairs; use {good}")
 
 
 @cache

@@ -3,11 +3,10 @@
 Model:  A rank runs its actions in order, each as soon as its inputs are there. Messages travel
         beside computing; the messages of one rank to one other queue up on the wire. Updates of
         the weights are left out.
-Bubble: papers use one of two definitions. `bubble` counts idle time of a step that starts and ends
-        for all ranks together: (p-1)/M of the work for GPipe and 1F1B, the ratio to the ideal time
-        of Narayanan et al. 2021 (2104.04473). `bubble_between` counts only from a rank's own first
-        action to its own last one, as in Qi et al. 2023 (2401.10241, 2): there a rank that ends
-        early goes on with the optimizer. B is always I + W: costs are given for F, I and W.
+Bubble: idle time of a step that starts and ends for all ranks together: (p-1)/M of the work for
+        GPipe and 1F1B, the ratio to the ideal time of Narayanan et al. 2021 (2104.04473). Qi et al.
+        2023 (2401.10241, 2) count only from a rank's own first action to its own last one: there a
+        rank that ends early goes on with the optimizer. B is always I + W.
 """
 
 from collections import defaultdict, deque
@@ -28,14 +27,13 @@ SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad
 class Costs:
     """Seconds of each action of one stage: one number, or a sequence by part of the model.
 
-    A message keeps the wire busy for `message` seconds and arrives `latency` seconds later.
+    A message keeps the wire busy for `message` seconds.
     """
 
     forward: float | Sequence[float] = 1.0
     input_gradient: float | Sequence[float] = 1.0
     weight_gradient: float | Sequence[float] = 1.0
     message: float = 0.0
-    latency: float = 0.0
 
     def per_rank(self, schedule: Schedule) -> "Costs":
         """Scale costs of 1/p of the model to a stage of `schedule`, which is 1/S of the model.
@@ -98,14 +96,11 @@ def events(
             if schedule.travels(send):
                 peer = schedule.peer(send)
                 departs = max(end, wire[rank, peer])
-                wire[rank, peer] = departs + costs.message
-                arrives = departs + costs.message + costs.latency
-                there[action, peer] = arrives
-                if arrives > departs:
-                    yield send, rank, departs, arrives
+                there[action, peer] = wire[rank, peer] = departs + costs.message
+                if costs.message:
+                    yield send, rank, departs, wire[rank, peer]
     if any(rows):
-        heads = [f"rank {r} at {' '.join(map(str, row[0]))}" for r, row in enumerate(rows) if row]
-        raise ValueError(f"deadlock: {', '.join(heads)}; `validate` says what they wait for")
+        raise ValueError("deadlock: `validate` says which ranks wait, and for what")
 
 
 def lower(schedule: Schedule, paired: bool = False) -> Schedule:
@@ -129,33 +124,13 @@ def lower(schedule: Schedule, paired: bool = False) -> Schedule:
     return replace(schedule, actions=tuple(map(tuple, rows)))
 
 
-# ---------------------------------------------------------------------- bubbles
+# ---------------------------------------------------------------------- bubble
 def bubble(timeline: Timeline) -> float:
     """Return idle time of all ranks / their computing time: (p-1)/M for GPipe and 1F1B.
 
     Other spans of a measured timeline (messages, the optimizer) do not count.
     """
-    starts, ends, busy = zip(*_work(timeline), strict=True)
-    whole = max(ends) - min(starts)
-    return sum(whole - own for own in busy) / sum(busy)
-
-
-def bubble_between(timeline: Timeline) -> float:
-    """Return idle / computing time of the rank that takes longest from its start to its end.
-
-    Other ranks may use the rest of the time, for example for the optimizer.
-    """
-    length, busy = max((end - start, busy) for start, end, busy in _work(timeline))
-    return length / busy - 1
-
-
-def _work(timeline: Timeline) -> list[tuple[float, float, float]]:
-    """Return first start, last end and seconds of computing of each rank."""
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in timeline:
-        if span.kind in SPAN_KIND.values():
-            spans[span.rank].append(span)
-    return [
-        (min(s.start for s in own), max(s.end for s in own), sum(s.duration for s in own))
-        for own in spans.values()
-    ]
+    work = [span for span in timeline if span.kind in SPAN_KIND.values()]
+    whole = max(span.end for span in work) - min(span.start for span in work)
+    busy = sum(span.duration for span in work)
+    return whole * len({span.rank for span in work}) / busy - 1

@@ -27,27 +27,19 @@ from torch.autograd.function import once_differentiable
 Job = tuple[nn.Parameter, Callable[[], Tensor]]
 
 
-class PutOff:
-    """The list of weight gradients that is open, if one is; all layers of a model share it."""
+_open: list[Job] | None = None
+"""The list of put-off work that is open, if one is."""
 
-    def __init__(self) -> None:
-        self._jobs: list[Job] | None = None
 
-    @contextmanager
-    def to(self, jobs: list[Job]) -> Iterator[None]:
-        """Put weight gradients of a backward off into the list `jobs`, in the body."""
-        self._jobs = jobs
-        try:
-            yield
-        finally:
-            self._jobs = None
-
-    def take(self, weight: nn.Parameter, job: Callable[[], Tensor]) -> Tensor | None:
-        """Put `job` off and return None; if no list is open, do the job. Backward calls this."""
-        if self._jobs is None:
-            return job()
-        self._jobs.append((weight, job))
-        return None
+@contextmanager
+def put_off(jobs: list[Job]) -> Iterator[None]:
+    """Put weight gradients of a backward off into the list `jobs`, in the body."""
+    global _open
+    _open = jobs
+    try:
+        yield
+    finally:
+        _open = None
 
 
 def do(jobs: list[Job]) -> None:
@@ -75,31 +67,31 @@ def split_embedding(tokens: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """x Wᵀ, or rows of W; dW goes to `put_off`.
+    """x Wᵀ, or rows of W; dW goes to the open list.
 
     The weight is not a saved tensor, because activation checkpointing would return a copy.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Callable, put_off: PutOff, x: Tensor, weight: nn.Parameter
-    ) -> Tensor:
+    def forward(ctx: Any, function: Callable, x: Tensor, weight: nn.Parameter) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.function, ctx.put_off, ctx.weight = function, put_off, weight
+        ctx.function, ctx.weight = function, weight
         return function(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        _, _, needs_dx, needs_dw = ctx.needs_input_grad  # tokens need none
+        _, needs_dx, needs_dw = ctx.needs_input_grad  # tokens need none
         gradient = split_linear if ctx.function is F.linear else split_embedding
         dx = dy @ weight.to(dy.dtype) if needs_dx else None
-        dw = ctx.put_off.take(weight, partial(gradient, x, dy, weight)) if needs_dw else None
-        return None, None, dx, dw
+        if needs_dw and _open is not None:
+            _open.append((weight, partial(gradient, x, dy, weight)))
+            needs_dw = False
+        return None, dx, gradient(x, dy, weight) if needs_dw else None
 
 
-def enable(model: nn.Module, put_off: PutOff) -> None:
+def enable(model: nn.Module) -> None:
     """Make linear layers and embeddings of a Llama put off their weight gradients, in place.
 
     Modules with another forward stay as they are; then I computes their gradients, and W has less
@@ -109,7 +101,7 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
     for module in model.modules():
         function = functions.get(type(module))
         if function is not None and "forward" not in vars(module):
-            module.forward = partial(_forward, partial(_Split.apply, function, put_off), module)
+            module.forward = partial(_forward, partial(_Split.apply, function), module)
 
 
 def _forward(function: Callable, module: nn.Module, x: Tensor) -> Tensor:

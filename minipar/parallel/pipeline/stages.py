@@ -6,9 +6,8 @@ With a vocabulary of 128 k, Llama 3's head costs as much as several layers.
 """
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -50,23 +49,16 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     # best[i] is (parts from the dearest on, layers per part) for the first i layers.
     best: dict[int, tuple[list[float], tuple[int, ...]]] = {0: ([], ())}
     for part in range(num_parts):
-        is_last = part == num_parts - 1
-        ends = [len(layers)] if is_last else range(part + 1, len(layers))
-        best = {end: min(_cuts(best, layers, end)) for end in ends}
+        before, best = best, {}
+        for end in range(part + 1, len(layers) + 1):
+            for start in filter(end.__gt__, reversed(before)):  # the shortest last part first
+                own = sum(layers[start:end])
+                if end in best and own > best[end][0][0]:
+                    break  # longer ones cannot win
+                parts, cut = before[start]
+                found = sorted([*parts, own], reverse=True), (*cut, end - start)
+                best[end] = min(found, best.get(end, found))
     return best[len(layers)][1]
-
-
-def _cuts(best: Mapping[int, tuple], layers: Sequence[float], end: int) -> Iterator[tuple]:
-    """Yield cuts up to `end`, by the last part, the shortest first, while longer ones may win."""
-    dearest = math.inf
-    for start in sorted(filter(end.__gt__, best), reverse=True):
-        own = sum(layers[start:end])
-        if own > dearest:
-            return
-        parts, cut = best[start]
-        parts = sorted([*parts, own], reverse=True)
-        dearest = min(dearest, parts[0])
-        yield parts, (*cut, end - start)
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> None:
@@ -82,16 +74,6 @@ def layers_of(cut: Sequence[int], part: int) -> range:
     """Return the layers of a part of the model."""
     start = sum(cut[:part])
     return range(start, start + cut[part])
-
-
-def home_of(name: str, cut: Sequence[int]) -> int:
-    """Return the part of the model that a parameter belongs to, by its name."""
-    words = name.split(".")
-    if words[:2] == ["model", "embed_tokens"]:
-        return 0
-    if words[:2] == ["model", "layers"]:
-        return next(part for part in range(len(cut)) if int(words[2]) in layers_of(cut, part))
-    return len(cut) - 1
 
 
 def part_of(
@@ -124,14 +106,12 @@ class Weight(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Weight]:
-    """List every weight of the whole model, before the cut, and the ranks that will have it."""
-    names: dict[Tensor, list[str]] = defaultdict(list)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names[tensor].append(name)
-    weights = []
-    for own in names.values():
-        parts = {home_of(name, cut) for name in own}
-        stages = (s for s in range(len(schedule.rank_of)) if schedule.part(s) in parts)
-        weights.append(Weight(tuple(own), tuple(sorted({schedule.rank_of[s] for s in stages}))))
-    return weights
+def homes_of(parts: Sequence[Llama], schedule: Schedule) -> list[Weight]:
+    """List every weight of a model that is cut into `parts`, and the ranks that have it."""
+    names: dict[Tensor, set[str]] = defaultdict(set)
+    ranks: dict[Tensor, set[int]] = defaultdict(set)
+    for stage, rank in enumerate(schedule.rank_of):
+        for name, tensor in parts[schedule.part(stage)].state_dict(keep_vars=True).items():
+            names[tensor].add(name)
+            ranks[tensor].add(rank)
+    return [Weight(tuple(sorted(names[t])), tuple(sorted(ranks[t]))) for t in names]
