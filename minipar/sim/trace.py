@@ -163,8 +163,6 @@ def trace(
             f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
             f"runs two at once; take dispatch=overlapped, which cannot be faster"
         )
-    if plan.compression != "none":
-        raise ValueError(f"plan {plan}: compression has a thread of its own, which no trace shows")
     alike: dict[Any, list[int]] = defaultdict(list)
     for place, kind in enumerate(_kinds(config, plan)):
         alike[kind].append(place)
