@@ -90,7 +90,6 @@ class RankShell(InteractiveShell):
         worker.shield()  # being stopped while the error is put into words would lose the words
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped):
-            worker.add_hint(error)
             _cut_plumbing(error)
             super().showtraceback(*args, **kwargs)
 
@@ -272,7 +271,6 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         # What surrounds a learner's function tells little, if one of its lines is there to see.
         is_around = own and around != source.filename
         _cut_plumbing(error, (*PLUMBING, around) if is_around else PLUMBING)
-        worker.add_hint(error)
         shown = traceback.TracebackException(type(error), error, own[0] if own else None)
         text = "".join(shown.format() if own else shown.format_exception_only()).rstrip()
         error.report = text.replace(f'File "{source.filename}"', source.title)

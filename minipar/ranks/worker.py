@@ -11,7 +11,6 @@ import importlib
 import io
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -219,7 +218,6 @@ class _Worker:
     def _failure(self, error: BaseException) -> Failure:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
         if not isinstance(report, str):
-            add_hint(error)
             shown = traceback.TracebackException.from_exception(error)
             del shown.stack[:2]  # the frames of this loop
             report = "".join(shown.format()).rstrip()
@@ -310,29 +308,6 @@ def say(kind: str, content: Any) -> None:
     for stream in _worker.streams:
         stream.flush()
     _worker.say(kind, content)
-
-
-HINTS = {
-    "initialize the default process group twice": (
-        "The ranks have joined before your code runs: leave init_process_group out. After "
-        "destroy_process_group() they join again by themselves."
-    ),
-    "BdbQuit|EOF when reading a line": (
-        "A rank has no keyboard. Call the function where the ranks were started, in the notebook "
-        "say, as one rank of a group that is not there; breakpoint() works so:\n"
-        "    from minipar.parallel.plan import Plan\n"
-        "    from minipar.sim.trace import pretend\n"
-        "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
-    ),
-}
-"""Advice for errors that mean something else on the ranks of a pool."""
-
-
-def add_hint(error: BaseException) -> None:
-    """Attach the hint for this error."""
-    for words, hint in HINTS.items():
-        if re.search(words, f"{type(error).__name__}: {error}"):
-            error.add_note(hint)
 
 
 def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Connection) -> None:
