@@ -38,8 +38,8 @@ from minipar.emulate import link as links
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
 from minipar.ranks import launch, worker
-from minipar.ranks.backends import check_backend
-from minipar.ranks.launch import RankError, check_fits_here
+from minipar.ranks.backends import check_ranks
+from minipar.ranks.launch import RankError
 from minipar.sim import emulate
 
 MAX_LINES = 200  # that a rank may print in a cell; more are only counted
@@ -162,8 +162,7 @@ class Ranks(Watched):
         self._transcript: _Transcript | None = None
         if backend != "link" and (link != "none" or device is not None):
             raise ValueError(f"a link or a device needs backend='link', not {backend!r}")
-        check_fits_here(size)  # now: a refusal must not end the ranks that run
-        check_backend(backend, size)
+        check_ranks(size, backend)  # now: a refusal must not end the ranks that run
         # The notebook's own formulas use that link as well.
         self.backend, self.link = backend, links.use(link)
         self.device = device and emulate.device(device, magnify)

@@ -28,17 +28,14 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from minipar.emulate.device import Device
 from minipar.observe.watchdog import names
-from minipar.ranks.backends import check_backend
+from minipar.ranks.backends import check_ranks
 from minipar.ranks.processes import Process, warm_up
 from minipar.ranks.worker import Failure, Setup, pack, unpack
 
-RANK_BYTES = 100e6
-"""Memory of a process that has imported torch and joined a group, at the least."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
 """Variables of the ranks, unless the environment of the user has others."""
@@ -82,18 +79,6 @@ def prefixed(rank: int, stream: str, text: str) -> None:
     out.flush()
 
 
-def check_fits_here(size: int, weight_bytes: float = 0) -> None:
-    """Raise `ValueError` for more ranks, of `weight_bytes` each, than this machine can start."""
-    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
-    rank_bytes = RANK_BYTES + weight_bytes
-    most = min(max(64, cores), int(memory / rank_bytes))
-    if size > most:
-        raise ValueError(
-            f"{size:,} ranks do not fit this machine, but up to {most}: it has {cores} cores and "
-            f"{memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
-        )
-
-
 class Ranks(AbstractContextManager):
     """`size` worker processes with `torch.distributed` initialised, waiting for work.
 
@@ -125,10 +110,7 @@ class Ranks(AbstractContextManager):
         device: Device | None = None,
         strict: bool = False,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"Ranks({size}): a group needs at least 1 rank")
-        check_fits_here(size)
-        check_backend(backend, size)
+        check_ranks(size, backend)
         if backend != "link" and (strict or device is not None):
             raise ValueError(f"strict=True and a device need backend='link', not {backend!r}")
         self.size, self.grace, self.sink = size, grace, sink

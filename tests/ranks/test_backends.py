@@ -39,9 +39,9 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
 
 def test_nccl_needs_a_gpu_per_rank(four_gpus):
     assert backends.pick_backend(4) == "nccl" and backends.pick_backend(5) == "gloo"
-    backends.check_backend("nccl", 4)
+    backends.check_ranks(4, "nccl")
     with pytest.raises(ValueError, match="5 ranks but 4 GPUs; use gloo"):
-        backends.check_backend("nccl", 5)
+        backends.check_ranks(5, "nccl")
 
 
 @pytest.fixture
