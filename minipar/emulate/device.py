@@ -22,8 +22,8 @@ Larger. With `magnify` k every side of every matrix counts k times: widths and s
         FLOPs, and messages, copies and states k^2 times their bytes, as in a model k times as wide
         on sequences k times as long. (A norm's weights count k times too much: next to nothing.
         Give `bucket_mb` in small, 25 / k^2 for 25 MB.)
-Late.   A rank may come late to a deadline. Its clock does not wait, and the rank makes up for that
-        asleep. `record` warns when a rank was late by `LATE` of the time: slow the device down.
+Late.   A rank may come late to a deadline. Its clock does not wait: times of a Timeline are exact
+        all the same, and the rank makes up for it asleep.
 
 Limits: collectives on the emulated link alone; copies between device and host take real time; what
 other threads of a rank compute takes none.
@@ -32,7 +32,6 @@ other threads of a rank compute takes none.
 import gc
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minipar.comm import calls, clock
 from minipar.emulate import operations
 
-LATE = 0.05
-"""A rank warns if it was late by this share of a recording."""
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -158,7 +155,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
         super().__init__()
         self.device, self.slowdown = device, device.slowdown
         self.at, self.thread = time.monotonic(), threading.local()
-        self.latest = 0.0  # seconds by which this rank was late at most, in a recording
         self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
         self.stepping = 0.0  # seconds of the step that begins
         self.known: dict[Any, float] = {}
@@ -211,20 +207,10 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count how late this rank is in the body. Warn where it was too late."""
-        self.come_true()
+        """Begin the body at the machine's time; at its end, sleep until the clock's."""
         self.catch_up()
-        self.latest, began = 0.0, self.at
         yield
         self.come_true()
-        took, late = self.at - began, self.latest
-        if late > LATE * took:
-            warnings.warn(
-                f"this machine was up to {late:.2f} s late with what the emulated device does in "
-                f"{took:.2f} s: slow it down more than {self.slowdown:g} times, "
-                f"say {10 * self.slowdown:g}",
-                stacklevel=5,
-            )
 
     # -------- operations
     @contextmanager
@@ -278,8 +264,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
         self.at = max(self.at, time.monotonic())
 
     def come_true(self) -> None:
-        """Sleep until the clock's time, or note how late it is."""
+        """Sleep until the clock's time."""
         while (ahead := self.at - time.monotonic()) > 0:
             time.sleep(ahead)
-        if not self.is_paused:
-            self.latest = max(self.latest, -ahead)

@@ -1,7 +1,6 @@
 """Devices by the names of machines, and a film of steps on emulated devices and links."""
 
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -45,17 +44,15 @@ def film(
 ) -> Timeline:
     """Return the timeline of `work`, say a step of `model`, on all ranks of `axis`; all call this.
 
-    `device`, `wire`: what to compute on and to talk over; None: as it is. No warning is given of
-    a machine too busy for its device: the clocks, and with them the timeline, are reckoned as ever.
-    Races are not looked for meanwhile (`emulate/strict.py`), as that takes time.
+    `device`, `wire`: what to compute on and to talk over; None: as it is. Races are not looked for
+    meanwhile (`emulate/strict.py`), as that takes time.
     """
     before = devices.current(), links.current()
     if device is not None:
         devices.use(device)
     links.use(links.current() if wire is None else wire)
     try:
-        with strict.paused(), devices.running(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with strict.paused(), devices.running():
             start = max(all_gather_object(time.monotonic(), axis)) + 0.5
             with timeline.record(model, devices.label(links.current().label)) as recorded:
                 with timeline.active().blocked():  # all ranks begin at one moment of their clocks

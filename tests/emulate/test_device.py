@@ -1,7 +1,6 @@
 """An emulated device takes the time that it promises, asleep, and changes no bit."""
 
 import time
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -222,21 +221,9 @@ def setting_up():
         return device.now() - start
 
 
-def too_much():
-    with warnings.catch_warnings(record=True) as said, timeline.record():
-        warnings.simplefilter("always")
-        torch.eye(8) @ torch.eye(8)
-        time.sleep(0.2)  # what is no work of the device
-    return [str(w.message) for w in said]
-
-
-def test_a_pause_takes_no_time_and_a_slow_machine_is_told(ranks):
-    """Mutant: lateness that nobody hears of."""
+def test_a_pause_takes_no_time(ranks):
     with emulating(ranks, 2, Device(Sheet(), slowdown=1, magnify=1000), "1gbe") as pool:
         assert max(pool.run(setting_up)) < 1  # not 40 s
-    with emulating(ranks, 2, Device(Sheet(product=0.05))) as pool:
-        for said in pool.run(too_much):
-            assert len(said) == 1 and "slow it down more than 1 times, say 10" in said[0]
 
 
 def test_bad_devices_are_refused():
