@@ -15,8 +15,7 @@ Slow.   All of it, links too, happens `slowdown` times slower than declared, bec
 Format. The laptop computes in float32; a GPU would train in bf16. So a tensor of float32 here
         stands for a bf16 tensor there: a matmul runs at the rate of bf16, and all bytes count half,
         on the link too. The optimizer's step keeps its 28 bytes per parameter, which float32
-        masters, moments and bf16 weights need as well. "h100:fp32/50" plays float32: use it where a
-        model mixes precisions itself. Tensors of other types always count as they are.
+        masters, moments and bf16 weights need as well. Tensors of other types count as they are.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
         FLOPs, and messages, copies and states k^2 times their bytes, as in a model k times as wide
@@ -47,47 +46,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minipar.comm import calls, clock
 from minipar.emulate import operations
 
-FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 @dataclass(frozen=True)
 class Device:
-    """The declared device of a rank.
-
-    Raises `ValueError` for a factor below 1, and for a format that is not one of `FORMATS`.
-    """
+    """The declared device of a rank. Raises `ValueError` for a factor below 1."""
 
     sheet: Any  # what answers in seconds as `minipar.sim.hardware.Device` does
     slowdown: float = 1.0
     magnify: float = 1.0
-    format: str = "bf16"  # that a tensor of float32 stands for
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"format={self.format!r}: use one of {', '.join(FORMATS)}")
         for name in ("slowdown", "magnify"):
             if not 1 <= getattr(self, name) <= 1e9:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 1 up, to 1e9 at most")
 
     def played(self, work: operations.Work) -> operations.Work:
-        """Return the work of the declared model: in its format, with sides `magnify` times ours."""
+        """Return the work of the declared model: in bf16, with sides `magnify` times ours."""
         fixed = {"product": 1, "attention": 2, "bytes": 0}[work.work]  # batch and heads stay
         sides = (side * self.magnify for side in work.shape[fixed : fixed + 3])
         shape = (*work.shape[:fixed], *sides, *work.shape[fixed + 3 :])
         if work.dtype != "float32" or work.op == "step":
             return work._replace(shape=shape, num_bytes=self.counted(work.num_bytes))
-        dtype = str(FORMATS[self.format]).removeprefix("torch.")
         num_bytes = self.counted(work.num_bytes, work.dtype)
-        return work._replace(shape=shape, dtype=dtype, num_bytes=num_bytes)
+        return work._replace(shape=shape, dtype="bfloat16", num_bytes=num_bytes)
 
     def counted(self, num_bytes: float, dtype: str = "") -> int:
         """Return the bytes of the declared model for `num_bytes` of ours, in tensors of `dtype`."""
-        share = FORMATS[self.format].itemsize / 4 if dtype == "float32" else 1
+        share = 0.5 if dtype == "float32" else 1
         return round(num_bytes * share * self.magnify**2)
 
     def __str__(self) -> str:
         wider = f", a model {self.magnify:g}x wider" if self.magnify > 1 else ""
-        return f"{self.sheet.name.upper()} in {self.format}{wider}"
+        return f"{self.sheet.name.upper()} in bf16{wider}"
 
 
 # ---------------------------------------------------------------------- of this process

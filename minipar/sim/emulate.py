@@ -21,17 +21,15 @@ from minipar.sim import hardware
 def device(text: str, magnify: float = 1.0) -> devices.Device:
     """Return the device of a machine that `hardware.load` knows: "h100/100" is slowed 100 times.
 
-    The device plays bf16; "h100:fp32/100" plays float32. `magnify`: as in `minipar.emulate.device`.
-    Raises `ValueError` for an unknown name or format, and for factors below 1.
+    `magnify`: as in `minipar.emulate.device`. Raises `ValueError` for an unknown name, and for
+    factors below 1.
     """
     name, slowdown = str(text), 1.0
     if "/" in name:
         head, _, last = name.rpartition("/")
         with suppress(ValueError):  # the last part of a path is not a number
             name, slowdown = head, float(last)
-    name, _, chosen = name.partition(":")
-    sheet = hardware.load(name).device
-    return devices.Device(sheet, slowdown, magnify, chosen or "bf16")
+    return devices.Device(hardware.load(name).device, slowdown, magnify)
 
 
 def film(
