@@ -42,8 +42,6 @@ from minipar.ranks.backends import check_ranks
 from minipar.ranks.launch import RankError
 from minipar.sim import emulate
 
-MAX_LINES = 200  # that a rank may print in a cell; more are only counted
-
 
 class CellError(RankError):
     """A cell failed on some ranks. `advice` says in a line what must be run again, if anything."""
@@ -169,7 +167,7 @@ class Ranks(Watched):
         if _current is not None:
             _current.close()
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        known = dict(backend=backend, device=self.device, preload=preload, max_lines=MAX_LINES)
+        known = dict(backend=backend, device=self.device, preload=preload)
         super().__init__(size, sink=self._hear, **known | options)
         self._prepare()
         _current = self

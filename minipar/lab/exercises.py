@@ -360,7 +360,7 @@ def _pool(size: int) -> Ranks:
         if _own is not None:
             _own.close()
         size = 1 if size == 1 else max(4, size)
-        _own = cells.Watched(size, backend="link", max_lines=cells.MAX_LINES)
+        _own = cells.Watched(size, backend="link")
     return _own
 
 

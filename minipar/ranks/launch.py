@@ -87,8 +87,8 @@ class Ranks(AbstractContextManager):
         backend: "gloo", "nccl", or "link" (gloo behind an emulated link).
         timeout: seconds after which a collective that is not joined by all fails.
         grace: seconds that ranks may go on after another has failed; see *Failure* above.
-        sink: receives what ranks print, while they run; None lets them print for themselves.
-        max_lines: how many lines a rank may print in a call; more are only counted. None: all.
+        sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
+            them print for themselves.
         preload: names of modules that every rank should find imported when it starts.
         device: the emulated device of every rank (`minipar.emulate.device`); needs "link".
         strict: find races in each call (`minipar.emulate.strict`); slow; needs "link".
@@ -105,7 +105,6 @@ class Ranks(AbstractContextManager):
         timeout: float = 20.0,
         grace: float = 1.0,
         sink: OutputSink | None = prefixed,
-        max_lines: int | None = None,
         preload: tuple[str, ...] = (),
         device: Device | None = None,
         strict: bool = False,
@@ -126,8 +125,8 @@ class Ranks(AbstractContextManager):
             self._store = dist.TCPStore(*door.getsockname(), **how)
         environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
         self._setup = Setup(
-            size, backend, timeout, sink is not None, max_lines, self._store.port,
-            tuple(preload), environment, device, strict
+            size, backend, timeout, sink is not None, self._store.port, tuple(preload),
+            environment, device, strict
         )  # fmt: skip
         self._processes: list[Process] = []
         atexit.register(self.close)

@@ -33,6 +33,8 @@ from minipar.comm.mesh import Mesh
 from minipar.emulate import device, strict
 from minipar.ranks.backends import compute_device, init, is_lost_connection
 
+MAX_LINES = 200  # that a rank may print in a call; more are only counted
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -55,7 +57,6 @@ class Setup:
     backend: str
     timeout: float
     capture: bool
-    max_lines: int | None
     port: int  # of the store in the parent
     preload: tuple[str, ...]
     environment: dict[str, str]
@@ -114,17 +115,14 @@ unpack = cloudpickle.loads
 class Stream(io.TextIOBase):
     """``sys.stdout`` or ``sys.stderr`` of a rank: whole lines, on their way to the parent.
 
-    A call may print `max_lines`; the rest is only counted. So a rank that prints without end does
+    A call may print `MAX_LINES`; the rest is only counted. So a rank that prints without end does
     not fill the notebook. `rank` is its name, such as "rank 1".
     """
 
     encoding, errors = "utf-8", "strict"
 
-    def __init__(
-        self, name: str, say: Callable[[str, str], None], rank: str, max_lines: int | None
-    ) -> None:
+    def __init__(self, name: str, say: Callable[[str, str], None], rank: str) -> None:
         self.name, self._say, self._rank, self._lock = name, say, rank, threading.RLock()
-        self._max_lines = sys.maxsize if max_lines is None else max_lines
         self._rest = ""  # the line that has not ended
         self._num_lines = 0  # of this call
 
@@ -132,7 +130,7 @@ class Stream(io.TextIOBase):
         """Send the lines that are whole now."""
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
-            room = max(0, self._max_lines - self._num_lines)
+            room = max(0, MAX_LINES - self._num_lines)
             self._num_lines += len(lines)
             if shown := lines[:room]:
                 self._say(self.name, "\n".join([*shown, ""]))
@@ -141,7 +139,7 @@ class Stream(io.TextIOBase):
     def flush(self) -> None:
         """Send the line that has not ended as it is, such as the state of a progress bar."""
         with self._lock:
-            if self._rest and self._num_lines < self._max_lines:
+            if self._rest and self._num_lines < MAX_LINES:
                 self._say(self.name, self._rest)
                 self._rest = ""
 
@@ -149,7 +147,7 @@ class Stream(io.TextIOBase):
         """The call is over: send the rest, and the number of lines left out."""
         with self._lock:
             self.flush()
-            left_out = self._num_lines + bool(self._rest) - self._max_lines
+            left_out = self._num_lines + bool(self._rest) - MAX_LINES
             self._rest, self._num_lines = "", 0
             if left_out > 0:
                 self._say(self.name, f"... {left_out:,} more lines of {self._rank}\n")
@@ -165,8 +163,8 @@ class _Worker:
         self.call = self.unwanted = self.stopped = 0
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy, self.lock = threading.Event(), threading.Lock()  # busy: the user's code runs
-        how = self.say, f"rank {setup.rank}", setup.max_lines
-        self.streams = [Stream(name, *how) for name in ("stdout", "stderr")]
+        who = f"rank {setup.rank}"
+        self.streams = [Stream(name, self.say, who) for name in ("stdout", "stderr")]
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR2, self._on_signal)

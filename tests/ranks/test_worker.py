@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minipar.ranks import worker
 from minipar.ranks.worker import Stream, pack, unpack
 
 
@@ -12,9 +13,8 @@ def heard() -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("max_lines", [None, 10])
-def test_lines_travel_whole(heard, max_lines):
-    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3", max_lines)
+def test_lines_travel_whole(heard):
+    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3")
     print("half ", end="", file=out)
     print("and half\n\n1 %", end="", file=out)
     assert heard == ["half and half\n\n"]
@@ -24,9 +24,10 @@ def test_lines_travel_whole(heard, max_lines):
     assert heard[1:] == ["1 %\r2 %", "rest"]
 
 
-def test_beyond_the_last_line_there_is_only_a_count(heard):
+def test_beyond_the_last_line_there_is_only_a_count(heard, monkeypatch):
     """Each call has its own lines; a line that has not ended counts as one."""
-    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3", 3)
+    monkeypatch.setattr(worker, "MAX_LINES", 3)
+    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3")
     for _ in range(2):
         out.write("a\nb\nc\nd\ne")
         for _ in range(1000):
