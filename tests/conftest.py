@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from minipar.emulate import strict
 from minipar.ranks import backends, processes
 from minipar.ranks.launch import Ranks
 from tests.patience import Looks, busy
@@ -108,6 +109,17 @@ def pytest_runtest_call(item):
 STRICT = "MINIPAR_TESTS_STRICT"  # if it is set, `ranks` that talk over gloo find races instead
 
 
+class Strict(Ranks):
+    """Ranks that find races in each call."""
+
+    def run_each(self, fn, args_of, **kwargs):
+        def watched(*args, **kwargs):
+            with strict.watching():
+                return fn(*args, **kwargs)
+
+        return super().run_each(watched, args_of, **kwargs)
+
+
 class Pools:
     """Standing groups of ranks, by size and backend, until nobody has asked for one for a while.
 
@@ -126,7 +138,7 @@ class Pools:
         key = size, backend
         if key not in self.pools or self.pools[key].closed:
             if backend == "gloo" and STRICT in os.environ:
-                self.pools[key] = Ranks(size, backend="link", grace=0.3, strict=True)
+                self.pools[key] = Strict(size, backend="link", grace=0.3)
             else:
                 self.pools[key] = Ranks(size, backend=backend, grace=0.3)
         self.asked[key] = time.monotonic()

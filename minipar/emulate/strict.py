@@ -7,8 +7,6 @@ is right on a laptop sometimes computes nonsense on a cluster. This module forgi
     with strict.watching():              # on every rank, with the backend ``link``
         train_step(...)                  # raises `Race`, which names the call and the tensor
 
-    Ranks(4, backend="link", strict=True)   # so in each call, and in each cell of a notebook
-
 *   Copies travel. The caller's outputs are full of NaN until `wait` puts the result in.
 *   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
     a race, even if its bytes had left long before.

@@ -136,9 +136,7 @@ class Ranks(Watched):
         device: what every rank computes on by declaration: "h100/100" is slowed 100 times, and the
             link with it, while recorded times are an H100's; see `minipar.emulate.device`.
         magnify: how many times as wide a model, and as long a sequence, that device is to see.
-        options: of `minipar.ranks.launch.Ranks`, such as strict=True: a cell that would be a race
-            on a GPU fails, and its error names the collective, the line that called it, and the
-            tensor.
+        options: of `minipar.ranks.launch.Ranks`.
 
     Raises `ValueError` for a size, link, mesh, backend or device that cannot be.
     """

@@ -91,10 +91,8 @@ class Ranks(AbstractContextManager):
             them print for themselves.
         preload: names of modules that every rank should find imported when it starts.
         device: the emulated device of every rank (`minipar.emulate.device`); needs "link".
-        strict: find races in each call (`minipar.emulate.strict`); slow; needs "link".
 
-    Raises `ValueError` for a size below 1, an unknown backend, a device or strict=True without a
-    link.
+    Raises `ValueError` for ranks that this machine cannot start, or a device without a link.
     """
 
     def __init__(
@@ -107,11 +105,10 @@ class Ranks(AbstractContextManager):
         sink: OutputSink | None = prefixed,
         preload: tuple[str, ...] = (),
         device: Device | None = None,
-        strict: bool = False,
     ) -> None:
         check_ranks(size, backend)
-        if backend != "link" and (strict or device is not None):
-            raise ValueError(f"strict=True and a device need backend='link', not {backend!r}")
+        if backend != "link" and device is not None:
+            raise ValueError(f"a device needs backend='link', not {backend!r}")
         self.size, self.grace, self.sink = size, grace, sink
         self.remade = 0  # how often the process group was made again
         self.time_limit: float | None = None  # seconds that a call may take
@@ -126,7 +123,7 @@ class Ranks(AbstractContextManager):
         environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
         self._setup = Setup(
             size, backend, timeout, sink is not None, self._store.port, tuple(preload),
-            environment, device, strict
+            environment, device
         )  # fmt: skip
         self._processes: list[Process] = []
         atexit.register(self.close)

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
-from minipar.emulate import device, strict
+from minipar.emulate import device
 from minipar.ranks.backends import compute_device, init, is_lost_connection
 
 MAX_LINES = 200  # that a rank may print in a call; more are only counted
@@ -61,7 +61,6 @@ class Setup:
     preload: tuple[str, ...]
     environment: dict[str, str]
     device: device.Device | None
-    strict: bool
     rank: int = -1
 
 
@@ -194,8 +193,7 @@ class _Worker:
             if self.unwanted == self.call:  # the word came before the call had begun
                 self.stopped = self.call
                 raise Stopped
-            watched = strict.watching() if self.setup.strict else nullcontext()
-            with device.running(), watched:
+            with device.running():
                 result = fn(*args, **kwargs)
         finally:
             self.busy.clear()

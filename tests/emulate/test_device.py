@@ -227,7 +227,7 @@ def test_a_pause_takes_no_time(ranks):
 
 def test_bad_devices_are_refused():
     """Before any process starts, in one line."""
-    with pytest.raises(ValueError, match="a device need backend='link', not 'gloo'"):
+    with pytest.raises(ValueError, match="a device needs backend='link', not 'gloo'"):
         Ranks(2, device=Device(Sheet()))
     for bad in ({"slowdown": 0.5}, {"magnify": float("nan")}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be from 1 up"):
