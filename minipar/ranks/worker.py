@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -86,10 +85,6 @@ class _Pickler(cloudpickle.Pickler):
     """Sends a function by value if it is of `__main__` or local, else by name."""
 
     def reducer_override(self, thing: Any) -> Any:
-        # cloudpickle knows modules by their exact type. torch has modules of classes of its own,
-        # such as torch.compiler.config, and a function that says `torch` and `config` finds it.
-        if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
-            return importlib.import_module, (thing.__name__,)
         # torch would send all memory that a view is a part of.
         is_dense = type(thing) is torch.Tensor and thing.layout == torch.strided
         if is_dense and thing.nbytes < thing.untyped_storage().nbytes():

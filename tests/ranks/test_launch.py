@@ -351,17 +351,6 @@ def test_what_cannot_travel_is_named(pool):
     assert_works(pool)
 
 
-def test_a_function_that_says_torch_and_config_travels(pool):
-    """cloudpickle takes torch.compiler.config along, a module of a class that it does not know."""
-
-    def both(model: object) -> tuple:
-        return torch.compiler.is_compiling(), model.config
-
-    model = type("Model", (), {"config": 3})()
-    assert isinstance(sys.modules["torch.compiler.config"], type(sys)), "no such module any more"
-    assert pool.run(both, model) == [(False, 3)] * 4
-
-
 # ---------------------------------------------------------------------- interrupts
 def hang_in_all_reduce() -> None:
     if rank() != 0:
