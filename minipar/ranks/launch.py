@@ -178,9 +178,6 @@ class Ranks(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self):
-        raise TypeError("these are the ranks themselves, which stay here; did you mean `rank`?")
-
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError("these ranks have ended; start new ones with Ranks(...)")
