@@ -89,7 +89,7 @@ class Ranks(AbstractContextManager):
         grace: seconds that ranks may go on after another has failed; see *Failure* above.
         sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
             them print for themselves.
-        preload: names of modules that every rank should find imported when it starts.
+        preload: names of modules that the fork server imports, if it does not run yet.
         device: the emulated device of every rank (`minipar.emulate.device`); needs "link".
 
     Raises `ValueError` for ranks that this machine cannot start, or a device without a link.
@@ -122,10 +122,9 @@ class Ranks(AbstractContextManager):
             self._store = dist.TCPStore(*door.getsockname(), **how)
         environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
         self._setup = Setup(
-            size, backend, timeout, sink is not None, self._store.port, tuple(preload),
-            environment, device
-        )  # fmt: skip
-        self._processes: list[Process] = []
+            size, backend, timeout, sink is not None, self._store.port, environment, device
+        )
+        self._preload, self._processes = preload, list[Process]()
         atexit.register(self.close)
         self._start()
 
@@ -184,7 +183,7 @@ class Ranks(AbstractContextManager):
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
-        warm_up(self._setup.preload)
+        warm_up(self._preload)
         try:
             for rank in range(self.size):
                 self._processes.append(Process(replace(self._setup, rank=rank)))

@@ -7,7 +7,6 @@ under it.
 
 import fcntl
 import gc
-import importlib
 import io
 import multiprocessing
 import os
@@ -57,7 +56,6 @@ class Setup:
     timeout: float
     capture: bool
     port: int  # of the store in the parent
-    preload: tuple[str, ...]
     environment: dict[str, str]
     device: device.Device | None
     rank: int = -1
@@ -314,8 +312,6 @@ def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Con
             os.dup2(stream.fileno(), fd)
         os.environ.clear()  # the fork server's: it may serve many pools
         os.environ.update(setup.environment)
-        for module in setup.preload:
-            importlib.import_module(module)
         _worker = _Worker(setup, work, control)
         _worker.run()
     except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone
