@@ -19,7 +19,6 @@ This file is the model. The backend itself is in `link_group.py`.
 Limits: one machine, CPU tensors. In torch: the backends ``gloo`` and ``nccl``.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,10 +56,6 @@ class Link:
         """Return this link: it joins all ranks. On a `Topology` it depends on the ranks."""
         return self
 
-    def seconds_among(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Return how long `verb` takes among these global ranks."""
-        return seconds(verb, num_bytes, len(ranks), self)
-
     @property
     def label(self) -> str:
         """Return the words for a figure: "emulated NVLink 4, slowed 2000x"."""
@@ -88,14 +83,12 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Two levels: ranks 0 .. `ranks_per_node` - 1 on node 0, and so on, `intra` inside, `inter`
-    between nodes.
+    """Nodes of `ranks_per_node` ranks each: links `intra` inside of a node, `inter` between nodes.
 
     A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once.
     None gives each rank a card. All ranks of a node run the same program: where (0, 2) talk, (1, 3)
     talk at the same time, and over one card per node that takes twice as long. A flat ring of all
-    ranks has one hop that leaves a node, and takes as long as ever. Ring and pairwise exchange
-    advance in lockstep, so the slowest hop rules.
+    ranks has one hop that leaves a node, and takes as long as ever.
     """
 
     nodes: int = 2
@@ -110,24 +103,17 @@ class Topology:
             raise ValueError(f"cards_per_node={cards} must divide the {ranks} ranks of a node")
 
     def between(self, ranks: Sequence[int]) -> Link:
-        """Return the link that bounds a group of these global ranks."""
-        return self.intra if len({self._node(rank) for rank in ranks}) <= 1 else self.inter
-
-    def seconds_among(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Return how long `verb` takes among these ranks, while their neighbours do the same."""
-        wire, cards = self.between(ranks), self.cards_per_node or self.ranks_per_node
-        on_node = sum(self._node(rank) == self._node(ranks[0]) for rank in ranks)
+        """Return the slowest link of these global ranks, while their neighbours do the same."""
+        nodes = [rank // self.ranks_per_node for rank in ranks]
+        on_node, cards = nodes.count(nodes[0]), self.cards_per_node or self.ranks_per_node
+        if on_node == len(nodes):
+            return self.intra
         groups = max(1, self.ranks_per_node // cards // on_node)  # that share a card
-        if groups > 1 and on_node < len(ranks):
-            wire = replace(wire, bandwidth=wire.bandwidth / groups)
-        return seconds(verb, num_bytes, len(ranks), wire)
+        return replace(self.inter, bandwidth=self.inter.bandwidth / groups)
 
     def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
         """Return how long `(verb, num_bytes, global ranks)` take that neighbours start at once."""
-        return max(self.seconds_among(*call) for call in calls)
-
-    def _node(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+        return max(seconds(verb, n, len(ranks), self.between(ranks)) for verb, n, ranks in calls)
 
     def scaled(self, factor: float) -> "Topology":
         """Return this topology with both links slowed by `factor`."""
@@ -180,12 +166,8 @@ def parse(text: str) -> Link:
     """Return the link of that name; "1gbe*4" is one slowed 4 times. Raises `ValueError`."""
     name, times, factor = text.partition("*")
     if name not in LINKS:
-        near = difflib.get_close_matches(name.lower(), LINKS, 1, 0.0)[0]
-        raise ValueError(f"no link {name!r}, did you mean {near!r}? There are {list(LINKS)}")
-    try:
-        return LINKS[name].scaled(float(factor)) if times else LINKS[name]
-    except ValueError as error:
-        raise ValueError(f"link {text!r}: {error}; write it like 1gbe or 1gbe*4") from None
+        raise ValueError(f"no link {name!r}; there are {', '.join(LINKS)}")
+    return LINKS[name].scaled(float(factor)) if times else LINKS[name]
 
 
 def use(link: Link | Topology | str) -> Link | Topology:

@@ -284,8 +284,9 @@ class LinkGroup(dist.ProcessGroup):
             whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
             sent = wire_bytes(verb, whole, size)
         whole, sent = (device.counted(num_bytes, _type_of(args)) for num_bytes in (whole, sent))
-        wires, checks, call = link.in_use(), link.checks, stands_for.get() or verb
-        seconds, name = wires.seconds_among(verb, whole, self.ranks), call.partition("(")[0]
+        checks, call = link.checks, stands_for.get() or verb
+        wire, name = link.in_use().between(self.ranks), call.partition("(")[0]
+        seconds = link.seconds(verb, whole, size, wire)
         everyone = [(0, each, each) for each in range(size)]
         result = tensors_in(args[:1])
         args, hold = _held(name, args, *self._read_and_written(verb, args, opts))
@@ -368,8 +369,8 @@ class LinkGroup(dist.ProcessGroup):
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
         num_bytes, number = _num_bytes(tensors), self._next((verb, peer))
-        wires, counted = link.in_use(), device.counted(num_bytes, _type_of(tensors))
-        mine = Transfer(clock.now(), wires.seconds_among(verb, counted, pair), num_bytes)
+        wire, counted = link.in_use().between(pair), device.counted(num_bytes, _type_of(tensors))
+        mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
         self._calls.post(cell, number, mine)
         other = self._calls.read(other_end, number)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
@@ -383,8 +384,7 @@ class LinkGroup(dist.ProcessGroup):
             inner.wait()
             return self._calls.latest([other_end], number, mine._replace(start=ready))
 
-        latency = wires.between(pair).latency
-        work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, latency, hold)
+        work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, wire.latency, hold)
         work.t_issue = mine.start  # the time that the other end sees
         work.peer = peer
         return self._enqueue((verb, peer), work)
