@@ -9,20 +9,17 @@ Idea.   On a laptop all ranks share a few cores, and timelines show how busy the
         until its clock wherever another could notice: where a collective or a message begins, and
         where a call or a recording ends. 16 ranks on two cores draw what 16 GPUs would.
 Law.    Seconds of an operation follow from its shapes (`operations.py`) and the device's data sheet
-        (`sim/hardware.py`). Deadlines are points of the clock, so that waking up late adds nothing.
+        (`sim/hardware.py`). Deadlines are points of the clock: a rank that comes late to one makes
+        up for it asleep, and times of a Timeline are exact all the same.
 Slow.   All of it, links too, happens `slowdown` times slower than declared, because a laptop must
         have done the real work by then. A Timeline shows seconds of the declared device.
-Format. The laptop computes in float32; a GPU would train in bf16. So a tensor of float32 here
-        stands for a bf16 tensor there: a matmul runs at the rate of bf16, and all bytes count half,
-        on the link too. The optimizer's step keeps its 28 bytes per parameter, which float32
-        masters, moments and bf16 weights need as well. Tensors of other types count as they are.
+Format. A tensor of float32 here stands for a bf16 tensor of a GPU: a matmul runs at the rate of
+        bf16, and all bytes count half, on the link too. The optimizer's step keeps its 28 bytes per
+        parameter: float32 masters and moments, and bf16 weights. Other types count as they are.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
-        FLOPs, and messages, copies and states k^2 times their bytes, as in a model k times as wide
-        on sequences k times as long. (A norm's weights count k times too much: next to nothing.
-        Give `bucket_mb` in small, 25 / k^2 for 25 MB.)
-Late.   A rank may come late to a deadline. Its clock does not wait: times of a Timeline are exact
-        all the same, and the rank makes up for it asleep.
+        FLOPs, and messages, copies and states k^2 times their bytes. (A norm's weights count k
+        times too much: next to nothing. Give `bucket_mb` in small, 25 / k^2 for 25 MB.)
 
 Limits: collectives on the emulated link alone; copies between device and host take real time; what
 other threads of a rank compute takes none.
@@ -168,7 +165,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
     # -------- a clock
     @property
     def is_main(self) -> bool:
-        """True if this thread is not `beside` the rank's work."""
         return getattr(self.thread, "at", None) is None
 
     def now(self) -> float:

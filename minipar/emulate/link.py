@@ -1,8 +1,8 @@
 """An emulated link: gloo moves the data, a clock decides when it has arrived.
 
-Idea: on a laptop all ranks share one memory, so communication costs computing time and nothing can
-be hidden behind it. The backend ``link`` lets gloo do the work and then *sleeps* until a real link
-would have been done, so that overlap is real and the processor stays free to compute meanwhile:
+On a laptop all ranks share one memory: communication costs computing time, and nothing hides it.
+The backend ``link`` (`link_group.py`) lets gloo do the work and then *sleeps* until a real link
+would have been done. So overlap is real, and the processor is free to compute meanwhile:
 
     link_group.register()
     dist.init_process_group("link", ...)            # or dist.new_group(backend="link")
@@ -15,7 +15,6 @@ an operation starts when the last rank has called it and the link is free. It ta
 once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream.
 Messages have a lane per peer and direction: the next one may leave while the last one travels.
 
-This file is the model. The backend itself is in `link_group.py`.
 Limits: one machine, CPU tensors. In torch: the backends ``gloo`` and ``nccl``.
 """
 
@@ -145,9 +144,8 @@ _STEPS: dict[str, Callable[[int], int]] = {
 def seconds(verb: str, num_bytes: int, size: int, link: Link) -> float:
     """Return how long `verb` takes among `size` ranks; `num_bytes` is the whole tensor's.
 
-    Bytes as in `collectives.wire_bytes`, except that a receive takes as long as the send.
-    Source: Thakur, Rabenseifner & Gropp 2005, section 4 (ring, pairwise); Chan et al. 2007,
-    table 1 (bounds that pipelined trees approach).
+    Bytes as in `collectives.wire_bytes`, except that a receive takes as long as the send. Rings as
+    in Thakur et al., section 4; trees approach the bounds of Chan et al., table 1.
     """
     if size == 1:
         return 0.0

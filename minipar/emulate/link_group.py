@@ -1,9 +1,7 @@
 """The backend ``link``: a `torch.distributed` process group over gloo with a clock of its own.
 
 Gloo moves the data; a thread per lane then sleeps until the link of `minipar.emulate.link` would
-have carried it. It also does what gloo does not: `LinkGroup.shutdown` frees every blocked rank at
-once, and ranks that call different things get a `Mismatch` that says who called what, instead of a
-hang.
+have carried it. Ranks that call different things get a `Mismatch` that says who called what.
 """
 
 import json
@@ -45,9 +43,8 @@ class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
     The wire works for it from `t_start`. `waits` has the moments at which this rank called `wait`,
-    or asked and heard that it is done; who waits for its future is not seen. Times are in seconds
-    of `time.monotonic`. `num_bytes` counts what this rank sends, as `collectives.wire_bytes` does;
-    of an uneven all-to-all, the bytes of its own slices for others.
+    or asked and heard that it is done. Times are in seconds of `time.monotonic`. `num_bytes` counts
+    what this rank sends, as `collectives.wire_bytes` does.
     """
 
     def __init__(
@@ -182,10 +179,7 @@ class LinkGroup(dist.ProcessGroup):
         return "link"
 
     def shutdown(self) -> None:
-        """Make every pending and every later operation raise `RuntimeError`, and end the threads.
-
-        Any thread may call this; blocked ones are freed at once.
-        """
+        """Fail all pending and all later operations; any thread may call this."""
         with self._lock:
             self._stopped.set()
             pending = list(self._pending)
@@ -302,7 +296,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
     def _next(self, lane: Any) -> int:
-        """Return the number of the next operation in a lane; both ends of a message count alike."""
+        """Return the number of the next operation in a lane."""
         self._numbers[lane] += 1
         return self._numbers[lane]
 
@@ -324,10 +318,7 @@ class LinkGroup(dist.ProcessGroup):
         return verb + operation + tensors + root
 
     def _compare(self, call: str, flows: list[list[int]]) -> None:
-        """Exchange what each rank is about to call; raise `Mismatch` unless all call the same.
-
-        `flows`, of an all-to-all: as `_flows` returns them.
-        """
+        """Exchange what each rank is about to call; raise `Mismatch` unless all call the same."""
         width = 300 + 2 * self.size() * 20  # bytes, the same on all ranks
         mine = json.dumps([call[:240], flows]).ljust(width).encode()
         said = torch.empty(self.size() * width, dtype=torch.uint8)
@@ -352,11 +343,9 @@ class LinkGroup(dist.ProcessGroup):
 
     # -------- messages: handed to gloo in the caller, else two ranks that send first would hang
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        """Start to send to the group's rank `peer`."""
         return self._message("send", (0, self.rank(), peer), tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        """Start to receive from the group's rank `peer`."""
         return self._message("recv", (1, peer, self.rank()), tensors, peer, tag)
 
     def _message(

@@ -3,7 +3,7 @@
 The simulator (`sim/`) and the emulated device (`device.py`) share this law. Matmuls and attention
 cost by their shapes, all other operations by the bytes that they read and write. An optimizer costs
 one pass over its weights, gradients and state, as a fused one does. Views and empty memory are
-free. `fused_norms` makes a norm one operation, as on a GPU.
+free.
 """
 
 import math

@@ -47,9 +47,8 @@ def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> No
 def compute_device() -> torch.device:
     """Return this rank's device: a GPU, shared if there are fewer than ranks, or the CPU.
 
-    The GPU follows from LOCAL_RANK, which counts the ranks of a host: not from the rank, since
-    hosts may have more GPUs than ranks. The CPU also behind an emulated link, which carries nothing
-    else.
+    The GPU follows from LOCAL_RANK, not from the rank: hosts may have more GPUs than ranks. An
+    emulated link carries tensors of the CPU only.
     """
     emulated = dist.is_initialized() and dist.get_backend() == "link"
     if emulated or not torch.cuda.is_available():
@@ -62,8 +61,7 @@ def compute_device() -> torch.device:
 def init(backend: str, timeout: float, **where: Any) -> None:
     """Join the default process group; `where` says how the ranks meet.
 
-    NCCL carries the tensors of GPUs. Beside NCCL, gloo carries tensors of the host, and pickled
-    objects, which NCCL would first copy to a GPU.
+    Beside NCCL, gloo carries tensors of the host, and pickled objects.
     """
     if backend == "link":
         from minipar.emulate import link_group
@@ -92,10 +90,9 @@ _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "P
 
 
 def under_torchrun() -> bool:
-    """True if torchrun (or another launcher that speaks its variables) started this process.
+    """True if torchrun, or a launcher that sets its variables, started this process.
 
-    Raises `ValueError` if srun or mpirun started several tasks without these variables: each task
-    would train alone.
+    Raises `ValueError` if srun or mpirun started several tasks without: each would train alone.
     """
     if all(name in os.environ for name in VARIABLES):
         return True
@@ -123,12 +120,11 @@ def rank_and_size() -> tuple[int, int]:
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.
 
-    The ranks meet at MASTER_ADDR and MASTER_PORT. Between hosts, gloo talks over the interface of
-    GLOO_SOCKET_IFNAME, else over the host name's. At the end every rank waits for all
-    others, so that none closes its connections while another still reads from them. After an error
-    it does not wait. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this host
-    has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the ranks
-    do not meet within `timeout` seconds, or lose each other.
+    Between hosts, gloo talks over the interface of GLOO_SOCKET_IFNAME, else over the host name's.
+    At the end every rank waits for all others, so that none closes its connections while another
+    still reads from them. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this
+    host has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the
+    ranks do not meet within `timeout` seconds, or lose each other.
     """
     rank, size = rank_and_size()
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))

@@ -3,11 +3,10 @@
     with Ranks(4) as ranks:
         losses = ranks.run(train, config)      # train(config) on every rank; four results
 
-*Failure.* A call has a time limit. When a rank raises, the others have `grace` seconds left, or
-10 x `grace` if the rank has only lost its connection. At the limit they are stopped, even inside of
-a collective: a control thread in each rank aborts its process groups. A rank that does not answer
-is killed. Then the ranks make a new process group and keep their variables. If a rank is dead, all
-ranks are started anew. `RankError` shows the traceback of the rank that failed first.
+*Failure.* When a rank raises, the others have `grace` seconds left, or 10 x `grace` if the rank has
+only lost its connection. Then they are stopped, even inside of a collective: a control thread in
+each rank aborts its process groups. A rank that does not answer is killed. Then the ranks make a
+new process group and keep their variables. If a rank is dead, all ranks are started anew.
 
 *End.* No rank outlives your process, however it ends.
 
@@ -131,9 +130,8 @@ class Ranks(AbstractContextManager):
     def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
 
-        The function and its arguments travel by value when they are of `__main__` or local, by
-        name otherwise. Calls of several threads take turns. Raises `RankError` when a rank fails,
-        and `CannotTravel`, a `TypeError`, for what cannot be pickled.
+        Raises `RankError` when a rank fails, and `CannotTravel`, a `TypeError`, for what cannot be
+        pickled.
         """
         return self.run_each(fn, [args] * self.size, **kwargs)
 
@@ -162,10 +160,7 @@ class Ranks(AbstractContextManager):
             self._start()
 
     def close(self) -> None:
-        """End all ranks, at once, and all processes that they started.
-
-        A call that is running in another thread fails.
-        """
+        """End all ranks, at once, and all processes that they started."""
         self.closed = True
         for process in self._processes:
             process.kill()
@@ -222,10 +217,7 @@ class Ranks(AbstractContextManager):
         seconds: float,
         raise_interrupt: Callable[[], None] = lambda: None,
     ) -> "Call":
-        """Send `messages[rank]` and return the call when all these ranks have answered.
-
-        Ranks that have not answered after so many seconds are stopped.
-        """
+        """Send `messages[rank]`; return the call when these ranks have answered or ended."""
         self._check_open()
         self._number += 1
         call = Call(self._number, self.size, set(messages), seconds, self.grace)
@@ -326,10 +318,7 @@ class Call:
 
     @property
     def has_broken_group(self) -> bool:
-        """True if the ranks must make their process group anew.
-
-        Not if all ranks failed, with one and the same kind of error: they are in step.
-        """
+        """True unless no rank failed, or all did, with one kind of error: they are in step."""
         failures = self.failures.values()
         is_alike = len(failures) == len(self.asked) and len({f.kind for f in failures}) == 1
         in_step = not failures or (is_alike and not any(f.broken for f in failures))

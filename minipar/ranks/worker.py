@@ -107,8 +107,7 @@ unpack = cloudpickle.loads
 class Stream(io.TextIOBase):
     """``sys.stdout`` or ``sys.stderr`` of a rank: whole lines, on their way to the parent.
 
-    A call may print `MAX_LINES`; the rest is only counted. So a rank that prints without end does
-    not fill the notebook. `rank` is its name, such as "rank 1".
+    A rank that prints without end does not fill the notebook. `rank` is its name: "rank 1".
     """
 
     encoding, errors = "utf-8", "strict"
@@ -129,7 +128,7 @@ class Stream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Send the line that has not ended as it is, such as the state of a progress bar."""
+        """Send the line that has not ended, such as the state of a progress bar."""
         with self._lock:
             if self._rest and self._num_lines < MAX_LINES:
                 self._say(self.name, self._rest)
