@@ -78,30 +78,31 @@ class Device:
 
 
 # ---------------------------------------------------------------------- of this process
-_clock: "_Clock | None" = None
-
-
 def use(device: Device | None) -> None:
     """Compute on `device` from now on, inside of `running`; None: on what there is."""
-    global _clock
-    if _clock is not None:
-        _clock.close()
-    _clock = None if device is None else _Clock(device)
+    if clock.device is not None:
+        clock.device.close()
+    clock.device = None if device is None else _Clock(device)
 
 
 def current() -> Device | None:
     """Return the device that is emulated here."""
-    return None if _clock is None else _clock.device
+    return None if clock.device is None else clock.device.device
+
+
+def playing() -> Device | None:
+    """Return the device that is emulated here, unless it is paused."""
+    return None if clock.device is None or clock.device.is_paused else current()
 
 
 def label(link: str) -> str:
     """Return the words for a figure about the device and a `link` with that label."""
-    return link if _clock is None else f"Emulated {_clock.device}; {link}. Times are the GPU's."
+    return link if current() is None else f"Emulated {current()}; {link}. Times are the GPU's."
 
 
 def running() -> Any:
     """Make each operation of the body take its time; wait for the device at the end."""
-    return nullcontext() if _clock is None else _clock.running()
+    return nullcontext() if clock.device is None else clock.device.running()
 
 
 def paused() -> Any:
@@ -114,25 +115,18 @@ def paused() -> Any:
 
 def now() -> float:
     """Return seconds of the declared device: two of them measure a time."""
-    return clock.now() / (1.0 if _clock is None else _clock.slowdown)
+    return clock.now() / (1.0 if current() is None else current().slowdown)
 
 
 def synchronize() -> None:
     """Sleep until the device has done all its work."""
-    if _clock is not None and _clock.is_main:
-        _clock.come_true()
+    if clock.device is not None and clock.device.is_main:
+        clock.device.come_true()
 
 
 def counted(num_bytes: int, dtype: str = "") -> int:
     """Return the bytes of the declared model for bytes of ours, in tensors of `dtype`."""
-    counts = _clock is not None and not _clock.is_paused
-    return _clock.device.counted(num_bytes, dtype) if counts else num_bytes
-
-
-def slowed(seconds: float) -> float:
-    """Return for how long something takes here that takes so many declared seconds."""
-    counts = _clock is not None and not _clock.is_paused
-    return seconds * _clock.device.slowdown if counts else seconds
+    return num_bytes if playing() is None else playing().counted(num_bytes, dtype)
 
 
 class _Clock(TorchDispatchMode, calls.Tap):
@@ -150,11 +144,9 @@ class _Clock(TorchDispatchMode, calls.Tap):
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
         ]
-        clock.device = self
         calls.taps.insert(0, self)  # others are told of the bytes of the declared model
 
     def close(self) -> None:
-        clock.device = None
         calls.taps.remove(self)
         for hook in self.hooks:
             hook.remove()

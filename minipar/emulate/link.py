@@ -200,5 +200,5 @@ def check_calls(enabled: bool = True) -> None:
 
 def in_use() -> Link | Topology:
     """Return the link that `use` has set, slowed as much as an emulated device beside it."""
-    slowdown = device.slowed(1.0)
-    return _link if slowdown == 1 else _link.scaled(slowdown)
+    played = device.playing()
+    return _link if played is None else _link.scaled(played.slowdown)
