@@ -104,44 +104,35 @@ unpack = cloudpickle.loads
 """Undoes `pack`. Both ends are our own processes: nothing that comes from elsewhere is unpickled"""
 
 
-class Stream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a rank: whole lines, on their way to the parent.
+class Stream(io.RawIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a rank, on its way to the parent; `text` is for writers.
 
     A rank that prints without end does not fill the notebook. `rank` is its name: "rank 1".
     """
 
-    encoding, errors = "utf-8", "strict"
-
     def __init__(self, name: str, say: Callable[[str, str], None], rank: str) -> None:
-        self.name, self._say, self._rank, self._lock = name, say, rank, threading.RLock()
-        self._rest = ""  # the line that has not ended
+        self.name, self._say, self._rank = name, say, rank
         self._num_lines = 0  # of this call
+        self.text = io.TextIOWrapper(self, "utf-8", line_buffering=True)
 
-    def write(self, text: str) -> int:
-        """Send the lines that are whole now."""
-        with self._lock:
-            *lines, self._rest = (self._rest + text).split("\n")
-            room = max(0, MAX_LINES - self._num_lines)
-            self._num_lines += len(lines)
-            if shown := lines[:room]:
-                self._say(self.name, "\n".join([*shown, ""]))
-        return len(text)
+    def writable(self) -> bool:
+        return True
 
-    def flush(self) -> None:
-        """Send the line that has not ended, such as the state of a progress bar."""
-        with self._lock:
-            if self._rest and self._num_lines < MAX_LINES:
-                self._say(self.name, self._rest)
-                self._rest = ""
+    def write(self, data: memoryview) -> int:
+        """Send lines, or the part of one: the state of a progress bar, say."""
+        lines = bytes(data).decode().split("\n")  # the last one has not ended
+        room = MAX_LINES - self._num_lines
+        self._num_lines += len(lines) - 1
+        if data and room > 0:
+            self._say(self.name, "\n".join(lines[:room]) + "\n" * (len(lines) > room))
+        return len(data)
 
     def end(self) -> None:
         """The call is over: send the rest, and the number of lines left out."""
-        with self._lock:
-            self.flush()
-            left_out = self._num_lines + bool(self._rest) - MAX_LINES
-            self._rest, self._num_lines = "", 0
-            if left_out > 0:
-                self._say(self.name, f"... {left_out:,} more lines of {self._rank}\n")
+        self.text.flush()
+        left_out, self._num_lines = self._num_lines - MAX_LINES, 0
+        if left_out > 0:
+            self._say(self.name, f"... {left_out:,} more lines of {self._rank}\n")
 
 
 # ---------------------------------------------------------------------- the loop
@@ -165,7 +156,7 @@ class _Worker:
         if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()
         if self.setup.capture:
-            sys.stdout, sys.stderr = self.streams
+            sys.stdout, sys.stderr = (stream.text for stream in self.streams)
         while True:
             self.call, kind, content = self.work.recv()
             try:
@@ -294,7 +285,7 @@ def shield() -> None:
 def say(kind: str, content: Any) -> None:
     """From inside a rank: hand (picklable) `content`, such as a picture, to the parent's sink."""
     for stream in _worker.streams:
-        stream.flush()
+        stream.text.flush()
     _worker.say(kind, content)
 
 
