@@ -70,14 +70,11 @@ class LinkWork(dist.Work):
             hold.ended = self._done
 
     def finish(self, error: Exception | None = None) -> None:
-        """Mark as done, the first time; wake the threads that wait."""
-        with self._lock:
-            if self._done.is_set():
-                return
-            self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
-            for observe in link.observers:
-                observe(self)
-            self._done.set()
+        """Mark as done; wake the threads that wait."""
+        self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
+        for observe in link.observers:
+            observe(self)
+        self._done.set()
         self.ended.set_result(None)
 
     @property
@@ -179,14 +176,11 @@ class LinkGroup(dist.ProcessGroup):
         return "link"
 
     def shutdown(self) -> None:
-        """Fail all pending and all later operations; any thread may call this."""
+        """End the threads. Operations that have not begun, or are asleep, raise `RuntimeError`."""
         with self._lock:
             self._stopped.set()
-            pending = list(self._pending)
-        for work in pending:
-            self._finish(work, self._failed(work.verb))
-        for works in self._lanes.values():
-            works.put(None)
+            for works in self._lanes.values():
+                works.put(None)
 
     @property
     def moving(self) -> bool:
@@ -197,7 +191,7 @@ class LinkGroup(dist.ProcessGroup):
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
         with self._lock:
-            self._raise_if_stopped(work.verb)
+            self._raise_if_stopped()
             if lane not in self._lanes:
                 works = self._lanes[lane] = queue.SimpleQueue()
                 thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
@@ -211,31 +205,27 @@ class LinkGroup(dist.ProcessGroup):
         free = 0.0  # when the link has carried the last operation
         while (work := works.get()) is not None:
             try:
-                self._raise_if_stopped(work.verb)
+                self._raise_if_stopped()
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
                 end = work.t_start + duration + strict.delay()
                 free = end - work.latency
-                while (left := end - time.monotonic()) > 0 and not self._stopped.wait(left):
-                    pass
+                while (left := end - time.monotonic()) > 0:
+                    self._stopped.wait(left)
+                    self._raise_if_stopped()
                 work.t_end = end if device.current() else None  # however late it is here
-                self._finish(work)
+                failed = None
             except Mismatch as error:
-                self._finish(work, error)
+                failed = error
             except Exception as error:
-                self._finish(work, self._failed(work.verb, error))
+                failed = RuntimeError(f"{work.verb} on rank {self.ranks[self.rank()]}: {error}")
+            with self._lock:
+                self._pending.discard(work)
+            work.finish(failed)
             del work  # a lane at rest must not keep tensors alive
 
-    def _finish(self, work: LinkWork, error: Exception | None = None) -> None:
-        with self._lock:
-            self._pending.discard(work)
-        work.finish(error)
-
-    def _failed(self, verb: str, why: Any = "the process group was destroyed") -> RuntimeError:
-        return RuntimeError(f"{verb} on rank {self.ranks[self.rank()]}: {why}")
-
-    def _raise_if_stopped(self, verb: str) -> None:
+    def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():
-            raise self._failed(verb)
+            raise RuntimeError("the process group was destroyed")
 
     # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
     # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
@@ -353,7 +343,7 @@ class LinkGroup(dist.ProcessGroup):
     ) -> LinkWork:
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
-        self._raise_if_stopped(verb)
+        self._raise_if_stopped()
         device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
