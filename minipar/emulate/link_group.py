@@ -9,9 +9,9 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partialmethod
 from itertools import product
 from typing import Any
 
@@ -122,30 +122,6 @@ class LinkWork(dist.Work):
         return self.ended.then(lambda _: self.result())
 
 
-def _method(
-    verb: str, gloo: str, options: type, piece: int = 0, each: bool = False
-) -> Callable[..., LinkWork]:
-    """Return the method of a process group that does `verb` by the method `gloo` of gloo.
-
-    Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`, arguments
-    are lists: gloo is called once per pair of tensors, and the link carries all as one transfer.
-    """
-
-    def method(group: "LinkGroup", *args: Any, opts: Any = None) -> LinkWork:
-        if opts is None and args and isinstance(args[-1], options):
-            *args, opts = args
-        opts = opts or options()
-
-        def launch(args: Sequence[Any]) -> None:
-            calls = zip(*args, strict=True) if each else [args]
-            for work in [getattr(group.inner, gloo)(*call, opts) for call in calls]:
-                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
-
-        return group._collective(verb, launch, args, opts, args[piece : piece + 1])
-
-    return method
-
-
 def _held(name: str, args: Any, read: list, written: list) -> tuple[Any, strict.Handle | None]:
     """Return the tensors to move, and the handle that finds races, if there is one."""
     if not strict.is_on():
@@ -167,7 +143,6 @@ class LinkGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._calls = Calls(options.store, size)
-        self._numbers = Counter()  # of operations, by lane
         self._lanes: dict[Any, queue.SimpleQueue] = {}
         self._pending: set[LinkWork] = set()
         self._lock, self._stopped = threading.RLock(), threading.Event()
@@ -227,36 +202,25 @@ class LinkGroup(dist.ProcessGroup):
         if self._stopped.is_set():
             raise RuntimeError("the process group was destroyed")
 
-    # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
-    # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
-    allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions)
-    broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions)
-    reduce = _method("reduce", "reduce", c10d.ReduceOptions)
-    allgather = _method("all_gather", "allgather", c10d.AllgatherOptions, 1)
-    all_gather_single = _method("all_gather", "_allgather_base", c10d.AllgatherOptions, 1)
-    all_gather_single_coalesced = _method(
-        "all_gather", "_allgather_base", c10d.AllgatherOptions, 1, each=True
-    )
-    reduce_scatter = _method("reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions)
-    reduce_scatter_single = _method(
-        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions
-    )
-    reduce_scatter_single_coalesced = _method(
-        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, each=True
-    )
-    all_to_all_single = _method("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1)
-    gather = _method("gather", "gather", c10d.GatherOptions, 1)
-    scatter = _method("scatter", "scatter", c10d.ScatterOptions)
-    barrier = _method("barrier", "barrier", c10d.BarrierOptions)
-
+    # -------- collectives
     def _collective(
         self,
         verb: str,
-        launch: Callable[[Sequence[Any]], None],
-        args: Sequence[Any],
-        opts: Any,
-        pieces: Sequence[Any],
+        gloo: str,
+        options: type,
+        *args: Any,
+        opts: Any = None,
+        piece: int = 0,
+        each: bool = False,
     ) -> LinkWork:
+        """Do `verb` of the cost model by the method `gloo` of gloo.
+
+        Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`,
+        arguments are lists: gloo is called once per pair, and the link carries all as one transfer.
+        """
+        if opts is None and args and isinstance(args[-1], options):
+            *args, opts = args
+        opts, pieces = opts or options(), args[piece : piece + 1]
         device.synchronize()  # the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
@@ -271,24 +235,44 @@ class LinkGroup(dist.ProcessGroup):
         checks, call = link.checks, stands_for.get() or verb
         wire, name = link.in_use().between(self.ranks), call.partition("(")[0]
         seconds = link.seconds(verb, whole, size, wire)
-        everyone = [(0, each, each) for each in range(size)]
-        result = tensors_in(args[:1])
-        args, hold = _held(name, args, *self._read_and_written(verb, args, opts))
+        everyone = [(0, other, other) for other in range(size)]
+        moved, hold = _held(name, args, *self._read_and_written(verb, args, opts))
 
         def run(ready: float) -> Transfer:
             if checks:
                 self._compare(self._describe(call, pieces, opts), flows)
-            number, mine = self._next("collectives"), Transfer(ready, seconds)
-            self._calls.post((0, rank, rank), number, mine)
-            launch(args)
+            mine = Transfer(ready, seconds)
+            number = self._calls.post((0, rank, rank), mine)
+            pairs = zip(*moved, strict=True) if each else [moved]
+            for work in [getattr(self.inner, gloo)(*pair, opts) for pair in pairs]:
+                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
             return self._calls.latest(everyone, number, mine)  # as long as the busiest rank needs
 
+        result = tensors_in(args[:1])
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
-    def _next(self, lane: Any) -> int:
-        """Return the number of the next operation in a lane."""
-        self._numbers[lane] += 1
-        return self._numbers[lane]
+    # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
+    allreduce = partialmethod(_collective, "all_reduce", "allreduce", c10d.AllreduceOptions)
+    broadcast = partialmethod(_collective, "broadcast", "broadcast", c10d.BroadcastOptions)
+    reduce = partialmethod(_collective, "reduce", "reduce", c10d.ReduceOptions)
+    barrier = partialmethod(_collective, "barrier", "barrier", c10d.BarrierOptions)
+    gather = partialmethod(_collective, "gather", "gather", c10d.GatherOptions, piece=1)
+    scatter = partialmethod(_collective, "scatter", "scatter", c10d.ScatterOptions)
+    _gathers = "all_gather", "_allgather_base", c10d.AllgatherOptions
+    allgather = partialmethod(
+        _collective, "all_gather", "allgather", c10d.AllgatherOptions, piece=1
+    )
+    all_gather_single = partialmethod(_collective, *_gathers, piece=1)
+    all_gather_single_coalesced = partialmethod(_collective, *_gathers, piece=1, each=True)
+    _reduces = "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions
+    reduce_scatter = partialmethod(
+        _collective, "reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions
+    )
+    reduce_scatter_single = partialmethod(_collective, *_reduces)
+    reduce_scatter_single_coalesced = partialmethod(_collective, *_reduces, each=True)
+    all_to_all_single = partialmethod(
+        _collective, "all_to_all", "alltoall_base", c10d.AllToAllOptions, piece=1
+    )
 
     def _read_and_written(self, verb: str, args: Sequence[Any], opts: Any) -> list[list]:
         """Return the tensors that an operation reads, and the tensors that it fills."""
@@ -347,10 +331,10 @@ class LinkGroup(dist.ProcessGroup):
         device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
-        num_bytes, number = _num_bytes(tensors), self._next((verb, peer))
+        num_bytes = _num_bytes(tensors)
         wire, counted = link.in_use().between(pair), device.counted(num_bytes, _type_of(tensors))
         mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
-        self._calls.post(cell, number, mine)
+        number = self._calls.post(cell, mine)
         other = self._calls.read(other_end, number)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
             sizes = num_bytes, int(other.num_bytes)
