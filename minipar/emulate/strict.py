@@ -37,7 +37,6 @@ from minipar.comm.calls import Call, Tap, taps
 
 DELAY = 1e-3  # seconds by which an operation is late, in the mean of an exponential law
 PATIENCE = 2.0  # seconds that an operation has left at the end of a body
-LOOKS = 20  # 10 ms apart, until other threads have let go of operations that ended
 
 _flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
 _lost: list[str] = []
@@ -68,10 +67,8 @@ def watching() -> Iterator[None]:
         for handle in list(_flying):
             handle.ended.wait(max(0.0, until - time.monotonic()))
         handle = None
-        for _ in range(LOOKS):
-            if not _flying:
-                break
-            time.sleep(0.01)
+        if _flying:
+            time.sleep(0.2)  # other threads let go of operations that ended
         gc.collect()  # a handle in a cycle is as lost as any other
         if _lost:
             race = Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")

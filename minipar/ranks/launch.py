@@ -308,7 +308,7 @@ class Call:
         if exitcode < 0:
             by = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
         label, message = f"rank {rank} of {self.size}", f"the process ended by {by}"
-        self.failures[rank] = Failure(label, "Died", message, message, exitcode)
+        self.failures[rank] = Failure(label, "Died", message, message)
         self._hurry(0)  # a wait for the dead is in vain
 
     def _hurry(self, seconds: float) -> None:

@@ -42,7 +42,6 @@ class Failure:
     kind: str  # name of the exception class, or "Died"
     message: str
     report: str  # the traceback, as it should be shown
-    exitcode: int | None = None  # of a process that ended
     broken: bool = False  # it was the connection that failed, not the code
     stopped: bool = False  # because others had failed, not by itself
 
