@@ -357,9 +357,3 @@ def _interrupts_held() -> Iterator[Callable[[], None]]:
         if is_ours:
             signal.signal(signal.SIGINT, usual)
     raise_interrupt()
-
-
-def spawn(fn: Callable, size: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """Start `size` ranks, run ``fn(*args, **kwargs)`` on each, end them; return the results."""
-    with Ranks(size) as ranks:
-        return ranks.run(fn, *args, **kwargs)
