@@ -10,9 +10,11 @@ import torch
 from hypothesis import settings
 
 from minipar.emulate import strict
-from minipar.ranks import backends, processes
+from minipar.ranks import backends, launch, processes
 from minipar.ranks.launch import Ranks
 from tests.patience import Looks, busy
+
+launch.GRACE = 0.3  # seconds: tests of failures are many
 
 # What this machine's network, or a launcher around the tests, tells of itself holds neither for the
 # ranks that tests start nor in the network namespaces that they make.
@@ -138,9 +140,9 @@ class Pools:
         key = size, backend
         if key not in self.pools or self.pools[key].closed:
             if backend == "gloo" and STRICT in os.environ:
-                self.pools[key] = Strict(size, backend="link", grace=0.3)
+                self.pools[key] = Strict(size, backend="link")
             else:
-                self.pools[key] = Ranks(size, backend=backend, grace=0.3)
+                self.pools[key] = Ranks(size, backend=backend)
         self.asked[key] = time.monotonic()
         return self.pools[key]
 

@@ -194,10 +194,8 @@ class _Clock(TorchDispatchMode, calls.Tap):
     @contextmanager
     def running(self) -> Iterator[None]:
         self.is_paused, self.is_inside = False, 0  # whatever a call before has left
-        self.catch_up()
-        with operations.fused_norms(), self:
+        with self.recording(), operations.fused_norms(), self:
             yield
-        self.come_true()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

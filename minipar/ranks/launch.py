@@ -3,7 +3,7 @@
     with Ranks(4) as ranks:
         losses = ranks.run(train, config)      # train(config) on every rank; four results
 
-*Failure.* When a rank raises, the others have `grace` seconds left, or 10 x `grace` if the rank has
+*Failure.* When a rank raises, the others have `GRACE` seconds left, or 10 x `GRACE` if the rank has
 only lost its connection. Then they are stopped, even inside of a collective: a control thread in
 each rank aborts its process groups. A rank that does not answer is killed. Then the ranks make a
 new process group and keep their variables. If a rank is dead, all ranks are started anew.
@@ -38,6 +38,7 @@ from minipar.ranks.worker import Failure, Setup, pack, unpack
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
 """Variables of the ranks, unless the environment of the user has others."""
+GRACE = 1.0  # seconds that ranks may go on after another has failed
 TO_STOP, TO_JOIN = 3.0, 60.0
 """Seconds in which ranks that are stopped, or make a process group, must answer."""
 
@@ -85,7 +86,6 @@ class Ranks(AbstractContextManager):
         size: number of ranks.
         backend: "gloo", "nccl", or "link" (gloo behind an emulated link).
         timeout: seconds after which a collective that is not joined by all fails.
-        grace: seconds that ranks may go on after another has failed; see *Failure* above.
         sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
             them print for themselves.
         preload: names of modules that the fork server imports, if it does not run yet.
@@ -100,7 +100,6 @@ class Ranks(AbstractContextManager):
         *,
         backend: str = "gloo",
         timeout: float = 20.0,
-        grace: float = 1.0,
         sink: OutputSink | None = prefixed,
         preload: tuple[str, ...] = (),
         device: Device | None = None,
@@ -108,7 +107,7 @@ class Ranks(AbstractContextManager):
         check_ranks(size, backend)
         if backend != "link" and device is not None:
             raise ValueError(f"a device needs backend='link', not {backend!r}")
-        self.size, self.grace, self.sink = size, grace, sink
+        self.size, self.sink = size, sink
         self.remade = 0  # how often the process group was made again
         self.time_limit: float | None = None  # seconds that a call may take
         self.lock = threading.RLock()  # held by the thread whose call is running
@@ -220,7 +219,7 @@ class Ranks(AbstractContextManager):
         """Send `messages[rank]`; return the call when these ranks have answered or ended."""
         self._check_open()
         self._number += 1
-        call = Call(self._number, self.size, set(messages), seconds, self.grace)
+        call = Call(self._number, self.size, set(messages), seconds)
         for rank, message in messages.items():
             with suppress(OSError):  # a dead rank is found below
                 self._processes[rank].work.send((call.number, *message))
@@ -273,7 +272,6 @@ class Call:
     size: int
     asked: set[int]
     seconds: float  # that it may take
-    grace: float  # seconds that it may go on after a failure
 
     def __post_init__(self) -> None:
         self.waiting = set(self.asked)
@@ -296,7 +294,7 @@ class Call:
         else:
             self.failures[rank] = answer
             # A lost connection is a consequence: its cause, or a death, is still to be heard of.
-            self._hurry(self.grace * (10 if answer.broken else 1))
+            self._hurry(GRACE * (10 if answer.broken else 1))
 
     def died(self, rank: int, exitcode: int) -> None:
         """Note that a process has ended."""

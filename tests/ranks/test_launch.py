@@ -39,7 +39,7 @@ RECOVERY = 5.0  # seconds in which a failed call must have returned, with the gr
 
 @pytest.fixture(scope="module")
 def pool():
-    with Ranks(4, grace=0.2, sink=lambda *_: None) as pool:
+    with Ranks(4, sink=lambda *_: None) as pool:
         yield pool
 
 
@@ -236,7 +236,7 @@ def test_a_group_is_mended_unless_all_failed_alike_and_kept_their_connections():
     """Mutants: one is as good as all; a lost connection is none."""
     one, broken = (Failure("", "E", "", "", broken=lost) for lost in (False, True))
     for failures, is_alike in ([one], False), ([one, one], True), ([one, broken], False):
-        call = Call(1, 2, {0, 1}, seconds=9.0, grace=1.0)
+        call = Call(1, 2, {0, 1}, seconds=9.0)
         for rank, failure in enumerate(failures):
             call.answered(rank, failure, True)
         assert call.has_broken_group != is_alike
