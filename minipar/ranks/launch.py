@@ -129,8 +129,7 @@ class Ranks(AbstractContextManager):
     def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
 
-        Raises `RankError` when a rank fails, and `CannotTravel`, a `TypeError`, for what cannot be
-        pickled.
+        Raises `RankError` when a rank fails, and `TypeError` for what cannot be pickled.
         """
         return self.run_each(fn, [args] * self.size, **kwargs)
 

@@ -72,12 +72,6 @@ class InWords:
         return str(self).splitlines()
 
 
-class CannotTravel(InWords, TypeError):
-    """A function or an argument cannot be sent to the ranks, or a result back; says why."""
-
-    report = property(str)  # that a rank shows of it
-
-
 class _Pickler(cloudpickle.Pickler):
     """Sends a function by value if it is of `__main__` or local, else by name."""
 
@@ -90,12 +84,12 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def pack(thing: Any, what: str = "the result cannot be sent back") -> bytes:
-    """Return `thing` pickled. Raises `CannotTravel`, which begins with `what`."""
+    """Return `thing` pickled. Raises `TypeError`, which begins with `what`."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(thing)
     except Exception as error:
-        raise CannotTravel(f"{what}: {error}") from None
+        raise TypeError(f"{what}: {error}") from None
     return file.getvalue()
 
 
