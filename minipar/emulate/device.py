@@ -1,7 +1,7 @@
 """An emulated device: work takes as long as on a declared GPU, and most of that time is slept.
 
     from minipar.sim.emulate import device
-    with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
+    ranks.run(use, device("h100/50", magnify=64))      # or, in a notebook, Ranks(device="h100/50")
 
 Idea.   On a laptop all ranks share a few cores, and timelines show how busy the cores are.
         Here each rank has a clock instead. Tensors are computed as ever, at once. Every operation

@@ -165,7 +165,7 @@ class Ranks(Watched):
         if _current is not None:
             _current.close()
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        known = dict(backend=backend, device=self.device, preload=preload)
+        known = dict(backend=backend, preload=preload)
         super().__init__(size, sink=self._hear, **known | options)
         self._prepare()
         _current = self
@@ -242,7 +242,7 @@ class Ranks(Watched):
 
     # ------------------------------------------------------------------ after a failure
     def _prepare(self) -> None:
-        super().run_each(shell.prepare, [(self._mesh, self.link)] * self.size)
+        super().run_each(shell.prepare, [(self._mesh, self.link, self.device)] * self.size)
 
     def _recover(self, remade: int, pids: list[int]) -> str:
         """Bring the namespaces in line with the process group; say which cells to run again."""

@@ -33,6 +33,7 @@ from traitlets.config import Config
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Mesh
+from minipar.emulate import device as devices
 from minipar.emulate import link, link_group
 from minipar.ranks import backends, launch, worker
 from minipar.ranks.worker import Stopped
@@ -192,9 +193,10 @@ def run_cell(code: str, number: int) -> None:
         raise error
 
 
-def prepare(sizes: dict[str, int], wire: link.Link | link.Topology) -> None:
+def prepare(sizes: dict[str, int], wire: link.Link | link.Topology, emulated: Any) -> None:
     """Put into the namespace what every cell may rely on, for the process group of now."""
     link.use(wire)
+    devices.use(emulated)
     device = backends.compute_device()
     _facts.update(rank=dist.get_rank(), world_size=dist.get_world_size())
     _shell().user_ns.update(_facts, device=device, mesh=Mesh(**sizes), torch=torch, dist=dist)

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minipar.emulate.device import Device
 from minipar.observe.watchdog import names
 from minipar.ranks.backends import check_ranks
 from minipar.ranks.processes import Process, warm_up
@@ -89,9 +88,8 @@ class Ranks(AbstractContextManager):
         sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
             them print for themselves.
         preload: names of modules that the fork server imports, if it does not run yet.
-        device: the emulated device of every rank (`minipar.emulate.device`); needs "link".
 
-    Raises `ValueError` for ranks that this machine cannot start, or a device without a link.
+    Raises `ValueError` for ranks that this machine cannot start.
     """
 
     def __init__(
@@ -102,11 +100,8 @@ class Ranks(AbstractContextManager):
         timeout: float = 20.0,
         sink: OutputSink | None = prefixed,
         preload: tuple[str, ...] = (),
-        device: Device | None = None,
     ) -> None:
         check_ranks(size, backend)
-        if backend != "link" and device is not None:
-            raise ValueError(f"a device needs backend='link', not {backend!r}")
         self.size, self.sink = size, sink
         self.remade = 0  # how often the process group was made again
         self.time_limit: float | None = None  # seconds that a call may take
@@ -119,9 +114,7 @@ class Ranks(AbstractContextManager):
             )
             self._store = dist.TCPStore(*door.getsockname(), **how)
         environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
-        self._setup = Setup(
-            size, backend, timeout, sink is not None, self._store.port, environment, device
-        )
+        self._setup = Setup(size, backend, timeout, sink is not None, self._store.port, environment)
         self._preload, self._processes = preload, list[Process]()
         atexit.register(self.close)
         self._start()

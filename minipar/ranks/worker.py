@@ -56,7 +56,6 @@ class Setup:
     capture: bool
     port: int  # of the store in the parent
     environment: dict[str, str]
-    device: device.Device | None
     rank: int = -1
 
 
@@ -145,7 +144,6 @@ class _Worker:
         signal.signal(signal.SIGUSR2, self._on_signal)
         threading.Thread(target=self._obey, daemon=True).start()
         torch.set_num_threads(1)
-        device.use(self.setup.device)
         if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()
         if self.setup.capture:

@@ -14,7 +14,6 @@ from minipar.comm.mesh import Mesh
 from minipar.emulate import device, link, operations
 from minipar.emulate.device import Device
 from minipar.observe import timeline
-from minipar.ranks.launch import Ranks
 
 
 @dataclass(frozen=True)
@@ -227,8 +226,6 @@ def test_a_pause_takes_no_time(ranks):
 
 def test_bad_devices_are_refused():
     """Before any process starts, in one line."""
-    with pytest.raises(ValueError, match="a device needs backend='link', not 'gloo'"):
-        Ranks(2, device=Device(Sheet()))
     for bad in ({"slowdown": 0.5}, {"magnify": float("nan")}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be from 1 up"):
             Device(Sheet(), **bad)
