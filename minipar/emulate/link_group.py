@@ -196,7 +196,7 @@ class LinkGroup(dist.ProcessGroup):
             with self._lock:
                 self._pending.discard(work)
             work.finish(failed)
-            del work  # a lane at rest must not keep tensors alive
+            del work, failed  # a lane at rest must not keep tensors alive
 
     def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():
