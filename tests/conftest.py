@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minipar.ranks import backends, processes
+from minipar.emulate import strict
+from minipar.ranks import backends, launch, processes
 from minipar.ranks.launch import Ranks
 from tests.patience import Looks, busy
+
+launch.GRACE = 0.3  # seconds: tests of failures are many
 
 # What this machine's network, or a launcher around the tests, tells of itself holds neither for the
 # ranks that tests start nor in the network namespaces that they make.
@@ -108,6 +111,17 @@ def pytest_runtest_call(item):
 STRICT = "MINIPAR_TESTS_STRICT"  # if it is set, `ranks` that talk over gloo find races instead
 
 
+class Strict(Ranks):
+    """Ranks that find races in each call."""
+
+    def run_each(self, fn, args_of, **kwargs):
+        def watched(*args, **kwargs):
+            with strict.watching():
+                return fn(*args, **kwargs)
+
+        return super().run_each(watched, args_of, **kwargs)
+
+
 class Pools:
     """Standing groups of ranks, by size and backend, until nobody has asked for one for a while.
 
@@ -126,9 +140,9 @@ class Pools:
         key = size, backend
         if key not in self.pools or self.pools[key].closed:
             if backend == "gloo" and STRICT in os.environ:
-                self.pools[key] = Ranks(size, backend="link", grace=0.3, strict=True)
+                self.pools[key] = Strict(size, backend="link")
             else:
-                self.pools[key] = Ranks(size, backend=backend, grace=0.3)
+                self.pools[key] = Ranks(size, backend=backend)
         self.asked[key] = time.monotonic()
         return self.pools[key]
 

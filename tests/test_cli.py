@@ -222,7 +222,7 @@ def test_a_model_that_is_shorter_than_usual_sets_the_length_and_says_so(
     """Mutant: refused, with a flag that nobody has typed."""
     hf.save(Llama(dataclasses.replace(PRESETS["tiny"], max_seq_len=64)), tmp_path)
     seen = []
-    monkeypatch.setattr(training, "check_fits_here", lambda *_: seen.append(1) or sys.exit(9))
+    monkeypatch.setattr(training.backends, "check_ranks", lambda *_: seen.append(1) or sys.exit(9))
     assert call(capfd, "train", "--init", tmp_path)[:2] == (
         9,
         f"{tmp_path} cannot see the usual 256 tokens: --seq-len 64\n",

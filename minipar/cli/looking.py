@@ -16,7 +16,8 @@ from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
 from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
-from minipar.ranks.launch import Ranks, check_fits_here
+from minipar.ranks.backends import check_ranks
+from minipar.ranks.launch import Ranks
 from minipar.sim import planner
 from minipar.tools import dumps
 from minipar.tools import hang as prove_hang
@@ -138,7 +139,7 @@ def prove(command: Prove) -> None:
     if not 0 < command.rtol < 1:
         raise ValueError(f"--rtol {command.rtol} must be between 0 and 1, such as 1e-10")
     timeout, size = command.timeout, math.prod(sizes.values())
-    check_fits_here(size)
+    check_ranks(size)
     with Ranks(1, timeout=timeout) as one, Ranks(size, timeout=timeout) as many:
         one.time_limit = many.time_limit = 20 * timeout
         pool = {1: one, many.size: many}.__getitem__

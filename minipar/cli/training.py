@@ -17,7 +17,7 @@ from minipar.cli.main import is_bad_input
 from minipar.comm.mesh import Mesh
 from minipar.observe.timeline import Timeline
 from minipar.ranks import backends
-from minipar.ranks.launch import RankError, Ranks, check_fits_here
+from minipar.ranks.launch import RankError, Ranks
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.folder import on_first_rank
@@ -48,10 +48,9 @@ def train(config: TrainConfig) -> None:
     if backends.under_torchrun():
         _train_under_torchrun(config)
         return
-    check_fits_here(config.num_ranks, config.weight_bytes())
     backend, size = config.backend, config.num_ranks
     backend = backends.pick_backend(size) if backend == "auto" else backend
-    backends.check_backend(backend, size)
+    backends.check_ranks(size, backend, config.weight_bytes())
     folder, start = _place(config)
     if _is_done(config, start):
         return

@@ -1,7 +1,7 @@
 """An emulated device: work takes as long as on a declared GPU, and most of that time is slept.
 
     from minipar.sim.emulate import device
-    with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
+    ranks.run(use, device("h100/50", magnify=64))      # or, in a notebook, Ranks(device="h100/50")
 
 Idea.   On a laptop all ranks share a few cores, and timelines show how busy the cores are.
         Here each rank has a clock instead. Tensors are computed as ever, at once. Every operation
@@ -9,21 +9,17 @@ Idea.   On a laptop all ranks share a few cores, and timelines show how busy the
         until its clock wherever another could notice: where a collective or a message begins, and
         where a call or a recording ends. 16 ranks on two cores draw what 16 GPUs would.
 Law.    Seconds of an operation follow from its shapes (`operations.py`) and the device's data sheet
-        (`sim/hardware.py`). Deadlines are points of the clock, so that waking up late adds nothing.
+        (`sim/hardware.py`). Deadlines are points of the clock: a rank that comes late to one makes
+        up for it asleep, and times of a Timeline are exact all the same.
 Slow.   All of it, links too, happens `slowdown` times slower than declared, because a laptop must
         have done the real work by then. A Timeline shows seconds of the declared device.
-Format. The laptop computes in float32; a GPU would train in bf16. So a tensor of float32 here
-        stands for a bf16 tensor there: a matmul runs at the rate of bf16, and all bytes count half,
-        on the link too. The optimizer's step keeps its 28 bytes per parameter, which float32
-        masters, moments and bf16 weights need as well. "h100:fp32/50" plays float32: use it where a
-        model mixes precisions itself. Tensors of other types always count as they are.
+Format. A tensor of float32 here stands for a bf16 tensor of a GPU: a matmul runs at the rate of
+        bf16, and all bytes count half, on the link too. The optimizer's step keeps its 28 bytes per
+        parameter: float32 masters and moments, and bf16 weights. Other types count as they are.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
-        FLOPs, and messages, copies and states k^2 times their bytes, as in a model k times as wide
-        on sequences k times as long. (A norm's weights count k times too much: next to nothing.
-        Give `bucket_mb` in small, 25 / k^2 for 25 MB.)
-Late.   A rank may come late to a deadline. Its clock does not wait, and the rank makes up for that
-        asleep. `record` warns when a rank was late by `LATE` of the time: slow the device down.
+        FLOPs, and messages, copies and states k^2 times their bytes. (A norm's weights count k
+        times too much: next to nothing. Give `bucket_mb` in small, 25 / k^2 for 25 MB.)
 
 Limits: collectives on the emulated link alone; copies between device and host take real time; what
 other threads of a rank compute takes none.
@@ -32,7 +28,6 @@ other threads of a rank compute takes none.
 import gc
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -48,76 +43,66 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minipar.comm import calls, clock
 from minipar.emulate import operations
 
-LATE = 0.05
-"""A rank warns if it was late by this share of a recording."""
-FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 @dataclass(frozen=True)
 class Device:
-    """The declared device of a rank.
-
-    Raises `ValueError` for a factor below 1, and for a format that is not one of `FORMATS`.
-    """
+    """The declared device of a rank. Raises `ValueError` for a factor below 1."""
 
     sheet: Any  # what answers in seconds as `minipar.sim.hardware.Device` does
     slowdown: float = 1.0
     magnify: float = 1.0
-    format: str = "bf16"  # that a tensor of float32 stands for
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"format={self.format!r}: use one of {', '.join(FORMATS)}")
         for name in ("slowdown", "magnify"):
             if not 1 <= getattr(self, name) <= 1e9:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 1 up, to 1e9 at most")
 
     def played(self, work: operations.Work) -> operations.Work:
-        """Return the work of the declared model: in its format, with sides `magnify` times ours."""
+        """Return the work of the declared model: in bf16, with sides `magnify` times ours."""
         fixed = {"product": 1, "attention": 2, "bytes": 0}[work.work]  # batch and heads stay
         sides = (side * self.magnify for side in work.shape[fixed : fixed + 3])
         shape = (*work.shape[:fixed], *sides, *work.shape[fixed + 3 :])
         if work.dtype != "float32" or work.op == "step":
             return work._replace(shape=shape, num_bytes=self.counted(work.num_bytes))
-        dtype = str(FORMATS[self.format]).removeprefix("torch.")
         num_bytes = self.counted(work.num_bytes, work.dtype)
-        return work._replace(shape=shape, dtype=dtype, num_bytes=num_bytes)
+        return work._replace(shape=shape, dtype="bfloat16", num_bytes=num_bytes)
 
     def counted(self, num_bytes: float, dtype: str = "") -> int:
         """Return the bytes of the declared model for `num_bytes` of ours, in tensors of `dtype`."""
-        share = FORMATS[self.format].itemsize / 4 if dtype == "float32" else 1
+        share = 0.5 if dtype == "float32" else 1
         return round(num_bytes * share * self.magnify**2)
 
     def __str__(self) -> str:
         wider = f", a model {self.magnify:g}x wider" if self.magnify > 1 else ""
-        return f"{self.sheet.name.upper()} in {self.format}{wider}"
+        return f"{self.sheet.name.upper()} in bf16{wider}"
 
 
 # ---------------------------------------------------------------------- of this process
-_clock: "_Clock | None" = None
-
-
 def use(device: Device | None) -> None:
     """Compute on `device` from now on, inside of `running`; None: on what there is."""
-    global _clock
-    if _clock is not None:
-        _clock.close()
-    _clock = None if device is None else _Clock(device)
+    if clock.device is not None:
+        clock.device.close()
+    clock.device = None if device is None else _Clock(device)
 
 
 def current() -> Device | None:
     """Return the device that is emulated here."""
-    return None if _clock is None else _clock.device
+    return None if clock.device is None else clock.device.device
+
+
+def playing() -> Device | None:
+    """Return the device that is emulated here, unless it is paused."""
+    return None if clock.device is None or clock.device.is_paused else current()
 
 
 def label(link: str) -> str:
     """Return the words for a figure about the device and a `link` with that label."""
-    return link if _clock is None else f"Emulated {_clock.device}; {link}. Times are the GPU's."
+    return link if current() is None else f"Emulated {current()}; {link}. Times are the GPU's."
 
 
 def running() -> Any:
     """Make each operation of the body take its time; wait for the device at the end."""
-    return nullcontext() if _clock is None else _clock.running()
+    return nullcontext() if clock.device is None else clock.device.running()
 
 
 def paused() -> Any:
@@ -130,25 +115,18 @@ def paused() -> Any:
 
 def now() -> float:
     """Return seconds of the declared device: two of them measure a time."""
-    return clock.now() / (1.0 if _clock is None else _clock.slowdown)
+    return clock.now() / (1.0 if current() is None else current().slowdown)
 
 
 def synchronize() -> None:
     """Sleep until the device has done all its work."""
-    if _clock is not None and _clock.is_main:
-        _clock.come_true()
+    if clock.device is not None and clock.device.is_main:
+        clock.device.come_true()
 
 
 def counted(num_bytes: int, dtype: str = "") -> int:
     """Return the bytes of the declared model for bytes of ours, in tensors of `dtype`."""
-    counts = _clock is not None and not _clock.is_paused
-    return _clock.device.counted(num_bytes, dtype) if counts else num_bytes
-
-
-def slowed(seconds: float) -> float:
-    """Return for how long something takes here that takes so many declared seconds."""
-    counts = _clock is not None and not _clock.is_paused
-    return seconds * _clock.device.slowdown if counts else seconds
+    return num_bytes if playing() is None else playing().counted(num_bytes, dtype)
 
 
 class _Clock(TorchDispatchMode, calls.Tap):
@@ -158,7 +136,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
         super().__init__()
         self.device, self.slowdown = device, device.slowdown
         self.at, self.thread = time.monotonic(), threading.local()
-        self.latest = 0.0  # seconds by which this rank was late at most, in a recording
         self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
         self.stepping = 0.0  # seconds of the step that begins
         self.known: dict[Any, float] = {}
@@ -167,11 +144,9 @@ class _Clock(TorchDispatchMode, calls.Tap):
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
         ]
-        clock.device = self
         calls.taps.insert(0, self)  # others are told of the bytes of the declared model
 
     def close(self) -> None:
-        clock.device = None
         calls.taps.remove(self)
         for hook in self.hooks:
             hook.remove()
@@ -182,7 +157,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
     # -------- a clock
     @property
     def is_main(self) -> bool:
-        """True if this thread is not `beside` the rank's work."""
         return getattr(self.thread, "at", None) is None
 
     def now(self) -> float:
@@ -211,29 +185,17 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count how late this rank is in the body. Warn where it was too late."""
-        self.come_true()
+        """Begin the body at the machine's time; at its end, sleep until the clock's."""
         self.catch_up()
-        self.latest, began = 0.0, self.at
         yield
         self.come_true()
-        took, late = self.at - began, self.latest
-        if late > LATE * took:
-            warnings.warn(
-                f"this machine was up to {late:.2f} s late with what the emulated device does in "
-                f"{took:.2f} s: slow it down more than {self.slowdown:g} times, "
-                f"say {10 * self.slowdown:g}",
-                stacklevel=5,
-            )
 
     # -------- operations
     @contextmanager
     def running(self) -> Iterator[None]:
         self.is_paused, self.is_inside = False, 0  # whatever a call before has left
-        self.catch_up()
-        with operations.fused_norms(), self:
+        with self.recording(), operations.fused_norms(), self:
             yield
-        self.come_true()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -278,8 +240,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
         self.at = max(self.at, time.monotonic())
 
     def come_true(self) -> None:
-        """Sleep until the clock's time, or note how late it is."""
+        """Sleep until the clock's time."""
         while (ahead := self.at - time.monotonic()) > 0:
             time.sleep(ahead)
-        if not self.is_paused:
-            self.latest = max(self.latest, -ahead)

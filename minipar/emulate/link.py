@@ -1,8 +1,8 @@
 """An emulated link: gloo moves the data, a clock decides when it has arrived.
 
-Idea: on a laptop all ranks share one memory, so communication costs computing time and nothing can
-be hidden behind it. The backend ``link`` lets gloo do the work and then *sleeps* until a real link
-would have been done, so that overlap is real and the processor stays free to compute meanwhile:
+On a laptop all ranks share one memory: communication costs computing time, and nothing hides it.
+The backend ``link`` (`link_group.py`) lets gloo do the work and then *sleeps* until a real link
+would have been done. So overlap is real, and the processor is free to compute meanwhile:
 
     link_group.register()
     dist.init_process_group("link", ...)            # or dist.new_group(backend="link")
@@ -15,11 +15,9 @@ an operation starts when the last rank has called it and the link is free. It ta
 once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream.
 Messages have a lane per peer and direction: the next one may leave while the last one travels.
 
-This file is the model. The backend itself is in `link_group.py`.
 Limits: one machine, CPU tensors. In torch: the backends ``gloo`` and ``nccl``.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,10 +55,6 @@ class Link:
         """Return this link: it joins all ranks. On a `Topology` it depends on the ranks."""
         return self
 
-    def seconds_among(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Return how long `verb` takes among these global ranks."""
-        return seconds(verb, num_bytes, len(ranks), self)
-
     @property
     def label(self) -> str:
         """Return the words for a figure: "emulated NVLink 4, slowed 2000x"."""
@@ -88,46 +82,20 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Two levels: ranks 0 .. `ranks_per_node` - 1 on node 0, and so on, `intra` inside, `inter`
-    between nodes.
+    """Nodes of `ranks_per_node` ranks each: links `intra` inside of a node, `inter` between nodes.
 
-    A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once.
-    None gives each rank a card. All ranks of a node run the same program: where (0, 2) talk, (1, 3)
-    talk at the same time, and over one card per node that takes twice as long. A flat ring of all
-    ranks has one hop that leaves a node, and takes as long as ever. Ring and pairwise exchange
-    advance in lockstep, so the slowest hop rules.
+    Each rank has a network card of its own, as fast as `inter` in both directions at once.
     """
 
     nodes: int = 2
     ranks_per_node: int = 2
     intra: Link = LINKS["nvlink4"]
     inter: Link = LINKS["ib-ndr"]
-    cards_per_node: int | None = None
-
-    def __post_init__(self) -> None:
-        cards, ranks = self.cards_per_node, self.ranks_per_node
-        if cards is not None and (cards < 1 or ranks % cards):
-            raise ValueError(f"cards_per_node={cards} must divide the {ranks} ranks of a node")
 
     def between(self, ranks: Sequence[int]) -> Link:
         """Return the link that bounds a group of these global ranks."""
-        return self.intra if len({self._node(rank) for rank in ranks}) <= 1 else self.inter
-
-    def seconds_among(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Return how long `verb` takes among these ranks, while their neighbours do the same."""
-        wire, cards = self.between(ranks), self.cards_per_node or self.ranks_per_node
-        on_node = sum(self._node(rank) == self._node(ranks[0]) for rank in ranks)
-        groups = max(1, self.ranks_per_node // cards // on_node)  # that share a card
-        if groups > 1 and on_node < len(ranks):
-            wire = replace(wire, bandwidth=wire.bandwidth / groups)
-        return seconds(verb, num_bytes, len(ranks), wire)
-
-    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
-        """Return how long `(verb, num_bytes, global ranks)` take that neighbours start at once."""
-        return max(self.seconds_among(*call) for call in calls)
-
-    def _node(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+        num_nodes = len({rank // self.ranks_per_node for rank in ranks})
+        return self.intra if num_nodes <= 1 else self.inter
 
     def scaled(self, factor: float) -> "Topology":
         """Return this topology with both links slowed by `factor`."""
@@ -140,8 +108,7 @@ class Topology:
 
     def __str__(self) -> str:
         shape = f"{self.nodes} nodes x {self.ranks_per_node} ranks"
-        cards = f", {self.cards_per_node} cards per node" if self.cards_per_node else ""
-        return f"{shape} ({self.intra} inside, {self.inter} between{cards})"
+        return f"{shape} ({self.intra} inside, {self.inter} between)"
 
 
 # ---------------------------------------------------------------------- cost
@@ -159,9 +126,8 @@ _STEPS: dict[str, Callable[[int], int]] = {
 def seconds(verb: str, num_bytes: int, size: int, link: Link) -> float:
     """Return how long `verb` takes among `size` ranks; `num_bytes` is the whole tensor's.
 
-    Bytes as in `collectives.wire_bytes`, except that a receive takes as long as the send.
-    Source: Thakur, Rabenseifner & Gropp 2005, section 4 (ring, pairwise); Chan et al. 2007,
-    table 1 (bounds that pipelined trees approach).
+    Bytes as in `collectives.wire_bytes`, except that a receive takes as long as the send. Rings as
+    in Thakur et al., section 4; trees approach the bounds of Chan et al., table 1.
     """
     if size == 1:
         return 0.0
@@ -180,12 +146,8 @@ def parse(text: str) -> Link:
     """Return the link of that name; "1gbe*4" is one slowed 4 times. Raises `ValueError`."""
     name, times, factor = text.partition("*")
     if name not in LINKS:
-        near = difflib.get_close_matches(name.lower(), LINKS, 1, 0.0)[0]
-        raise ValueError(f"no link {name!r}, did you mean {near!r}? There are {list(LINKS)}")
-    try:
-        return LINKS[name].scaled(float(factor)) if times else LINKS[name]
-    except ValueError as error:
-        raise ValueError(f"link {text!r}: {error}; write it like 1gbe or 1gbe*4") from None
+        raise ValueError(f"no link {name!r}; there are {', '.join(LINKS)}")
+    return LINKS[name].scaled(float(factor)) if times else LINKS[name]
 
 
 def use(link: Link | Topology | str) -> Link | Topology:
@@ -220,5 +182,5 @@ def check_calls(enabled: bool = True) -> None:
 
 def in_use() -> Link | Topology:
     """Return the link that `use` has set, slowed as much as an emulated device beside it."""
-    slowdown = device.slowed(1.0)
-    return _link if slowdown == 1 else _link.scaled(slowdown)
+    played = device.playing()
+    return _link if played is None else _link.scaled(played.slowdown)

@@ -3,6 +3,7 @@
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,15 +43,18 @@ class Calls:
             os.unlink(mine)
         if not os.path.exists(path):
             raise RuntimeError("an emulated link joins the ranks of one machine only")
-        self._numbers = np.memmap(path, "f8", "r+", shape=shape)
+        self._numbers, self._posted = np.memmap(path, "f8", "r+", shape=shape), Counter[Cell]()
         if store.add("calls opened", 1) == size:
             os.unlink(path)  # the last rank has come: the memory lives on, the file need not
 
-    def post(self, cell: Cell, call: int, mine: Transfer) -> None:
-        """Say that this rank is ready for operation number `call` of this cell."""
+    def post(self, cell: Cell, mine: Transfer) -> int:
+        """Say that this rank is ready for the next operation of this cell; return its number."""
+        self._posted[cell] += 1
+        call = self._posted[cell]
         numbers = self._numbers[cell][call % self.SLOTS]
         numbers[1:] = mine
         numbers[0] = call  # last: now the cell is good
+        return call
 
     def read(self, cell: Cell, call: int) -> Transfer | None:
         """Return what was posted, or None if that rank has not called yet."""

@@ -1,9 +1,7 @@
 """The backend ``link``: a `torch.distributed` process group over gloo with a clock of its own.
 
 Gloo moves the data; a thread per lane then sleeps until the link of `minipar.emulate.link` would
-have carried it. It also does what gloo does not: `LinkGroup.shutdown` frees every blocked rank at
-once, and ranks that call different things get a `Mismatch` that says who called what, instead of a
-hang.
+have carried it. Ranks that call different things get a `Mismatch` that says who called what.
 """
 
 import json
@@ -11,9 +9,9 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partialmethod
 from itertools import product
 from typing import Any
 
@@ -45,9 +43,8 @@ class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
     The wire works for it from `t_start`. `waits` has the moments at which this rank called `wait`,
-    or asked and heard that it is done; who waits for its future is not seen. Times are in seconds
-    of `time.monotonic`. `num_bytes` counts what this rank sends, as `collectives.wire_bytes` does;
-    of an uneven all-to-all, the bytes of its own slices for others.
+    or asked and heard that it is done. Times are in seconds of `time.monotonic`. `num_bytes` counts
+    what this rank sends, as `collectives.wire_bytes` does.
     """
 
     def __init__(
@@ -73,14 +70,11 @@ class LinkWork(dist.Work):
             hold.ended = self._done
 
     def finish(self, error: Exception | None = None) -> None:
-        """Mark as done, the first time; wake the threads that wait."""
-        with self._lock:
-            if self._done.is_set():
-                return
-            self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
-            for observe in link.observers:
-                observe(self)
-            self._done.set()
+        """Mark as done; wake the threads that wait."""
+        self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
+        for observe in link.observers:
+            observe(self)
+        self._done.set()
         self.ended.set_result(None)
 
     @property
@@ -128,30 +122,6 @@ class LinkWork(dist.Work):
         return self.ended.then(lambda _: self.result())
 
 
-def _method(
-    verb: str, gloo: str, options: type, piece: int = 0, each: bool = False
-) -> Callable[..., LinkWork]:
-    """Return the method of a process group that does `verb` by the method `gloo` of gloo.
-
-    Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`, arguments
-    are lists: gloo is called once per pair of tensors, and the link carries all as one transfer.
-    """
-
-    def method(group: "LinkGroup", *args: Any, opts: Any = None) -> LinkWork:
-        if opts is None and args and isinstance(args[-1], options):
-            *args, opts = args
-        opts = opts or options()
-
-        def launch(args: Sequence[Any]) -> None:
-            calls = zip(*args, strict=True) if each else [args]
-            for work in [getattr(group.inner, gloo)(*call, opts) for call in calls]:
-                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
-
-        return group._collective(verb, launch, args, opts, args[piece : piece + 1])
-
-    return method
-
-
 def _held(name: str, args: Any, read: list, written: list) -> tuple[Any, strict.Handle | None]:
     """Return the tensors to move, and the handle that finds races, if there is one."""
     if not strict.is_on():
@@ -173,7 +143,6 @@ class LinkGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._calls = Calls(options.store, size)
-        self._numbers = Counter()  # of operations, by lane
         self._lanes: dict[Any, queue.SimpleQueue] = {}
         self._pending: set[LinkWork] = set()
         self._lock, self._stopped = threading.RLock(), threading.Event()
@@ -182,17 +151,11 @@ class LinkGroup(dist.ProcessGroup):
         return "link"
 
     def shutdown(self) -> None:
-        """Make every pending and every later operation raise `RuntimeError`, and end the threads.
-
-        Any thread may call this; blocked ones are freed at once.
-        """
+        """End the threads. Operations that have not begun, or are asleep, raise `RuntimeError`."""
         with self._lock:
             self._stopped.set()
-            pending = list(self._pending)
-        for work in pending:
-            self._finish(work, self._failed(work.verb))
-        for works in self._lanes.values():
-            works.put(None)
+            for works in self._lanes.values():
+                works.put(None)
 
     @property
     def moving(self) -> bool:
@@ -203,7 +166,7 @@ class LinkGroup(dist.ProcessGroup):
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
         with self._lock:
-            self._raise_if_stopped(work.verb)
+            self._raise_if_stopped()
             if lane not in self._lanes:
                 works = self._lanes[lane] = queue.SimpleQueue()
                 thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
@@ -217,62 +180,47 @@ class LinkGroup(dist.ProcessGroup):
         free = 0.0  # when the link has carried the last operation
         while (work := works.get()) is not None:
             try:
-                self._raise_if_stopped(work.verb)
+                self._raise_if_stopped()
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
                 end = work.t_start + duration + strict.delay()
                 free = end - work.latency
-                while (left := end - time.monotonic()) > 0 and not self._stopped.wait(left):
-                    pass
+                while (left := end - time.monotonic()) > 0:
+                    self._stopped.wait(left)
+                    self._raise_if_stopped()
                 work.t_end = end if device.current() else None  # however late it is here
-                self._finish(work)
+                failed = None
             except Mismatch as error:
-                self._finish(work, error)
+                failed = error
             except Exception as error:
-                self._finish(work, self._failed(work.verb, error))
-            del work  # a lane at rest must not keep tensors alive
+                failed = RuntimeError(f"{work.verb} on rank {self.ranks[self.rank()]}: {error}")
+            with self._lock:
+                self._pending.discard(work)
+            work.finish(failed)
+            del work, failed  # a lane at rest must not keep tensors alive
 
-    def _finish(self, work: LinkWork, error: Exception | None = None) -> None:
-        with self._lock:
-            self._pending.discard(work)
-        work.finish(error)
-
-    def _failed(self, verb: str, why: Any = "the process group was destroyed") -> RuntimeError:
-        return RuntimeError(f"{verb} on rank {self.ranks[self.rank()]}: {why}")
-
-    def _raise_if_stopped(self, verb: str) -> None:
+    def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():
-            raise self._failed(verb)
+            raise RuntimeError("the process group was destroyed")
 
-    # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
-    # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
-    allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions)
-    broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions)
-    reduce = _method("reduce", "reduce", c10d.ReduceOptions)
-    allgather = _method("all_gather", "allgather", c10d.AllgatherOptions, 1)
-    all_gather_single = _method("all_gather", "_allgather_base", c10d.AllgatherOptions, 1)
-    all_gather_single_coalesced = _method(
-        "all_gather", "_allgather_base", c10d.AllgatherOptions, 1, each=True
-    )
-    reduce_scatter = _method("reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions)
-    reduce_scatter_single = _method(
-        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions
-    )
-    reduce_scatter_single_coalesced = _method(
-        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, each=True
-    )
-    all_to_all_single = _method("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1)
-    gather = _method("gather", "gather", c10d.GatherOptions, 1)
-    scatter = _method("scatter", "scatter", c10d.ScatterOptions)
-    barrier = _method("barrier", "barrier", c10d.BarrierOptions)
-
+    # -------- collectives
     def _collective(
         self,
         verb: str,
-        launch: Callable[[Sequence[Any]], None],
-        args: Sequence[Any],
-        opts: Any,
-        pieces: Sequence[Any],
+        gloo: str,
+        options: type,
+        *args: Any,
+        opts: Any = None,
+        piece: int = 0,
+        each: bool = False,
     ) -> LinkWork:
+        """Do `verb` of the cost model by the method `gloo` of gloo.
+
+        Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`,
+        arguments are lists: gloo is called once per pair, and the link carries all as one transfer.
+        """
+        if opts is None and args and isinstance(args[-1], options):
+            *args, opts = args
+        opts, pieces = opts or options(), args[piece : piece + 1]
         device.synchronize()  # the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
@@ -284,26 +232,47 @@ class LinkGroup(dist.ProcessGroup):
             whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
             sent = wire_bytes(verb, whole, size)
         whole, sent = (device.counted(num_bytes, _type_of(args)) for num_bytes in (whole, sent))
-        wires, checks, call = link.in_use(), link.checks, stands_for.get() or verb
-        seconds, name = wires.seconds_among(verb, whole, self.ranks), call.partition("(")[0]
-        everyone = [(0, each, each) for each in range(size)]
-        result = tensors_in(args[:1])
-        args, hold = _held(name, args, *self._read_and_written(verb, args, opts))
+        checks, call = link.checks, stands_for.get() or verb
+        wire, name = link.in_use().between(self.ranks), call.partition("(")[0]
+        seconds = link.seconds(verb, whole, size, wire)
+        everyone = [(0, other, other) for other in range(size)]
+        moved, hold = _held(name, args, *self._read_and_written(verb, args, opts))
 
         def run(ready: float) -> Transfer:
             if checks:
                 self._compare(self._describe(call, pieces, opts), flows)
-            number, mine = self._next("collectives"), Transfer(ready, seconds)
-            self._calls.post((0, rank, rank), number, mine)
-            launch(args)
+            mine = Transfer(ready, seconds)
+            number = self._calls.post((0, rank, rank), mine)
+            pairs = zip(*moved, strict=True) if each else [moved]
+            for work in [getattr(self.inner, gloo)(*pair, opts) for pair in pairs]:
+                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
             return self._calls.latest(everyone, number, mine)  # as long as the busiest rank needs
 
+        result = tensors_in(args[:1])
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
-    def _next(self, lane: Any) -> int:
-        """Return the number of the next operation in a lane; both ends of a message count alike."""
-        self._numbers[lane] += 1
-        return self._numbers[lane]
+    # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
+    allreduce = partialmethod(_collective, "all_reduce", "allreduce", c10d.AllreduceOptions)
+    broadcast = partialmethod(_collective, "broadcast", "broadcast", c10d.BroadcastOptions)
+    reduce = partialmethod(_collective, "reduce", "reduce", c10d.ReduceOptions)
+    barrier = partialmethod(_collective, "barrier", "barrier", c10d.BarrierOptions)
+    gather = partialmethod(_collective, "gather", "gather", c10d.GatherOptions, piece=1)
+    scatter = partialmethod(_collective, "scatter", "scatter", c10d.ScatterOptions)
+    _gathers = "all_gather", "_allgather_base", c10d.AllgatherOptions
+    allgather = partialmethod(
+        _collective, "all_gather", "allgather", c10d.AllgatherOptions, piece=1
+    )
+    all_gather_single = partialmethod(_collective, *_gathers, piece=1)
+    all_gather_single_coalesced = partialmethod(_collective, *_gathers, piece=1, each=True)
+    _reduces = "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions
+    reduce_scatter = partialmethod(
+        _collective, "reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions
+    )
+    reduce_scatter_single = partialmethod(_collective, *_reduces)
+    reduce_scatter_single_coalesced = partialmethod(_collective, *_reduces, each=True)
+    all_to_all_single = partialmethod(
+        _collective, "all_to_all", "alltoall_base", c10d.AllToAllOptions, piece=1
+    )
 
     def _read_and_written(self, verb: str, args: Sequence[Any], opts: Any) -> list[list]:
         """Return the tensors that an operation reads, and the tensors that it fills."""
@@ -323,10 +292,7 @@ class LinkGroup(dist.ProcessGroup):
         return verb + operation + tensors + root
 
     def _compare(self, call: str, flows: list[list[int]]) -> None:
-        """Exchange what each rank is about to call; raise `Mismatch` unless all call the same.
-
-        `flows`, of an all-to-all: as `_flows` returns them.
-        """
+        """Exchange what each rank is about to call; raise `Mismatch` unless all call the same."""
         width = 300 + 2 * self.size() * 20  # bytes, the same on all ranks
         mine = json.dumps([call[:240], flows]).ljust(width).encode()
         said = torch.empty(self.size() * width, dtype=torch.uint8)
@@ -351,11 +317,9 @@ class LinkGroup(dist.ProcessGroup):
 
     # -------- messages: handed to gloo in the caller, else two ranks that send first would hang
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        """Start to send to the group's rank `peer`."""
         return self._message("send", (0, self.rank(), peer), tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        """Start to receive from the group's rank `peer`."""
         return self._message("recv", (1, peer, self.rank()), tensors, peer, tag)
 
     def _message(
@@ -363,14 +327,14 @@ class LinkGroup(dist.ProcessGroup):
     ) -> LinkWork:
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
-        self._raise_if_stopped(verb)
+        self._raise_if_stopped()
         device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
-        num_bytes, number = _num_bytes(tensors), self._next((verb, peer))
-        wires, counted = link.in_use(), device.counted(num_bytes, _type_of(tensors))
-        mine = Transfer(clock.now(), wires.seconds_among(verb, counted, pair), num_bytes)
-        self._calls.post(cell, number, mine)
+        num_bytes = _num_bytes(tensors)
+        wire, counted = link.in_use().between(pair), device.counted(num_bytes, _type_of(tensors))
+        mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
+        number = self._calls.post(cell, mine)
         other = self._calls.read(other_end, number)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
             sizes = num_bytes, int(other.num_bytes)
@@ -383,8 +347,7 @@ class LinkGroup(dist.ProcessGroup):
             inner.wait()
             return self._calls.latest([other_end], number, mine._replace(start=ready))
 
-        latency = wires.between(pair).latency
-        work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, latency, hold)
+        work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, wire.latency, hold)
         work.t_issue = mine.start  # the time that the other end sees
         work.peer = peer
         return self._enqueue((verb, peer), work)

@@ -3,7 +3,7 @@
 The simulator (`sim/`) and the emulated device (`device.py`) share this law. Matmuls and attention
 cost by their shapes, all other operations by the bytes that they read and write. An optimizer costs
 one pass over its weights, gradients and state, as a fused one does. Views and empty memory are
-free. `fused_norms` makes a norm one operation, as on a GPU.
+free.
 """
 
 import math
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
-from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves
 
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
@@ -149,9 +148,6 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    given = input, weight
-    if has_torch_function(given):
-        return handle_torch_function(_rms_norm, given, input, normalized_shape, weight, eps)
     if eps is None or weight is None or weight.dtype != input.dtype:
         return torch.rms_norm(input, normalized_shape, weight, eps)
     return torch.ops.minipar.rms_norm(input, weight, eps)[0]

@@ -1,23 +1,19 @@
 """A race detector for collectives: the emulated link, as unforgiving as a GPU.
 
 On a GPU a collective has only *begun* when its call returns. The result is there after `wait`, and
-until then nobody may write to its tensors or free them. Gloo forgives most such slips, so code that
-is right on a laptop sometimes computes nonsense on a cluster. This module forgives none:
+until then nobody may write to its tensors or free them. Gloo forgives most such slips. This module
+forgives none:
 
     with strict.watching():              # on every rank, with the backend ``link``
         train_step(...)                  # raises `Race`, which names the call and the tensor
 
-    Ranks(4, backend="link", strict=True)   # so in each call, and in each cell of a notebook
-
 *   Copies travel. The caller's outputs are full of NaN until `wait` puts the result in.
 *   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
-    a race, even if its bytes had left long before.
+    a race, even if its bytes had left long before. (To write the value that was there is not seen.)
 *   Every operation ends late, by a random time, so that groups overtake each other.
 *   An operation that began in the body and that nobody waited for is reported at its end. So is
-    work in a thread (`comm.background`), even if that thread waits for all that it launches.
+    work in a thread (`comm.background`).
 
-Limits: `wait` compares values. A caller that reads an output too early computes NaN from it; a
-caller that writes the value that was there before is not seen.
 In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
 """
 
@@ -39,14 +35,8 @@ from torch.utils._pytree import tree_map_only
 
 from minipar.comm.calls import Call, Tap, taps
 
-DELAY = 1e-3
-"""Seconds by which an operation is late, in the mean of an exponential law."""
-
-PATIENCE = 2.0
-"""Seconds that an operation has left at the end of a body: some message may never arrive."""
-
-LOOKS = 20
-"""Looks, 10 ms apart, until other threads have let go of operations that ended."""
+DELAY = 1e-3  # seconds by which an operation is late, in the mean of an exponential law
+PATIENCE = 2.0  # seconds that an operation has left at the end of a body
 
 _flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
 _lost: list[str] = []
@@ -55,8 +45,6 @@ _random = random.Random()
 
 class Race(RuntimeError):
     """A tensor was used by two at once: by a collective in flight and by its caller."""
-
-    report: str | None = None  # in the place of a traceback, where that shows no line of the caller
 
 
 @contextmanager
@@ -79,10 +67,8 @@ def watching() -> Iterator[None]:
         for handle in list(_flying):
             handle.ended.wait(max(0.0, until - time.monotonic()))
         handle = None
-        for _ in range(LOOKS):
-            if not _flying:
-                break
-            time.sleep(0.01)
+        if _flying:
+            time.sleep(0.2)  # other threads let go of operations that ended
         gc.collect()  # a handle in a cycle is as lost as any other
         if _lost:
             race = Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")

@@ -38,11 +38,9 @@ from minipar.emulate import link as links
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
 from minipar.ranks import launch, worker
-from minipar.ranks.backends import check_backend
-from minipar.ranks.launch import RankError, check_fits_here
+from minipar.ranks.backends import check_ranks
+from minipar.ranks.launch import RankError
 from minipar.sim import emulate
-
-MAX_LINES = 200  # that a rank may print in a cell; more are only counted
 
 
 class CellError(RankError):
@@ -138,9 +136,7 @@ class Ranks(Watched):
         device: what every rank computes on by declaration: "h100/100" is slowed 100 times, and the
             link with it, while recorded times are an H100's; see `minipar.emulate.device`.
         magnify: how many times as wide a model, and as long a sequence, that device is to see.
-        options: of `minipar.ranks.launch.Ranks`, such as strict=True: a cell that would be a race
-            on a GPU fails, and its error names the collective, the line that called it, and the
-            tensor.
+        options: of `minipar.ranks.launch.Ranks`.
 
     Raises `ValueError` for a size, link, mesh, backend or device that cannot be.
     """
@@ -162,15 +158,14 @@ class Ranks(Watched):
         self._transcript: _Transcript | None = None
         if backend != "link" and (link != "none" or device is not None):
             raise ValueError(f"a link or a device needs backend='link', not {backend!r}")
-        check_fits_here(size)  # now: a refusal must not end the ranks that run
-        check_backend(backend, size)
+        check_ranks(size, backend)  # now: a refusal must not end the ranks that run
         # The notebook's own formulas use that link as well.
         self.backend, self.link = backend, links.use(link)
         self.device = device and emulate.device(device, magnify)
         if _current is not None:
             _current.close()
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        known = dict(backend=backend, device=self.device, preload=preload, max_lines=MAX_LINES)
+        known = dict(backend=backend, preload=preload)
         super().__init__(size, sink=self._hear, **known | options)
         self._prepare()
         _current = self
@@ -247,7 +242,7 @@ class Ranks(Watched):
 
     # ------------------------------------------------------------------ after a failure
     def _prepare(self) -> None:
-        super().run_each(shell.prepare, [(self._mesh, self.link)] * self.size)
+        super().run_each(shell.prepare, [(self._mesh, self.link, self.device)] * self.size)
 
     def _recover(self, remade: int, pids: list[int]) -> str:
         """Bring the namespaces in line with the process group; say which cells to run again."""

@@ -61,7 +61,6 @@ from minipar.lab.cases import Case, CheckFailed, Sent
 from minipar.lab.shell import Source, call_from, code_of, globals_of
 from minipar.ranks import worker
 from minipar.ranks.launch import RankError, Ranks
-from minipar.ranks.worker import CannotTravel
 
 TIME_LIMIT = 15.0  # seconds for one run of a learner's function: endless loops end, too
 
@@ -300,7 +299,7 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
         before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
         try:
             answers = ranks.run_each(_play, calls)[:size]
-        except (RankError, CannotTravel, TimeoutError) as error:
+        except (RankError, TypeError, TimeoutError) as error:
             raise CheckFailed(_in_words(error, source), "run") from error
         finally:
             ranks.time_limit = before
@@ -360,7 +359,7 @@ def _pool(size: int) -> Ranks:
         if _own is not None:
             _own.close()
         size = 1 if size == 1 else max(4, size)
-        _own = cells.Watched(size, backend="link", max_lines=cells.MAX_LINES)
+        _own = cells.Watched(size, backend="link")
     return _own
 
 

@@ -33,6 +33,7 @@ from traitlets.config import Config
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Mesh
+from minipar.emulate import device as devices
 from minipar.emulate import link, link_group
 from minipar.ranks import backends, launch, worker
 from minipar.ranks.worker import Stopped
@@ -90,7 +91,6 @@ class RankShell(InteractiveShell):
         worker.shield()  # being stopped while the error is put into words would lose the words
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped):
-            worker.add_hint(error)
             _cut_plumbing(error)
             super().showtraceback(*args, **kwargs)
 
@@ -193,9 +193,10 @@ def run_cell(code: str, number: int) -> None:
         raise error
 
 
-def prepare(sizes: dict[str, int], wire: link.Link | link.Topology) -> None:
+def prepare(sizes: dict[str, int], wire: link.Link | link.Topology, emulated: Any) -> None:
     """Put into the namespace what every cell may rely on, for the process group of now."""
     link.use(wire)
+    devices.use(emulated)
     device = backends.compute_device()
     _facts.update(rank=dist.get_rank(), world_size=dist.get_world_size())
     _shell().user_ns.update(_facts, device=device, mesh=Mesh(**sizes), torch=torch, dist=dist)
@@ -272,7 +273,6 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         # What surrounds a learner's function tells little, if one of its lines is there to see.
         is_around = own and around != source.filename
         _cut_plumbing(error, (*PLUMBING, around) if is_around else PLUMBING)
-        worker.add_hint(error)
         shown = traceback.TracebackException(type(error), error, own[0] if own else None)
         text = "".join(shown.format() if own else shown.format_exception_only()).rstrip()
         error.report = text.replace(f'File "{source.filename}"', source.title)

@@ -2,12 +2,11 @@
 
 import datetime
 import os
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -15,6 +14,8 @@ from minipar.comm import threads
 from minipar.comm.mesh import Mesh
 
 BACKENDS = ("gloo", "nccl", "link")
+RANK_BYTES = 100e6
+"""Memory of a process that has imported torch and joined a group, at the least."""
 
 
 def pick_backend(size: int) -> str:
@@ -23,8 +24,17 @@ def pick_backend(size: int) -> str:
     return "nccl" if enough else "gloo"
 
 
-def check_backend(backend: str, size: int) -> None:
-    """Raise `ValueError` for an unknown backend, or nccl with fewer GPUs than ranks."""
+def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> None:
+    """Raise `ValueError` for ranks, of `weight_bytes` each, that this machine cannot start."""
+    if size < 1:
+        raise ValueError(f"{size} ranks: a group needs at least 1 rank")
+    memory, rank_bytes = psutil.virtual_memory().total, RANK_BYTES + weight_bytes
+    most = min(max(64, os.cpu_count() or 1), int(memory / rank_bytes))
+    if size > most:
+        raise ValueError(
+            f"{size:,} ranks do not fit this machine, but up to {most}: it has {memory / 1e9:.1f} "
+            f"GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
+        )
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "nccl" and pick_backend(size) != "nccl":
@@ -37,9 +47,8 @@ def check_backend(backend: str, size: int) -> None:
 def compute_device() -> torch.device:
     """Return this rank's device: a GPU, shared if there are fewer than ranks, or the CPU.
 
-    The GPU follows from LOCAL_RANK, which counts the ranks of a host: not from the rank, since
-    hosts may have more GPUs than ranks. The CPU also behind an emulated link, which carries nothing
-    else.
+    The GPU follows from LOCAL_RANK, not from the rank: hosts may have more GPUs than ranks. An
+    emulated link carries tensors of the CPU only.
     """
     emulated = dist.is_initialized() and dist.get_backend() == "link"
     if emulated or not torch.cuda.is_available():
@@ -52,8 +61,7 @@ def compute_device() -> torch.device:
 def init(backend: str, timeout: float, **where: Any) -> None:
     """Join the default process group; `where` says how the ranks meet.
 
-    NCCL carries the tensors of GPUs. Beside NCCL, gloo carries tensors of the host, and pickled
-    objects, which NCCL would first copy to a GPU.
+    Beside NCCL, gloo carries tensors of the host, and pickled objects.
     """
     if backend == "link":
         from minipar.emulate import link_group
@@ -82,10 +90,9 @@ _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "P
 
 
 def under_torchrun() -> bool:
-    """True if torchrun (or another launcher that speaks its variables) started this process.
+    """True if torchrun, or a launcher that sets its variables, started this process.
 
-    Raises `ValueError` if srun or mpirun started several tasks without these variables: each task
-    would train alone.
+    Raises `ValueError` if srun or mpirun started several tasks without: each would train alone.
     """
     if all(name in os.environ for name in VARIABLES):
         return True
@@ -103,78 +110,39 @@ def under_torchrun() -> bool:
 
 def rank_and_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE. Raises `ValueError` for a rank that cannot be."""
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    if not 0 <= rank < size:
-        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")
-    return rank, size
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to WORLD_SIZE - 1")
+    return int(rank), int(size)
 
 
 @contextmanager
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.
 
-    The ranks meet at MASTER_ADDR and MASTER_PORT. Between hosts, gloo talks over the interface of
-    GLOO_SOCKET_IFNAME, else over the host name's. At the end every rank waits for all
-    others, so that none closes its connections while another still reads from them. After an error
-    it does not wait. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this host
-    has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the ranks
-    do not meet within `timeout` seconds, or lose each other.
+    Between hosts, gloo talks over the interface of GLOO_SOCKET_IFNAME, else over the host name's.
+    At the end every rank waits for all others, so that none closes its connections while another
+    still reads from them. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this
+    host has a GPU. Raises `ValueError` for a rank that cannot be.
     """
-    (rank, size), port = rank_and_size(), _number("MASTER_PORT")
-    if not 0 < port < 1 << 16:
-        raise ValueError(f"MASTER_PORT={port}: ports are 1 to 65535")
+    rank, size = rank_and_size()
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
-    check_backend(backend, num_here)
+    check_ranks(num_here, backend)
     compute_device()  # nccl talks from there
-    try:
-        init(backend, timeout, store=_meet(timeout), rank=rank, world_size=size)
-    except (dist.DistError, RuntimeError, TimeoutError) as error:
-        where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise ConnectionError(
-            f"the {size} ranks do not meet at {where} within {timeout:g} s: "
-            f"{(str(error) or 'no answer').splitlines()[0]}"
-        ) from None
+    store, *_ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+    # torchrun keeps the store, with the addresses of dead ranks in it, when it starts ranks again:
+    # each start uses names of its own.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"start {start}", store)
+    init(backend, timeout, store=store, rank=rank, world_size=size)
     try:
         yield
         dist.barrier()
-    except BaseException as error:
+    except BaseException:
         if backend == "nccl":  # to destroy its groups would wait for ranks that do not come
             dist.distributed_c10d._abort_process_group()
-        if is_lost_connection(error):
-            lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
-            lost.__notes__ = getattr(error, "__notes__", [])
-            raise lost from None
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _meet(timeout: float) -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT.
-
-    A thread waits for it: torch itself would wait for ever where another program holds the port,
-    and says nothing. When torchrun starts its ranks again, it keeps the store, with the addresses
-    of dead ranks in it, so each start uses names of its own.
-    """
-    found: Future = Future()
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-    def look() -> None:
-        try:
-            seconds = datetime.timedelta(seconds=timeout)
-            store, _, _ = next(dist.rendezvous("env://", timeout=seconds))
-            found.set_result(dist.PrefixStore(f"start {start}", store))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=look, daemon=True).start()
-    return found.result(timeout + 3)  # torch itself takes a second more than told
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name, "")
-    if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not a number; torchrun sets {', '.join(VARIABLES)}")
-    return int(text)

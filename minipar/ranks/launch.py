@@ -3,11 +3,10 @@
     with Ranks(4) as ranks:
         losses = ranks.run(train, config)      # train(config) on every rank; four results
 
-*Failure.* A call has a time limit. When a rank raises, the others have `grace` seconds left, or
-10 x `grace` if the rank has only lost its connection. At the limit they are stopped, even inside of
-a collective: a control thread in each rank aborts its process groups. A rank that does not answer
-is killed. Then the ranks make a new process group and keep their variables. If a rank is dead, all
-ranks are started anew. `RankError` shows the traceback of the rank that failed first.
+*Failure.* When a rank raises, the others have `GRACE` seconds left, or 10 x `GRACE` if the rank has
+only lost its connection. Then they are stopped, even inside of a collective: a control thread in
+each rank aborts its process groups. A rank that does not answer is killed. Then the ranks make a
+new process group and keep their variables. If a rank is dead, all ranks are started anew.
 
 *End.* No rank outlives your process, however it ends.
 
@@ -28,20 +27,17 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
-from minipar.emulate.device import Device
 from minipar.observe.watchdog import names
-from minipar.ranks.backends import check_backend
+from minipar.ranks.backends import check_ranks
 from minipar.ranks.processes import Process, warm_up
 from minipar.ranks.worker import Failure, Setup, pack, unpack
 
-RANK_BYTES = 100e6
-"""Memory of a process that has imported torch and joined a group, at the least."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
 """Variables of the ranks, unless the environment of the user has others."""
+GRACE = 1.0  # seconds that ranks may go on after another has failed
 TO_STOP, TO_JOIN = 3.0, 60.0
 """Seconds in which ranks that are stopped, or make a process group, must answer."""
 
@@ -82,18 +78,6 @@ def prefixed(rank: int, stream: str, text: str) -> None:
     out.flush()
 
 
-def check_fits_here(size: int, weight_bytes: float = 0) -> None:
-    """Raise `ValueError` for more ranks, of `weight_bytes` each, than this machine can start."""
-    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
-    rank_bytes = RANK_BYTES + weight_bytes
-    most = min(max(64, cores), int(memory / rank_bytes))
-    if size > most:
-        raise ValueError(
-            f"{size:,} ranks do not fit this machine, but up to {most}: it has {cores} cores and "
-            f"{memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
-        )
-
-
 class Ranks(AbstractContextManager):
     """`size` worker processes with `torch.distributed` initialised, waiting for work.
 
@@ -101,15 +85,11 @@ class Ranks(AbstractContextManager):
         size: number of ranks.
         backend: "gloo", "nccl", or "link" (gloo behind an emulated link).
         timeout: seconds after which a collective that is not joined by all fails.
-        grace: seconds that ranks may go on after another has failed; see *Failure* above.
-        sink: receives what ranks print, while they run; None lets them print for themselves.
-        max_lines: how many lines a rank may print in a call; more are only counted. None: all.
-        preload: names of modules that every rank should find imported when it starts.
-        device: the emulated device of every rank (`minipar.emulate.device`); needs "link".
-        strict: find races in each call (`minipar.emulate.strict`); slow; needs "link".
+        sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
+            them print for themselves.
+        preload: names of modules that the fork server imports, if it does not run yet.
 
-    Raises `ValueError` for a size below 1, an unknown backend, a device or strict=True without a
-    link.
+    Raises `ValueError` for ranks that this machine cannot start.
     """
 
     def __init__(
@@ -118,20 +98,11 @@ class Ranks(AbstractContextManager):
         *,
         backend: str = "gloo",
         timeout: float = 20.0,
-        grace: float = 1.0,
         sink: OutputSink | None = prefixed,
-        max_lines: int | None = None,
         preload: tuple[str, ...] = (),
-        device: Device | None = None,
-        strict: bool = False,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"Ranks({size}): a group needs at least 1 rank")
-        check_fits_here(size)
-        check_backend(backend, size)
-        if backend != "link" and (strict or device is not None):
-            raise ValueError(f"strict=True and a device need backend='link', not {backend!r}")
-        self.size, self.grace, self.sink = size, grace, sink
+        check_ranks(size, backend)
+        self.size, self.sink = size, sink
         self.remade = 0  # how often the process group was made again
         self.time_limit: float | None = None  # seconds that a call may take
         self.lock = threading.RLock()  # held by the thread whose call is running
@@ -143,20 +114,15 @@ class Ranks(AbstractContextManager):
             )
             self._store = dist.TCPStore(*door.getsockname(), **how)
         environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
-        self._setup = Setup(
-            size, backend, timeout, sink is not None, max_lines, self._store.port,
-            tuple(preload), environment, device, strict
-        )  # fmt: skip
-        self._processes: list[Process] = []
+        self._setup = Setup(size, backend, timeout, sink is not None, self._store.port, environment)
+        self._preload, self._processes = preload, list[Process]()
         atexit.register(self.close)
         self._start()
 
     def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
 
-        The function and its arguments travel by value when they are of `__main__` or local, by
-        name otherwise. Calls of several threads take turns. Raises `RankError` when a rank fails,
-        and `CannotTravel`, a `TypeError`, for what cannot be pickled.
+        Raises `RankError` when a rank fails, and `TypeError` for what cannot be pickled.
         """
         return self.run_each(fn, [args] * self.size, **kwargs)
 
@@ -185,10 +151,7 @@ class Ranks(AbstractContextManager):
             self._start()
 
     def close(self) -> None:
-        """End all ranks, at once, and all processes that they started.
-
-        A call that is running in another thread fails.
-        """
+        """End all ranks, at once, and all processes that they started."""
         self.closed = True
         for process in self._processes:
             process.kill()
@@ -200,16 +163,13 @@ class Ranks(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self):
-        raise TypeError("these are the ranks themselves, which stay here; did you mean `rank`?")
-
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError("these ranks have ended; start new ones with Ranks(...)")
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
-        warm_up(self._setup.preload)
+        warm_up(self._preload)
         try:
             for rank in range(self.size):
                 self._processes.append(Process(replace(self._setup, rank=rank)))
@@ -248,13 +208,10 @@ class Ranks(AbstractContextManager):
         seconds: float,
         raise_interrupt: Callable[[], None] = lambda: None,
     ) -> "Call":
-        """Send `messages[rank]` and return the call when all these ranks have answered.
-
-        Ranks that have not answered after so many seconds are stopped.
-        """
+        """Send `messages[rank]`; return the call when these ranks have answered or ended."""
         self._check_open()
         self._number += 1
-        call = Call(self._number, self.size, set(messages), seconds, self.grace)
+        call = Call(self._number, self.size, set(messages), seconds)
         for rank, message in messages.items():
             with suppress(OSError):  # a dead rank is found below
                 self._processes[rank].work.send((call.number, *message))
@@ -307,7 +264,6 @@ class Call:
     size: int
     asked: set[int]
     seconds: float  # that it may take
-    grace: float  # seconds that it may go on after a failure
 
     def __post_init__(self) -> None:
         self.waiting = set(self.asked)
@@ -330,7 +286,7 @@ class Call:
         else:
             self.failures[rank] = answer
             # A lost connection is a consequence: its cause, or a death, is still to be heard of.
-            self._hurry(self.grace * (10 if answer.broken else 1))
+            self._hurry(GRACE * (10 if answer.broken else 1))
 
     def died(self, rank: int, exitcode: int) -> None:
         """Note that a process has ended."""
@@ -342,7 +298,7 @@ class Call:
         if exitcode < 0:
             by = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
         label, message = f"rank {rank} of {self.size}", f"the process ended by {by}"
-        self.failures[rank] = Failure(label, "Died", message, message, exitcode)
+        self.failures[rank] = Failure(label, "Died", message, message)
         self._hurry(0)  # a wait for the dead is in vain
 
     def _hurry(self, seconds: float) -> None:
@@ -352,10 +308,7 @@ class Call:
 
     @property
     def has_broken_group(self) -> bool:
-        """True if the ranks must make their process group anew.
-
-        Not if all ranks failed, with one and the same kind of error: they are in step.
-        """
+        """True unless no rank failed, or all did, with one kind of error: they are in step."""
         failures = self.failures.values()
         is_alike = len(failures) == len(self.asked) and len({f.kind for f in failures}) == 1
         in_step = not failures or (is_alike and not any(f.broken for f in failures))
@@ -394,9 +347,3 @@ def _interrupts_held() -> Iterator[Callable[[], None]]:
         if is_ours:
             signal.signal(signal.SIGINT, usual)
     raise_interrupt()
-
-
-def spawn(fn: Callable, size: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """Start `size` ranks, run ``fn(*args, **kwargs)`` on each, end them; return the results."""
-    with Ranks(size) as ranks:
-        return ranks.run(fn, *args, **kwargs)

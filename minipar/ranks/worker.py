@@ -7,11 +7,9 @@ under it.
 
 import fcntl
 import gc
-import importlib
 import io
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -19,10 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -31,8 +28,10 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
-from minipar.emulate import device, strict
+from minipar.emulate import device
 from minipar.ranks.backends import compute_device, init, is_lost_connection
+
+MAX_LINES = 200  # that a rank may print in a call; more are only counted
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Failure:
     kind: str  # name of the exception class, or "Died"
     message: str
     report: str  # the traceback, as it should be shown
-    exitcode: int | None = None  # of a process that ended
     broken: bool = False  # it was the connection that failed, not the code
     stopped: bool = False  # because others had failed, not by itself
 
@@ -56,12 +54,8 @@ class Setup:
     backend: str
     timeout: float
     capture: bool
-    max_lines: int | None
     port: int  # of the store in the parent
-    preload: tuple[str, ...]
     environment: dict[str, str]
-    device: device.Device | None
-    strict: bool
     rank: int = -1
 
 
@@ -77,20 +71,10 @@ class InWords:
         return str(self).splitlines()
 
 
-class CannotTravel(InWords, TypeError):
-    """A function or an argument cannot be sent to the ranks, or a result back; says why."""
-
-    report = property(str)  # that a rank shows of it
-
-
 class _Pickler(cloudpickle.Pickler):
     """Sends a function by value if it is of `__main__` or local, else by name."""
 
     def reducer_override(self, thing: Any) -> Any:
-        # cloudpickle knows modules by their exact type. torch has modules of classes of its own,
-        # such as torch.compiler.config, and a function that says `torch` and `config` finds it.
-        if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
-            return importlib.import_module, (thing.__name__,)
         # torch would send all memory that a view is a part of.
         is_dense = type(thing) is torch.Tensor and thing.layout == torch.strided
         if is_dense and thing.nbytes < thing.untyped_storage().nbytes():
@@ -99,12 +83,12 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def pack(thing: Any, what: str = "the result cannot be sent back") -> bytes:
-    """Return `thing` pickled. Raises `CannotTravel`, which begins with `what`."""
+    """Return `thing` pickled. Raises `TypeError`, which begins with `what`."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(thing)
     except Exception as error:
-        raise CannotTravel(f"{what}: {error}") from None
+        raise TypeError(f"{what}: {error}") from None
     return file.getvalue()
 
 
@@ -112,48 +96,35 @@ unpack = cloudpickle.loads
 """Undoes `pack`. Both ends are our own processes: nothing that comes from elsewhere is unpickled"""
 
 
-class Stream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a rank: whole lines, on their way to the parent.
+class Stream(io.RawIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a rank, on its way to the parent; `text` is for writers.
 
-    A call may print `max_lines`; the rest is only counted. So a rank that prints without end does
-    not fill the notebook. `rank` is its name, such as "rank 1".
+    A rank that prints without end does not fill the notebook. `rank` is its name: "rank 1".
     """
 
-    encoding, errors = "utf-8", "strict"
-
-    def __init__(
-        self, name: str, say: Callable[[str, str], None], rank: str, max_lines: int | None
-    ) -> None:
-        self.name, self._say, self._rank, self._lock = name, say, rank, threading.RLock()
-        self._max_lines = sys.maxsize if max_lines is None else max_lines
-        self._rest = ""  # the line that has not ended
+    def __init__(self, name: str, say: Callable[[str, str], None], rank: str) -> None:
+        self.name, self._say, self._rank = name, say, rank
         self._num_lines = 0  # of this call
+        self.text = io.TextIOWrapper(self, "utf-8", line_buffering=True)
 
-    def write(self, text: str) -> int:
-        """Send the lines that are whole now."""
-        with self._lock:
-            *lines, self._rest = (self._rest + text).split("\n")
-            room = max(0, self._max_lines - self._num_lines)
-            self._num_lines += len(lines)
-            if shown := lines[:room]:
-                self._say(self.name, "\n".join([*shown, ""]))
-        return len(text)
+    def writable(self) -> bool:
+        return True
 
-    def flush(self) -> None:
-        """Send the line that has not ended as it is, such as the state of a progress bar."""
-        with self._lock:
-            if self._rest and self._num_lines < self._max_lines:
-                self._say(self.name, self._rest)
-                self._rest = ""
+    def write(self, data: memoryview) -> int:
+        """Send lines, or the part of one: the state of a progress bar, say."""
+        lines = bytes(data).decode().split("\n")  # the last one has not ended
+        room = MAX_LINES - self._num_lines
+        self._num_lines += len(lines) - 1
+        if data and room > 0:
+            self._say(self.name, "\n".join(lines[:room]) + "\n" * (len(lines) > room))
+        return len(data)
 
     def end(self) -> None:
         """The call is over: send the rest, and the number of lines left out."""
-        with self._lock:
-            self.flush()
-            left_out = self._num_lines + bool(self._rest) - self._max_lines
-            self._rest, self._num_lines = "", 0
-            if left_out > 0:
-                self._say(self.name, f"... {left_out:,} more lines of {self._rank}\n")
+        self.text.flush()
+        left_out, self._num_lines = self._num_lines - MAX_LINES, 0
+        if left_out > 0:
+            self._say(self.name, f"... {left_out:,} more lines of {self._rank}\n")
 
 
 # ---------------------------------------------------------------------- the loop
@@ -166,18 +137,17 @@ class _Worker:
         self.call = self.unwanted = self.stopped = 0
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy, self.lock = threading.Event(), threading.Lock()  # busy: the user's code runs
-        how = self.say, f"rank {setup.rank}", setup.max_lines
-        self.streams = [Stream(name, *how) for name in ("stdout", "stderr")]
+        who = f"rank {setup.rank}"
+        self.streams = [Stream(name, self.say, who) for name in ("stdout", "stderr")]
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR2, self._on_signal)
         threading.Thread(target=self._obey, daemon=True).start()
         torch.set_num_threads(1)
-        device.use(self.setup.device)
         if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()
         if self.setup.capture:
-            sys.stdout, sys.stderr = self.streams
+            sys.stdout, sys.stderr = (stream.text for stream in self.streams)
         while True:
             self.call, kind, content = self.work.recv()
             try:
@@ -197,8 +167,7 @@ class _Worker:
             if self.unwanted == self.call:  # the word came before the call had begun
                 self.stopped = self.call
                 raise Stopped
-            watched = strict.watching() if self.setup.strict else nullcontext()
-            with device.running(), watched:
+            with device.running():
                 result = fn(*args, **kwargs)
         finally:
             self.busy.clear()
@@ -219,7 +188,6 @@ class _Worker:
     def _failure(self, error: BaseException) -> Failure:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
         if not isinstance(report, str):
-            add_hint(error)
             shown = traceback.TracebackException.from_exception(error)
             del shown.stack[:2]  # the frames of this loop
             report = "".join(shown.format()).rstrip()
@@ -308,31 +276,8 @@ def shield() -> None:
 def say(kind: str, content: Any) -> None:
     """From inside a rank: hand (picklable) `content`, such as a picture, to the parent's sink."""
     for stream in _worker.streams:
-        stream.flush()
+        stream.text.flush()
     _worker.say(kind, content)
-
-
-HINTS = {
-    "initialize the default process group twice": (
-        "The ranks have joined before your code runs: leave init_process_group out. After "
-        "destroy_process_group() they join again by themselves."
-    ),
-    "BdbQuit|EOF when reading a line": (
-        "A rank has no keyboard. Call the function where the ranks were started, in the notebook "
-        "say, as one rank of a group that is not there; breakpoint() works so:\n"
-        "    from minipar.parallel.plan import Plan\n"
-        "    from minipar.sim.trace import pretend\n"
-        "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
-    ),
-}
-"""Advice for errors that mean something else on the ranks of a pool."""
-
-
-def add_hint(error: BaseException) -> None:
-    """Attach the hint for this error."""
-    for words, hint in HINTS.items():
-        if re.search(words, f"{type(error).__name__}: {error}"):
-            error.add_note(hint)
 
 
 def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Connection) -> None:
@@ -348,8 +293,6 @@ def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Con
             os.dup2(stream.fileno(), fd)
         os.environ.clear()  # the fork server's: it may serve many pools
         os.environ.update(setup.environment)
-        for module in setup.preload:
-            importlib.import_module(module)
         _worker = _Worker(setup, work, control)
         _worker.run()
     except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone

@@ -1,7 +1,6 @@
 """Devices by the names of machines, and a film of steps on emulated devices and links."""
 
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -22,17 +21,15 @@ from minipar.sim import hardware
 def device(text: str, magnify: float = 1.0) -> devices.Device:
     """Return the device of a machine that `hardware.load` knows: "h100/100" is slowed 100 times.
 
-    The device plays bf16; "h100:fp32/100" plays float32. `magnify`: as in `minipar.emulate.device`.
-    Raises `ValueError` for an unknown name or format, and for factors below 1.
+    `magnify`: as in `minipar.emulate.device`. Raises `ValueError` for an unknown name, and for
+    factors below 1.
     """
     name, slowdown = str(text), 1.0
     if "/" in name:
         head, _, last = name.rpartition("/")
         with suppress(ValueError):  # the last part of a path is not a number
             name, slowdown = head, float(last)
-    name, _, chosen = name.partition(":")
-    sheet = hardware.load(name).device
-    return devices.Device(sheet, slowdown, magnify, chosen or "bf16")
+    return devices.Device(hardware.load(name).device, slowdown, magnify)
 
 
 def film(
@@ -45,17 +42,15 @@ def film(
 ) -> Timeline:
     """Return the timeline of `work`, say a step of `model`, on all ranks of `axis`; all call this.
 
-    `device`, `wire`: what to compute on and to talk over; None: as it is. No warning is given of
-    a machine too busy for its device: the clocks, and with them the timeline, are reckoned as ever.
-    Races are not looked for meanwhile (`emulate/strict.py`), as that takes time.
+    `device`, `wire`: what to compute on and to talk over; None: as it is. Races are not looked for
+    meanwhile (`emulate/strict.py`), as that takes time.
     """
     before = devices.current(), links.current()
     if device is not None:
         devices.use(device)
     links.use(links.current() if wire is None else wire)
     try:
-        with strict.paused(), devices.running(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with strict.paused(), devices.running():
             start = max(all_gather_object(time.monotonic(), axis)) + 0.5
             with timeline.record(model, devices.label(links.current().label)) as recorded:
                 with timeline.active().span(None, ""):  # all ranks begin at one moment

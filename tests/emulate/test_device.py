@@ -1,7 +1,6 @@
 """An emulated device takes the time that it promises, asleep, and changes no bit."""
 
 import time
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ from minipar.comm.mesh import Mesh
 from minipar.emulate import device, link, operations
 from minipar.emulate.device import Device
 from minipar.observe import timeline
-from minipar.ranks.launch import Ranks
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,14 @@ def test_a_call_begins_when_its_input_is_there_and_holds_up_who_waits(ranks):
 
     Mutant: a clock that a wait does not move.
     """
-    wire = link.Link("wire", 0.0, 4e6)
-    with emulating(ranks, 2, Device(Sheet(), slowdown=2, format="fp32"), wire) as pool:
+    wire = link.Link("wire", 0.0, 2e6)
+    with emulating(ranks, 2, Device(Sheet(), slowdown=2), wire) as pool:
         found = pool.run(talk, 250_000)
     for spans, total in found:
         assert torch.equal(total, torch.full((250_000,), 2.0))
         begin = min(s.start for s in spans)
         call = next(s for s in spans if s.kind == "comm")
-        assert call.duration == pytest.approx(0.25, rel=0.01) and call.num_bytes == 1_000_000
+        assert call.duration == pytest.approx(0.25, rel=0.01) and call.num_bytes == 500_000
         work = sorted((s.start - begin, s.end - begin) for s in spans if s.kind != "comm")
         assert sum(end - start for start, end in work) == pytest.approx(0.3, rel=0.01)
         assert work[-1] == pytest.approx((0.35, 0.45), abs=0.05)
@@ -131,8 +129,8 @@ def test_rounds_in_a_thread_go_on_beside_products(ranks):
     Mutants: later rounds wait for the work; the second ring begins with the first; who waits is not
     held up, nor is a call whose turn comes later.
     """
-    wire = link.Link("wire", 0.0, 4e6)
-    with emulating(ranks, 2, Device(Sheet(), slowdown=2, format="fp32"), wire) as pool:
+    wire = link.Link("wire", 0.0, 2e6)
+    with emulating(ranks, 2, Device(Sheet(), slowdown=2), wire) as pool:
         for ends, hidden in pool.run(rounds_beside_products):
             assert ends == pytest.approx([0.4, 0.5, 0.75], abs=0.04)
             assert hidden == pytest.approx(0.4 / 0.75, abs=0.04)
@@ -175,10 +173,9 @@ def test_float32_stands_for_bf16():
     """
     work = operations.Work("mm", "product", (1, 8, 8, 8), "float32", 1024, 768)
     sheet = Sheet(byte=1.0)
-    for chosen, expected in (("bf16", "bfloat16"), ("fp32", "float32")):
-        operations.seconds_of(work, Device(sheet, format=chosen))
-        assert sheet.asked.pop() == expected
     emulated = Device(sheet)
+    operations.seconds_of(work, emulated)
+    assert sheet.asked.pop() == "bfloat16"
     add = work._replace(op="add", work="bytes", shape=())
     assert operations.seconds_of(add, emulated) == 384
     assert operations.seconds_of(add._replace(dtype="bfloat16"), emulated) == 768
@@ -222,29 +219,13 @@ def setting_up():
         return device.now() - start
 
 
-def too_much():
-    with warnings.catch_warnings(record=True) as said, timeline.record():
-        warnings.simplefilter("always")
-        torch.eye(8) @ torch.eye(8)
-        time.sleep(0.2)  # what is no work of the device
-    return [str(w.message) for w in said]
-
-
-def test_a_pause_takes_no_time_and_a_slow_machine_is_told(ranks):
-    """Mutant: lateness that nobody hears of."""
+def test_a_pause_takes_no_time(ranks):
     with emulating(ranks, 2, Device(Sheet(), slowdown=1, magnify=1000), "1gbe") as pool:
         assert max(pool.run(setting_up)) < 1  # not 40 s
-    with emulating(ranks, 2, Device(Sheet(product=0.05))) as pool:
-        for said in pool.run(too_much):
-            assert len(said) == 1 and "slow it down more than 1 times, say 10" in said[0]
 
 
 def test_bad_devices_are_refused():
     """Before any process starts, in one line."""
-    with pytest.raises(ValueError, match="a device need backend='link', not 'gloo'"):
-        Ranks(2, device=Device(Sheet()))
-    with pytest.raises(ValueError, match="format='int8': use one of bf16, fp32"):
-        Device(Sheet(), format="int8")
     for bad in ({"slowdown": 0.5}, {"magnify": float("nan")}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be from 1 up"):
             Device(Sheet(), **bad)

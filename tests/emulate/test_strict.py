@@ -20,7 +20,7 @@ from minipar.comm.collectives import (
 from minipar.comm.mesh import Mesh
 from minipar.emulate import strict
 from minipar.emulate.strict import Race
-from minipar.ranks.launch import RankError, Ranks
+from minipar.ranks.launch import RankError
 
 
 def watch(body) -> str:
@@ -145,19 +145,3 @@ def test_over_other_backends_it_says_that_it_sees_nothing(ranks):
     with pytest.raises(ValueError, match="link, not none"), strict.watching():
         pass
     assert not strict.is_on()
-
-
-def in_two_calls(body) -> bool:
-    body(Mesh(dp=2).dp)
-    return strict.is_on()
-
-
-def test_a_pool_watches_each_of_its_calls():
-    """Mutants: strict=True is not handed on; a second call is not watched."""
-    with Ranks(2, backend="link", strict=True) as pool:
-        for body in (writes, forgets):
-            with pytest.raises(RankError, match="Race: .*all_reduce at emulate/test_strict.py:"):
-                pool.run(in_two_calls, body)
-            assert pool.run(in_two_calls, waits) == [True, True]
-    with pytest.raises(ValueError, match="need backend='link', not 'gloo'"):
-        Ranks(2, strict=True)

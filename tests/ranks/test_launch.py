@@ -26,7 +26,7 @@ import torch.distributed as dist
 from minipar.comm import collectives as comm
 from minipar.comm.mesh import Mesh
 from minipar.ranks import worker
-from minipar.ranks.launch import Call, RankError, Ranks, spawn
+from minipar.ranks.launch import Call, RankError, Ranks
 from minipar.ranks.worker import Failure
 from tests.patience import is_alive, until, within
 
@@ -39,7 +39,7 @@ RECOVERY = 5.0  # seconds in which a failed call must have returned, with the gr
 
 @pytest.fixture(scope="module")
 def pool():
-    with Ranks(4, grace=0.2, sink=lambda *_: None) as pool:
+    with Ranks(4, sink=lambda *_: None) as pool:
         yield pool
 
 
@@ -159,7 +159,7 @@ def test_ranks_join_again_after_destroy_process_group(pool):
 
     pool.run(joins_for_itself)  # a group, but not ours
     assert_works(pool)
-    with pytest.raises(RankError, match="twice!\nThe ranks have joined before your code runs"):
+    with pytest.raises(RankError, match="default process group twice"):
         pool.run(lambda: dist.init_process_group("gloo"))
     assert_works(pool)
 
@@ -236,7 +236,7 @@ def test_a_group_is_mended_unless_all_failed_alike_and_kept_their_connections():
     """Mutants: one is as good as all; a lost connection is none."""
     one, broken = (Failure("", "E", "", "", broken=lost) for lost in (False, True))
     for failures, is_alike in ([one], False), ([one, one], True), ([one, broken], False):
-        call = Call(1, 2, {0, 1}, seconds=9.0, grace=1.0)
+        call = Call(1, 2, {0, 1}, seconds=9.0)
         for rank, failure in enumerate(failures):
             call.answered(rank, failure, True)
         assert call.has_broken_group != is_alike
@@ -292,22 +292,21 @@ def killed_slowly() -> None:
 
 
 DEATHS = {
-    killed: (-9, "signal 9 (SIGKILL)"),
-    killed_slowly: (-9, "signal 9 (SIGKILL)"),
-    left: (3, "exit 3"),
+    killed: "signal 9 (SIGKILL)",
+    killed_slowly: "signal 9 (SIGKILL)",
+    left: "exit 3",
 }
 
 
 @pytest.mark.parametrize("fault", DEATHS, ids=lambda fault: fault.__name__)
 def test_who_dies_is_shown_alone_and_all_start_anew(pool, fault):
     """Catches: the broken connections of the others shown as failures."""
-    exitcode, how = DEATHS[fault]
+    how = DEATHS[fault]
     pids = pool.pids
     with within(RECOVERY), pytest.raises(RankError) as error:
         pool.run(fault)
     assert list(error.value.failures) == [2]
     failure = error.value.failures[2]
-    assert failure.exitcode == exitcode
     assert failure.message == f"the process ended by {how}"
     assert str(error.value) == f"a rank failed\nrank 2 of 4:\n{failure.message}"
     assert not set(pids) & set(pool.pids)
@@ -349,17 +348,6 @@ def test_what_cannot_travel_is_named(pool):
         pool.run(lambda: threading.Lock() if rank() == 2 else 1)
     assert list(error.value.failures) == [2]
     assert_works(pool)
-
-
-def test_a_function_that_says_torch_and_config_travels(pool):
-    """cloudpickle takes torch.compiler.config along, a module of a class that it does not know."""
-
-    def both(model: object) -> tuple:
-        return torch.compiler.is_compiling(), model.config
-
-    model = type("Model", (), {"config": 3})()
-    assert isinstance(sys.modules["torch.compiler.config"], type(sys)), "no such module any more"
-    assert pool.run(both, model) == [(False, 3)] * 4
 
 
 # ---------------------------------------------------------------------- interrupts
@@ -441,7 +429,7 @@ def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
 
 # ---------------------------------------------------------------------- starting and ending
 def test_bad_arguments_start_nothing():
-    with pytest.raises(ValueError, match=r"Ranks\(0\): a group needs at least 1 rank"):
+    with pytest.raises(ValueError, match=r"0 ranks: a group needs at least 1 rank"):
         Ranks(0)
     with pytest.raises(ValueError, match="backend='mpi' is unknown; use one of gloo, nccl, link"):
         Ranks(2, backend="mpi")
@@ -514,9 +502,7 @@ def test_trap_08_two_pools_at_once(pool, ranks):
 
 
 def test_closing():
-    """`close` twice, after use, in a `with`, by `spawn`; everything that was started is gone."""
-    pids = [pid for _, pid in spawn(lambda x, y: (x - y, os.getpid()), 2, 5, y=3)]
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    """`close` twice, after use, in a `with`; everything that was started is gone."""
     with Ranks(1, sink=None) as small:
         assert small.run(lambda: Mesh().size) == [1]
         pids = small.pids
@@ -535,9 +521,9 @@ def test_closing():
 def test_ranks_are_told_apart_from_the_fork_server(monkeypatch, capfd):
     """Each pool has the environment, folder and streams of its start. Mutant: the server's."""
     monkeypatch.setenv("TOLD", "yes")
-    with Ranks(2, sink=None, preload=("colorsys",)) as two:
-        seen = two.run(lambda: (os.environ["TOLD"], os.getcwd(), "colorsys" in sys.modules))
-        assert seen == [("yes", os.getcwd(), True)] * 2
+    with Ranks(2, sink=None) as two:
+        seen = two.run(lambda: (os.environ["TOLD"], os.getcwd()))
+        assert seen == [("yes", os.getcwd())] * 2
         two.run(lambda: os.write(1, b"hello\n"))  # at once, whoever else writes
         assert capfd.readouterr().out == "hello\n" * 2
 

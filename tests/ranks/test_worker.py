@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minipar.ranks import worker
 from minipar.ranks.worker import Stream, pack, unpack
 
 
@@ -12,28 +13,29 @@ def heard() -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("max_lines", [None, 10])
-def test_lines_travel_whole(heard, max_lines):
-    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3", max_lines)
-    print("half ", end="", file=out)
-    print("and half\n\n1 %", end="", file=out)
-    assert heard == ["half and half\n\n"]
-    print("\r2 %", end="", flush=True, file=out)
-    print("rest", end="", file=out)
-    out.end()
-    assert heard[1:] == ["1 %\r2 %", "rest"]
+def test_lines_travel_whole(heard):
+    stream = Stream("stdout", lambda _, text: heard.append(text), "rank 3")
+    print("half ", end="", file=stream.text)
+    print("and half\n\n1 %", end="", file=stream.text)
+    assert heard == ["half and half\n\n1 %"]
+    print("\r2 %", end="", flush=True, file=stream.text)
+    print("rest", end="", file=stream.text)
+    stream.end()
+    assert heard[1:] == ["\r2 %", "rest"]
 
 
-def test_beyond_the_last_line_there_is_only_a_count(heard):
-    """Each call has its own lines; a line that has not ended counts as one."""
-    out = Stream("stdout", lambda _, text: heard.append(text), "rank 3", 3)
+def test_beyond_the_last_line_there_is_only_a_count(heard, monkeypatch):
+    """Each call has its own lines."""
+    monkeypatch.setattr(worker, "MAX_LINES", 3)
+    stream = Stream("stdout", lambda _, text: heard.append(text), "rank 3")
+    out = stream.text
     for _ in range(2):
         out.write("a\nb\nc\nd\ne")
         for _ in range(1000):
             print("x", file=out)
         print("y", end="", flush=True, file=out)
-        out.end()
-        assert "".join(heard) == "a\nb\nc\n... 1,002 more lines of rank 3\n"
+        stream.end()
+        assert "".join(heard) == "a\nb\nc\n... 1,001 more lines of rank 3\n"
         heard.clear()
 
 

@@ -251,7 +251,7 @@ def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run
     processes.warm_up()  # the fork server outlives the pool
     mine = set(psutil.Process().children(recursive=True))
     preload = ("minipar.train.trainer", "tests.train.test_faults")
-    with Ranks(2, timeout=TIMEOUT, grace=0.3, preload=preload) as pool:
+    with Ranks(2, timeout=TIMEOUT, preload=preload) as pool:
         whole, broken = (Run(pool, config, folder / name) for name in ("whole", "broken"))
         whole.attempt([])
         for together in attempts(faults):
