@@ -84,18 +84,35 @@ LINKS = {
 class Topology:
     """Nodes of `ranks_per_node` ranks each: links `intra` inside of a node, `inter` between nodes.
 
-    Each rank has a network card of its own, as fast as `inter` in both directions at once.
+    A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once.
+    None gives each rank a card. All ranks of a node run the same program: where (0, 2) talk, (1, 3)
+    talk at the same time, and over one card per node that takes twice as long. A flat ring of all
+    ranks has one hop that leaves a node, and takes as long as ever.
     """
 
     nodes: int = 2
     ranks_per_node: int = 2
     intra: Link = LINKS["nvlink4"]
     inter: Link = LINKS["ib-ndr"]
+    cards_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        cards, ranks = self.cards_per_node, self.ranks_per_node
+        if cards is not None and (cards < 1 or ranks % cards):
+            raise ValueError(f"cards_per_node={cards} must divide the {ranks} ranks of a node")
 
     def between(self, ranks: Sequence[int]) -> Link:
-        """Return the link that bounds a group of these global ranks."""
-        num_nodes = len({rank // self.ranks_per_node for rank in ranks})
-        return self.intra if num_nodes <= 1 else self.inter
+        """Return the slowest link of these global ranks, while their neighbours do the same."""
+        nodes = [rank // self.ranks_per_node for rank in ranks]
+        on_node, cards = nodes.count(nodes[0]), self.cards_per_node or self.ranks_per_node
+        if on_node == len(nodes):
+            return self.intra
+        groups = max(1, self.ranks_per_node // cards // on_node)  # that share a card
+        return replace(self.inter, bandwidth=self.inter.bandwidth / groups)
+
+    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
+        """Return how long `(verb, num_bytes, global ranks)` take that neighbours start at once."""
+        return max(seconds(verb, n, len(ranks), self.between(ranks)) for verb, n, ranks in calls)
 
     def scaled(self, factor: float) -> "Topology":
         """Return this topology with both links slowed by `factor`."""
@@ -108,7 +125,8 @@ class Topology:
 
     def __str__(self) -> str:
         shape = f"{self.nodes} nodes x {self.ranks_per_node} ranks"
-        return f"{shape} ({self.intra} inside, {self.inter} between)"
+        cards = f", {self.cards_per_node} cards per node" if self.cards_per_node else ""
+        return f"{shape} ({self.intra} inside, {self.inter} between{cards})"
 
 
 # ---------------------------------------------------------------------- cost

@@ -99,9 +99,24 @@ def test_topology_picks_the_slowest_hop():
     assert topology.between(range(8)) == LINKS["100gbe"]
 
 
+SLOW = Link("slow", 1e-3, 1e6)
+
+
+def test_neighbours_talk_over_the_same_card_at_the_same_time():
+    """A card for two ranks carries two messages, unless one group has both. Mutant: one message."""
+    eight = Topology(2, 4, LINKS["nvlink4"], SLOW, cards_per_node=2)
+    for ranks, shared in {(0, 4): 2, (1, 7): 2, (0, 1, 2, 3): 0, (0, 1, 4, 5): 1}.items():
+        verb = "send" if len(ranks) == 2 else "all_gather"
+        sent = 1e6 if verb == "send" else 0.75e6
+        took = eight.seconds((verb, 1_000_000, ranks))
+        assert took == pytest.approx(shared * sent / 1e6, abs=0.01), ranks
+    assert "2 cards per node" in eight.label and eight.scaled(3).cards_per_node == 2
+
+
 @pytest.mark.parametrize(
     "call, word",
     [
+        (lambda: Topology(2, 4, cards_per_node=3), "cards_per_node=3 must divide the 4 ranks"),
         (lambda: link.use("NVLink-4"), "no link 'NVLink-4'; there are none, 1gbe, 10gbe"),
         (lambda: link.parse("1gbe*fast"), "could not convert string to float: 'fast'"),
         (lambda: LINKS["1gbe"].scaled(0), "factor"),
