@@ -123,25 +123,37 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     Between hosts, gloo talks over the interface of GLOO_SOCKET_IFNAME, else over the host name's.
     At the end every rank waits for all others, so that none closes its connections while another
     still reads from them. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this
-    host has a GPU. Raises `ValueError` for a rank that cannot be.
+    host has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the
+    ranks do not meet within `timeout` seconds, or lose each other.
     """
     rank, size = rank_and_size()
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_ranks(num_here, backend)
     compute_device()  # nccl talks from there
-    store, *_ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-    # torchrun keeps the store, with the addresses of dead ranks in it, when it starts ranks again:
-    # each start uses names of its own.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"start {start}", store)
-    init(backend, timeout, store=store, rank=rank, world_size=size)
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+        # torchrun keeps the store, with the addresses of dead ranks in it, when it starts ranks
+        # again: each start uses names of its own.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start {start}", store)
+        init(backend, timeout, store=store, rank=rank, world_size=size)
+    except (dist.DistError, RuntimeError) as error:
+        where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ConnectionError(
+            f"the {size} ranks do not meet at {where} within {timeout:g} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
     try:
         yield
         dist.barrier()
-    except BaseException:
+    except BaseException as error:
         if backend == "nccl":  # to destroy its groups would wait for ranks that do not come
             dist.distributed_c10d._abort_process_group()
+        if is_lost_connection(error):
+            lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
+            lost.__notes__ = getattr(error, "__notes__", [])
+            raise lost from None
         raise
     finally:
         if dist.is_initialized():

@@ -1,6 +1,7 @@
 """Devices and backends where there are GPUs: torch's answers are stood in for on a CPU."""
 
 import re
+import socket
 import threading
 from unittest import mock
 
@@ -42,20 +43,30 @@ def test_nccl_needs_a_gpu_per_rank(four_gpus):
         backends.check_ranks(5, "nccl")
 
 
+@pytest.fixture
+def held_port():
+    """A port that another program holds."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield str(other.getsockname()[1])
+
+
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "error", "says"),
     [
-        ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks are 0 to WORLD_SIZE - 1"),
-        ({"RANK": "-1"}, "RANK=-1 with WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "two"}, "RANK=0 with WORLD_SIZE=two"),
-        ({"MASTER_PORT": "99999999"}, "port must have value from 0 to 65535"),
+        ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to WORLD_SIZE - 1"),
+        ({"RANK": "-1"}, ValueError, "RANK=-1 with WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "two"}, ValueError, "RANK=0 with WORLD_SIZE=two"),
+        ({"MASTER_PORT": "99999999"}, ValueError, "port must have value from 0 to 65535"),
+        ({}, ConnectionError, "the 2 ranks do not meet at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ({"RANK": "1", "MASTER_PORT": "9"}, ConnectionError, "MASTER_PORT=9 within 1 s: "),
     ],
 )
-def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, changed, says):
-    known = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, held_port, changed, error, says):
+    """Rank 0 finds its port in use; rank 1 that nobody listens there."""
+    known = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held_port}
     for name, value in (known | changed).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=re.escape(says)) as raised, backends.joined("gloo", 1):
+    with pytest.raises(error, match=re.escape(says)) as raised, backends.joined("gloo", 1):
         pass
     assert "\n" not in str(raised.value) and not dist.is_initialized()
 
@@ -120,6 +131,18 @@ def test_after_an_error_nccl_is_aborted_and_gloo_carries_the_host(alone):
     with pytest.raises(KeyError), backends.joined("gloo"):
         raise KeyError
     assert alone[3:] == ["gloo"] and not dist.is_initialized()
+
+
+def test_a_lost_connection_is_one_line(alone):
+    """With the notes of the error. Mutant: pages of gloo and torch, above our line."""
+    with pytest.raises(ConnectionError) as raised, backends.joined("gloo"):
+        error = RuntimeError("[gloo/pair.cc:5] Timed out waiting for recv\nframe #0\nframe #1")
+        error.add_note("Go on with --resume")
+        raise error
+    assert str(raised.value) == "lost the other ranks: [gloo/pair.cc:5] Timed out waiting for recv"
+    assert raised.value.__notes__ == ["Go on with --resume"] and raised.value.__suppress_context__
+    with pytest.raises(RuntimeError, match="shapes"), backends.joined("gloo"):
+        raise RuntimeError("shapes cannot be multiplied")
 
 
 def _messages(staged: bool) -> list[float]:
