@@ -2,7 +2,9 @@
 
 import datetime
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,10 +112,10 @@ def under_torchrun() -> bool:
 
 def rank_and_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE. Raises `ValueError` for a rank that cannot be."""
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to WORLD_SIZE - 1")
-    return int(rank), int(size)
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")
+    return rank, size
 
 
 @contextmanager
@@ -126,23 +128,20 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     host has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the
     ranks do not meet within `timeout` seconds, or lose each other.
     """
-    rank, size = rank_and_size()
+    (rank, size), port = rank_and_size(), _number("MASTER_PORT")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port}: ports are 1 to 65535")
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_ranks(num_here, backend)
     compute_device()  # nccl talks from there
     try:
-        store, *_ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-        # torchrun keeps the store, with the addresses of dead ranks in it, when it starts ranks
-        # again: each start uses names of its own.
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"start {start}", store)
-        init(backend, timeout, store=store, rank=rank, world_size=size)
-    except (dist.DistError, RuntimeError) as error:
+        init(backend, timeout, store=_meet(timeout), rank=rank, world_size=size)
+    except (dist.DistError, RuntimeError, TimeoutError) as error:
         where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise ConnectionError(
             f"the {size} ranks do not meet at {where} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}"
+            f"{(str(error) or 'no answer').splitlines()[0]}"
         ) from None
     try:
         yield
@@ -158,3 +157,32 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(timeout: float) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT.
+
+    A thread waits for it: torch itself would wait for ever where another program holds the port,
+    and says nothing. When torchrun starts its ranks again, it keeps the store, with the addresses
+    of dead ranks in it, so each start uses names of its own.
+    """
+    found: Future = Future()
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def look() -> None:
+        try:
+            seconds = datetime.timedelta(seconds=timeout)
+            store, _, _ = next(dist.rendezvous("env://", timeout=seconds))
+            found.set_result(dist.PrefixStore(f"start {start}", store))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look, daemon=True).start()
+    return found.result(timeout + 3)  # torch itself takes a second more than told
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is not a number; torchrun sets {', '.join(VARIABLES)}")
+    return int(text)

@@ -1,5 +1,6 @@
 """Devices and backends where there are GPUs: torch's answers are stood in for on a CPU."""
 
+import os
 import re
 import socket
 import threading
@@ -45,24 +46,30 @@ def test_nccl_needs_a_gpu_per_rank(four_gpus):
 
 @pytest.fixture
 def held_port():
-    """A port that another program holds."""
+    """A port that another program holds, and where it says nothing, for as long as we live.
+
+    A rank that was answered while Python ends would abort this process.
+    """
     with socket.create_server(("127.0.0.1", 0)) as other:
+        os.dup(other.fileno())
         yield str(other.getsockname()[1])
 
 
 @pytest.mark.parametrize(
     ("changed", "error", "says"),
     [
-        ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to WORLD_SIZE - 1"),
-        ({"RANK": "-1"}, ValueError, "RANK=-1 with WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "two"}, ValueError, "RANK=0 with WORLD_SIZE=two"),
-        ({"MASTER_PORT": "99999999"}, ValueError, "port must have value from 0 to 65535"),
+        ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
+        ({"RANK": "-1"}, ValueError, "RANK='-1' is not a number"),
+        ({"WORLD_SIZE": "two"}, ValueError, "WORLD_SIZE='two' is not a number"),
+        ({"MASTER_PORT": "99999999"}, ValueError, "MASTER_PORT=99999999: ports are 1 to 65535"),
+        ({"MASTER_PORT": "abc"}, ValueError, "MASTER_PORT='abc' is not a number"),
         ({}, ConnectionError, "the 2 ranks do not meet at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ({"RANK": "1"}, ConnectionError, "within 1 s: no answer"),
         ({"RANK": "1", "MASTER_PORT": "9"}, ConnectionError, "MASTER_PORT=9 within 1 s: "),
     ],
 )
 def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, held_port, changed, error, says):
-    """Rank 0 finds its port in use; rank 1 that nobody listens there."""
+    """Rank 0 finds its port in use; rank 1 that nobody answers there, or listens."""
     known = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held_port}
     for name, value in (known | changed).items():
         monkeypatch.setenv(name, value)
@@ -100,11 +107,10 @@ def test_tasks_without_a_rank_would_each_train_alone(monkeypatch, given, says):
 def alone(monkeypatch):
     """One rank of torchrun whose process group is of paper; yields what is done to it."""
     calls = []
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "9"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(backends, "pick_backend", lambda size: "nccl")
-    shared = dist.HashStore()
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
+    monkeypatch.setattr(backends, "_meet", lambda timeout: dist.HashStore())
     usual = dist.init_process_group
 
     def init(carriers, **where):
@@ -183,10 +189,11 @@ def test_recording_does_not_wait_for_a_gpu():
     assert [span.name for span in spans] == ["exchange"] and not started
 
 
-def test_ranks_that_torchrun_starts_again_see_no_address_of_the_dead(alone, monkeypatch):
+def test_ranks_that_torchrun_starts_again_see_no_address_of_the_dead(monkeypatch):
+    shared = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
     for start in "0", "1":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        with backends.joined("gloo"):
-            store = dist.distributed_c10d._get_default_store()
-            assert not store.check(["address"])
-            store.set("address", "of this start")
+        store = backends._meet(5)
+        assert not store.check(["address"])
+        store.set("address", "of this start")
