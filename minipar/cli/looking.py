@@ -49,8 +49,7 @@ class Hang:
     """
 
     dumps: tyro.conf.Positional[list[str]]
-    """Dumps of PyTorch's flight recorder (pickle or JSON), one file per rank, or a folder of them;
-    or the stalled.json of `minipar train`."""
+    """Dumps of PyTorch's flight recorder (pickle or JSON), one file per rank, or their folder."""
     out: str = ""
     """Where to draw the picture, if at all."""
 

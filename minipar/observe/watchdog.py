@@ -22,8 +22,8 @@ Limits: On NCCL the GPU waits in a collective, not the process: only waits of th
 In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier`.
 """
 
-import json
 import os
+import pickle
 import platform
 import sys
 import threading
@@ -31,8 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -76,13 +75,6 @@ class State:
     awaited: Sequence[Call] = ()
     stack: str = ""  # of its main thread
     silence: str = ""  # why it does not answer: nothing is known about its calls
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "State":
-        """Undo ``json.dumps(asdict(state))``."""
-        values = json.loads(text)
-        begun, awaited = ([Call(**call) for call in values[name]] for name in ("begun", "awaited"))
-        return cls(**{**values, "begun": begun, "awaited": awaited})
 
     def has_reached(self, call: Call) -> bool:
         """True if this rank has begun the collective `call`, or a later one on the same axis."""
@@ -157,10 +149,8 @@ def _size(num_bytes: int) -> str:
 class Watchdog(calls.Tap):
     """Notes this rank's calls and watches its waits. All ranks make one together, by `watch`."""
 
-    def __init__(
-        self, seconds: float, tell: Callable[[str], None], dump: Path | None = None
-    ) -> None:
-        self.seconds, self._tell, self._dump = seconds, tell, dump
+    def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
+        self.seconds, self._tell = seconds, tell
         self.pause = min(seconds / 20, 5.0)  # between two looks
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # In these two, `seconds` is the time at which a call, or the wait for it, began.
@@ -227,7 +217,7 @@ class Watchdog(calls.Tap):
         stack = "".join(traceback.format_stack(frame)[-12:]).rstrip()
         state = State(self.rank, Mesh.label + self._where(self.rank), begun, awaited, stack)
         self._reported |= {call.key for call in awaited}
-        self._store.set(f"answer {self._alarms} {self.rank}", json.dumps(asdict(state)))
+        self._store.set(f"answer {self._alarms} {self.rank}", pickle.dumps(state))
         self._alarms += 1
 
     def _where(self, rank: int) -> str:
@@ -245,16 +235,13 @@ class Watchdog(calls.Tap):
         states = []
         for rank, key in enumerate(keys):
             if self._store.check([key]):
-                states.append(State.from_json(self._store.get(key)))
+                states.append(pickle.loads(self._store.get(key)))
             else:
                 why = "does not answer: it was stopped, has ended, or is cut off"
                 silence = f"its process {self._places[rank][1]} {why}"
                 label = f"rank {rank} of {self.size}{self._where(rank)}"
                 states.append(State(rank, label, silence=silence))
         self._tell(explain(states))
-        if self._dump is not None:
-            content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
-            self._dump.write_text(content, encoding="utf-8")
 
 
 def _until_now(noted: dict[Any, Call]) -> tuple[Call, ...]:
@@ -268,19 +255,16 @@ def _print(report: str) -> None:
 
 
 @contextmanager
-def watch(
-    seconds: float, tell: Callable[[str], None] = _print, dump: Path | None = None
-) -> Iterator[None]:
+def watch(seconds: float, tell: Callable[[str], None] = _print) -> Iterator[None]:
     """Report ranks that wait longer than `seconds` in one collective called in the body.
 
     All ranks enter `watch` together. One of them calls `tell` with the report, from another thread,
-    once per wait; nothing is stopped. It also writes the states of all ranks into `dump`, for
-    `minipar hang`. With 0 seconds, or on one rank, `watch` does nothing.
+    once per wait; nothing is stopped. With 0 seconds, or on one rank, `watch` does nothing.
     """
     if seconds == 0 or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    watchdog = Watchdog(seconds, tell, dump)
+    watchdog = Watchdog(seconds, tell)
     calls.taps.append(watchdog)
     try:
         yield

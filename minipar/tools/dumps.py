@@ -1,10 +1,9 @@
-"""Read what ranks wrote down when their job hung: dumps of a flight recorder, or of our watchdog.
+"""Read what ranks wrote down when their job hung: dumps of PyTorch's flight recorder.
 
 One file per rank, its name ending with the rank (``nccl_trace_rank_3``), pickle or JSON. NCCL
 writes it where ``TORCH_FR_BUFFER_SIZE=2000`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT=1`` are set; on gloo,
-each rank writes ``torch._C._distributed_c10d._dump_fr_trace()`` itself. Or the ``stalled.json`` of
-`minipar train`, of all ranks. A pickle could call any function. Here it calls none: only
-containers, text and numbers are read.
+each rank writes ``torch._C._distributed_c10d._dump_fr_trace()`` itself. A pickle could call any
+function. Here it calls none: only containers, text and numbers are read.
 """
 
 import io
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from minipar.observe.spans import Interval, union
-from minipar.observe.watchdog import State, names
+from minipar.observe.watchdog import names
 from minipar.text import printable
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
@@ -35,7 +34,7 @@ _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 class Entry:
     """One call of one rank. `number` counts within the group; messages count apart."""
 
-    verb: str  # "send", "recv" or "exchange" for a message
+    verb: str  # "send" or "recv" for a message
     group: str
     number: int
     done: bool
@@ -51,11 +50,8 @@ class Recording:
     """The dump of one rank. `groups`: name -> description, ranks (empty: not recorded)."""
 
     rank: int
-    host: str
     entries: list[Entry]
     groups: dict[str, tuple[str, tuple[int, ...]]]
-    stack: tuple[str, ...] = ()  # where the rank is now, if that is known
-    silence: str = ""  # why nothing can be said of its calls
     last: dict[str, tuple[int, int]] = field(default_factory=dict)  # group: enqueued, completed
     has_turned: bool = False  # True if older calls are not in the dump
     when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
@@ -90,16 +86,15 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     for path in map(Path, paths):
         for file in sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]:
             try:
-                recordings = _recordings(file)
+                recording = _recording(file)
             except ValueError as error:
                 if file == path:
                     raise
                 print(f"skipped: {printable(error)}", file=sys.stderr)
                 continue
-            for recording in recordings:
-                first, _ = found.setdefault(recording.rank, (file, recording))
-                if first != file:
-                    raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
+            first, _ = found.setdefault(recording.rank, (file, recording))
+            if first != file:
+                raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
@@ -118,15 +113,13 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     return by_rank
 
 
-def _recordings(file: Path) -> list[Recording]:
+def _recording(file: Path) -> Recording:
     if not file.exists():
         raise ValueError(f"no such dump: {file}")
     try:
         raw = file.read_bytes()
         dump = json.loads(raw) if raw[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
-        if "minipar_stall" in dump:
-            return [_of_watchdog(state) for state in dump["minipar_stall"]]
-        return [_of_recorder(dump, _rank_of(file.name))]
+        return _of_recorder(dump, _rank_of(file.name))
     except Exception as error:  # a broken pickle raises anything
         why = printable(f"{error!r:.150}")
         raise ValueError(f"{file} is not a dump of a flight recorder: {why}") from None
@@ -166,7 +159,7 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     begin = min((v["time_created_ns"] for v in timed), default=0)
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
     told = dict(last=last, has_turned=first > 0 or has_ended, when=(begin, end))
-    return Recording(rank, "", entries, groups, **told)
+    return Recording(rank, entries, groups, **told)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:
@@ -226,21 +219,3 @@ def _joined(calls: list[Entry]) -> list[Entry]:
         begun=any(call.begun for call in calls),
     )
     return [one]
-
-
-def _of_watchdog(values: Any) -> Recording:
-    state = State.from_json(json.dumps(values))
-    waits = {call.key: call for call in state.awaited}
-    calls = {call.key: call for call in state.begun} | waits
-    entries, groups = [], {}
-    # The latest call stands last, behind it the call in which the rank waits.
-    for key, call in sorted(calls.items(), key=lambda c: (c[0] in waits, -c[1].seconds)):
-        name, done = f"{printable(call.axis)} {call.ranks}", key not in waits
-        groups[name] = printable(call.axis), tuple(map(int, call.ranks))
-        verb, ends = printable(call.verb), [call.ranks.index(peer) for peer in call.peers]
-        if ends and verb not in ("recv", "exchange"):
-            verb = "send"  # which may have a name of its own
-        entries += [Entry(verb, name, int(call.number), done, peer=end) for end in ends or [None]]
-    stack = tuple(printable(line).strip() for line in reversed(state.stack.splitlines()))
-    host = printable(state.label).partition(" on host ")[2]
-    return Recording(int(state.rank), host, entries, groups, stack, printable(state.silence))

@@ -1,10 +1,10 @@
-"""Why does this job hang? Explain what PyTorch's flight recorder, or our watchdog, wrote down.
+"""Why does this job hang? Explain what PyTorch's flight recorder wrote down.
 
 Idea:   every rank notes its collectives by group and number. Look at the oldest open call of each
         group. A rank that has not called it *did not come*. A rank that is still in it while
         another rank has completed it is *behind*: its device is stuck. The rest are victims, and
         so is a rank that did not come because it waits for another rank elsewhere.
-Files:  see `dumps`: one per rank, of the recorder; or the ``stalled.json`` of `minipar train`.
+Files:  see `dumps`: one per rank.
 Limits: gloo records neither messages nor members: members are the ranks that ever called there.
         The recorder is a ring: without ``pg_status``, a call that fell out of it is unknown.
 Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. In torch: ``torchfrtrace``.
@@ -15,7 +15,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import permutations
 from typing import NamedTuple
 
@@ -120,11 +119,6 @@ class Report:
             missing = named - {other for other in waiting if waiting[other] == call}
             self.waits.append(Wait(rank, call, missing, group.name, **more))
 
-    @cached_property
-    def heard(self) -> dict[int, Recording]:
-        """The recordings that tell anything of the calls of their ranks."""
-        return {rank: told for rank, told in self.recordings.items() if not told.silence}
-
     def _victims(self) -> list[str]:
         """Return a line for each call that ranks wait in, and one for all messages of a group."""
         who, whom = defaultdict(set), defaultdict(set)
@@ -134,7 +128,7 @@ class Report:
             whom[call] |= wait.missing
         lines = []
         for call, ranks in who.items():
-            sure = [rank for rank in sorted(whom[call]) if rank in self.heard]
+            sure = [rank for rank in sorted(whom[call]) if rank in self.recordings]
             unsure = sorted(whom[call] - {*sure})
             missing = [names(sure)] * bool(sure) + [f"perhaps {names(unsure)}"] * bool(unsure)
             end = " and ".join(missing) or "its end"
@@ -151,11 +145,10 @@ class Report:
         if last:
             verb = "its last was" if last.done else "it waits in"
             said = f"{verb} {last.verb} #{last.number} on {recording.title(last.group)}"
-        stack = recording.stack or (last.stack if last else ())
+        stack = last.stack if last else ()
         own = [line for line in stack if not _FOREIGN.search(line)] or list(stack)
-        where = f" on {recording.host}" if recording.host else ""
-        here = ("; it is here:" if recording.stack else ", called here:") if own else ""
-        return "\n    ".join([f"\nrank {rank}{where}: {recording.silence or said}{here}", *own[:8]])
+        here = ", called here:" if own else ""
+        return "\n    ".join([f"\nrank {rank}: {said}{here}", *own[:8]])
 
 
 def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
@@ -228,7 +221,7 @@ def _explain_calls(group: Group, report: Report) -> None:
     number = min(entry.number for entry in oldest.values())
     at: dict[str, list[int]] = defaultdict(list)
     for rank in group.ranks:
-        at[group.place(rank, number, report.heard.get(rank))].append(rank)
+        at[group.place(rank, number, report.recordings.get(rank))].append(rank)
     said = [*_verdicts(group, number, at)]
     # The status alone may tell of an open call, as where its entry has fallen out of the ring.
     oldest = dict.fromkeys(at["in"], next(iter(group.calls[number].values()))) | oldest
@@ -297,7 +290,7 @@ def _unlike(group: Group, here: dict[int, Entry], call: str) -> Iterator[Finding
 
 
 # ---------------------------------------------------------------------- messages
-_TO = {"send": "to", "recv": "from", "exchange": "with"}
+_TO = {"send": "to", "recv": "from"}
 
 
 def _explain_messages(group: Group, report: Report) -> None:
@@ -311,7 +304,8 @@ def _explain_messages(group: Group, report: Report) -> None:
     for (rank, number), mine in group.messages.items():
         peer = group.ranks[number] if number < len(group.ranks) else None
         theirs = group.messages.get((peer, group.ranks.index(rank)), [])
-        is_known = all(r in report.heard and report.heard[r].has_all_messages for r in (rank, peer))
+        pair = [report.recordings.get(end) for end in (rank, peer)]
+        is_known = all(end and end.has_all_messages for end in pair)
         open_here, open_there = ([m for m in of if not m.done] for of in (mine, theirs))
         here, there = (mine, theirs) if is_known else (open_here, open_there)
         for i, e in enumerate(here):
@@ -321,8 +315,6 @@ def _explain_messages(group: Group, report: Report) -> None:
             # A small message leaves before it is received: the nth there is the nth here.
             nth = sum(m.verb == e.verb for m in here[:i])
             twin = others[nth] if nth < len(others) else None
-            # Both ends of an exchange have one number.
-            has_ended = any(m.verb == e.verb == "exchange" and m.number >= e.number for m in theirs)
             does, call = "waits", f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
             if peer is None:
                 call = f"{e.verb} #{e.number}"
@@ -333,9 +325,9 @@ def _explain_messages(group: Group, report: Report) -> None:
             elif twin and not twin.done and twin.number > open_there[0].number:
                 queued = f"its other end behind {open_there[0].verb} #{open_there[0].number}"
                 kind, named, end = "absent", [peer], f"; rank {peer} has {queued}."
-            elif twin or has_ended:
+            elif twin:
                 kind, named, end = "stuck", [rank], f", and rank {peer} has called it."
-            elif peer in report.heard:
+            elif peer in report.recordings:
                 kind, named, end = "absent", [peer], f"; the other end is not open on rank {peer}."
             else:
                 kind, named, end = "unknown", [peer], f"; nothing is known of rank {peer}."

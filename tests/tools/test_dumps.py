@@ -40,7 +40,6 @@ REFUSED = [  # the content of a file, and what is said of it
     (b"{" * 100_000, "Error"),
     (b"{}", "'entries'"),
     (b'{"step": 1}\n{"step": 2}\n', "Error"),
-    (b'{"minipar_stall": [{}]}', "Error"),
 ]
 
 

@@ -5,16 +5,13 @@ gloo records neither messages between ranks nor who is in a group: dumps with th
 them, are made here after the format (torch/csrc/distributed/c10d/FlightRecorder.hpp).
 """
 
-import json
 import pickle
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from minipar.cli import main
 from minipar.lab.draw.hang import hang as picture
-from minipar.observe.watchdog import Call, State
 from minipar.tools import dumps, hang
 
 DUMPS = Path(__file__).parent / "dumps"
@@ -357,74 +354,3 @@ def test_calls_of_one_group_end_with_its_last_entry(tmp_path, done, end):
         "rank 1 waits in recv #1 from rank 0 on default_pg, and rank 0 has called it.",
     ]
     assert report.findings == ([] if done else both)
-
-
-# ---------------------------------------------------------------------- our own watchdog
-def stalled(tmp_path, *states):
-    content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
-    (tmp_path / "stalled.json").write_text(content, encoding="utf-8")
-    return hang.explain(dumps.read([tmp_path / "stalled.json"]))
-
-
-def test_our_own_watchdog_is_read(tmp_path):
-    """Mutant: a state that is not known counts as that of a rank that has called nothing."""
-    calls = [Call("all_reduce", "dp", (0, 1, 2), n, 64, 5.0) for n in (4, 3)]
-    here = "File train.py\n  x()"
-    report = stalled(
-        tmp_path,
-        State(0, "rank 0 of 3 on host a, process 1", (calls[0],), (calls[0],), "here"),
-        State(1, "rank 1 of 3 on host b, process 2", (calls[1],), (), here),
-        State(2, "rank 2 of 3 on host b", silence="it does not answer"),
-    )
-    assert report.findings == [
-        "rank 1 did not come to all_reduce #4 on dp.",
-        "Whether rank 2 came to all_reduce #4 on dp is unknown.",
-    ]
-    assert report.culprits == [1, 2]
-    assert "rank 1 on b, process 2: its last was all_reduce #3 on dp; it is here:" in str(report)
-    assert "rank 0 in all_reduce #4 on dp -> rank 1 and perhaps rank 2" in str(report)
-    assert "rank 2 on b: it does not answer" in str(report)
-
-
-def exchange(number, *peers, seconds=5.0):
-    return Call("exchange", "cp", (0, 1, 2, 3), number, 64, seconds, peers)
-
-
-def test_in_a_ring_the_rank_that_did_not_come_is_named(tmp_path):
-    """Ranks 1 and 3 wait for rank 2; rank 0 has ended the call and computes.
-
-    Mutants: an exchange never finds its other end; messages that have ended are not shown, so that
-    rank 2 has called nothing, and rank 0 does not come either.
-    """
-    late, older = exchange(3, 1, 3), Call("all_reduce", "cp", (0, 1, 2, 3), 8, 64, 9.0)
-    report = stalled(
-        tmp_path,
-        State(0, "rank 0 of 4", (exchange(4, 3, 1),), (), "computing"),
-        State(1, "rank 1 of 4", (exchange(4, 0, 2),), (exchange(4, 0, 2),), "waiting"),
-        State(2, "rank 2 of 4", (late, older), (), "sleeping"),
-        State(3, "rank 3 of 4", (exchange(4, 2, 0),), (exchange(4, 2, 0),), "waiting"),
-    )
-    assert report.findings == [
-        f"rank {rank} waits in exchange #4 with rank 2 on cp; the other end is not open on rank 2."
-        for rank in (1, 3)
-    ]
-    assert report.culprits == [2]
-    assert "rank 2: its last was exchange #3 on cp; it is here:" in str(report)
-    drawn = {text.get_text() for ax in picture(report).axes for text in ax.texts}
-    assert {"messages", "rank 1", "rank 3", "exchange #4 with rank 2 on cp"} <= drawn
-    assert "rank 2" not in drawn  # in no call of a group does anyone wait
-
-
-def test_who_has_called_an_exchange_is_not_accused(tmp_path):
-    """Also where the other end is a receive, or has a name of its own, or has ended. Mutant: what
-    has ended at the other end is no finding, and nothing hangs."""
-    calls = [exchange(1, 1), exchange(1, 0)]
-    states = [State(r, f"rank {r} of 2", (c,), (c,), "here") for r, c in enumerate(calls)]
-    others = [Call(verb, "cp", (0, 1, 2, 3), 7, 64, 5.0, (0,)) for verb in ("recv", "2F0")]
-    ends = [states[1], *(State(1, "rank 1 of 2", (o,), (o,), "here") for o in others)]
-    for end in (*ends, State(1, "rank 1 of 2", (calls[1],), (), "here")):
-        told = stalled(tmp_path, states[0], end).findings
-        assert told[0] == (
-            "rank 0 waits in exchange #1 with rank 1 on cp, and rank 1 has called it."
-        )
-        assert all("has called it" in text for text in told)

@@ -54,10 +54,8 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
     wide = min(1.1, (WIDTH - 1.75) / max(1, len(numbers)))
     pen.text(ax, 0, top, f"on {group.name}", weight="bold")
     for row, rank in enumerate(group.ranks[:ROWS]):
-        recording = report.recordings.get(rank)
-        known = rank in report.heard
-        host = recording.host[:10] if known else "not heard" if recording else "no dump"
-        name = f"rank {rank}" + (f" · {host}" if host else "")
+        known = rank in report.recordings
+        name = f"rank {rank}" + " · no dump" * (not known)
         y, color = top - 0.4 - ROW * (row + 0.5), INK if known else MUTED
         pen.text(ax, 1.25, y, name, ha="right", size=8, color=color)
     inks = {"in": EXPOSED, "past": KIND["forward"], "absent": GRID, "unknown": PAPER}
@@ -67,7 +65,7 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
         odd = {rank for what in ("verb", "data") for rank in odd_ones(here, what)[1]}
         for row, rank in enumerate(group.ranks[:ROWS]):
             y = top - 0.4 - ROW * (row + 1)
-            place = group.place(rank, number, report.heard.get(rank))
+            place = group.place(rank, number, report.recordings.get(rank))
             word = here[rank].verb.replace("_", "-").strip("-") if rank in here else ""
             word = "?" if place == "unknown" else word[: int(13 * wide)]
             pen.cell(ax, (x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04), word, inks[place], 7)
