@@ -61,12 +61,6 @@ class Recording:
         desc = self.groups[group][0]
         return f"group {group}" if desc in ("", "undefined") else desc
 
-    @property
-    def has_all_messages(self) -> bool:
-        """True if no message is missing before the last one. Those of a batch have one number."""
-        numbers = {entry.number for entry in self.entries if entry.peer is not None}
-        return not self.has_turned and len(numbers) >= max(numbers, default=0)
-
 
 class _Plain(pickle.Unpickler):
     """Containers, text and numbers."""

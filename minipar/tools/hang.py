@@ -7,6 +7,7 @@ Idea:   every rank notes its collectives by group and number. Look at the oldest
 Files:  see `dumps`: one per rank.
 Limits: gloo records neither messages nor members: members are the ranks that ever called there.
         The recorder is a ring: without ``pg_status``, a call that fell out of it is unknown.
+        Both ends of a message are not compared: who waits in one waits for the other rank.
 Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. In torch: ``torchfrtrace``.
 Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 """
@@ -66,10 +67,8 @@ class Wait(NamedTuple):
     """`rank` waits in `call` for those `missing`."""
 
     rank: int
-    call: str
+    call: str  # "all_reduce #4 on dp", or "messages on dp"
     missing: set[int]
-    group: str
-    is_message: bool = False
 
 
 class Finding(NamedTuple):
@@ -111,21 +110,12 @@ class Report:
             lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
         return "\n".join(lines)
 
-    def add(self, group: Group, said: list[Finding], waiting: dict[int, str], **more: bool) -> None:
-        """Note what is said of a call, and that ranks wait, each in its call, for those named."""
-        self.said += said
-        named = {rank for finding in said if finding.kind != "stuck" for rank in finding.ranks}
-        for rank, call in waiting.items():
-            missing = named - {other for other in waiting if waiting[other] == call}
-            self.waits.append(Wait(rank, call, missing, group.name, **more))
-
     def _victims(self) -> list[str]:
         """Return a line for each call that ranks wait in, and one for all messages of a group."""
         who, whom = defaultdict(set), defaultdict(set)
         for wait in self.waits:
-            call = f"{'messages' if wait.is_message else wait.call} on {wait.group}"
-            who[call].add(wait.rank)
-            whom[call] |= wait.missing
+            who[wait.call].add(wait.rank)
+            whom[wait.call] |= wait.missing
         lines = []
         for call, ranks in who.items():
             sure = [rank for rank in sorted(whom[call]) if rank in self.recordings]
@@ -173,10 +163,7 @@ def explain(recordings: dict[int, Recording]) -> Report:
     silent = ranks["unknown"] - blamed
     if not blamed | silent and (circle := _circle(waits)):
         links = ", which waits for ".join(f"rank {rank}" for rank in circle)
-        in_messages = {wait.rank for wait in report.waits if wait.is_message} & {*circle}
-        has_turned = any(recordings[rank].has_turned for rank in in_messages)
-        perhaps = ", unless a message has left that the dumps no longer hold" * has_turned
-        report.findings.append(f"They wait in a circle{perhaps}: {links}.")
+        report.findings.append(f"They wait in a circle: {links}.")
         blamed = {*circle}
     stuck = set() if blamed else ranks["stuck"]
     report.blamed = sorted(blamed)
@@ -225,9 +212,13 @@ def _explain_calls(group: Group, report: Report) -> None:
     said = [*_verdicts(group, number, at)]
     # The status alone may tell of an open call, as where its entry has fallen out of the ring.
     oldest = dict.fromkeys(at["in"], next(iter(group.calls[number].values()))) | oldest
+    report.said += said
     blamed = {rank for f in said if f.kind in ("behind", "absent") for rank in f.ranks}
-    victims = {r: f"{e.verb} #{e.number}" for r, e in oldest.items() if r not in blamed}
-    report.add(group, said, victims)
+    named = {rank for f in said if f.kind != "stuck" for rank in f.ranks}
+    calls = {r: f"{e.verb} #{e.number} on {group.name}" for r, e in oldest.items()}
+    for rank in calls.keys() - blamed:
+        missing = named - {other for other in calls.keys() - blamed if calls[other] == calls[rank]}
+        report.waits.append(Wait(rank, calls[rank], missing))
 
 
 def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[Finding]:
@@ -290,55 +281,28 @@ def _unlike(group: Group, here: dict[int, Entry], call: str) -> Iterator[Finding
 
 
 # ---------------------------------------------------------------------- messages
-_TO = {"send": "to", "recv": "from"}
-
-
 def _explain_messages(group: Group, report: Report) -> None:
-    """For the oldest open messages of each pair, look for their other ends at the other rank.
+    """Let each rank wait for the other rank of its oldest open messages.
 
-    Messages of one number are a batch, which ends as a whole. So one that is met at its other end
-    is no news where its rank lacks another, or where the rank that meets it lacks this one.
+    A small message leaves before it is received: its rank may wait in nothing, and has sent it.
     """
-    told: list[tuple[int, int | None, Finding, str]] = []  # by rank, and by who meets it
-    lacks: dict[int | None, set[int | None]] = defaultdict(set)
-    for (rank, number), mine in group.messages.items():
+    for (rank, number), messages in group.messages.items():
+        if not (here := [m for m in messages if not m.done]):
+            continue
         peer = group.ranks[number] if number < len(group.ranks) else None
-        theirs = group.messages.get((peer, group.ranks.index(rank)), [])
-        pair = [report.recordings.get(end) for end in (rank, peer)]
-        is_known = all(end and end.has_all_messages for end in pair)
-        open_here, open_there = ([m for m in of if not m.done] for of in (mine, theirs))
-        here, there = (mine, theirs) if is_known else (open_here, open_there)
-        for i, e in enumerate(here):
-            if e.done or e.number > open_here[0].number:
-                continue  # what queues up behind an open one is no hang of its own
-            others = [m for m in there if m.verb != e.verb]
-            # A small message leaves before it is received: the nth there is the nth here.
-            nth = sum(m.verb == e.verb for m in here[:i])
-            twin = others[nth] if nth < len(others) else None
-            does, call = "waits", f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
-            if peer is None:
-                call = f"{e.verb} #{e.number}"
-                kind, named, end = "stuck", [rank], "; with which rank is unknown."
-            elif is_known and twin and e.verb == "send" and twin.data != e.data:
-                does, end = f"sends {e.data}", f", which expects {twin.data}."
-                kind, named = "unlike", [rank, peer]
-            elif twin and not twin.done and twin.number > open_there[0].number:
-                queued = f"its other end behind {open_there[0].verb} #{open_there[0].number}"
-                kind, named, end = "absent", [peer], f"; rank {peer} has {queued}."
-            elif twin:
-                kind, named, end = "stuck", [rank], f", and rank {peer} has called it."
-            elif peer in report.recordings:
-                kind, named, end = "absent", [peer], f"; the other end is not open on rank {peer}."
-            else:
-                kind, named, end = "unknown", [peer], f"; nothing is known of rank {peer}."
-            text = f"rank {rank} {does} in {call} on {group.name}{end}"
-            meets = peer if twin and not twin.done else None
-            told.append((rank, meets, Finding(kind, named, text), call))
-            lacks[rank] |= {peer} if kind != "stuck" else set()
-    explained = {rank for rank, meets, *_ in told if lacks[rank] or rank in lacks[meets]}
-    for rank, _, finding, call in told:
-        if finding.kind != "stuck" or rank not in explained:
-            report.add(group, [finding], {rank: call}, is_message=True)
+        there = group.messages.get((peer, group.ranks.index(rank)), [])
+        verbs = " + ".join(m.verb for m in here if m.number == here[0].number)
+        if peer is None:
+            kind, named, end = "stuck", rank, "a rank that the dumps do not tell"
+        elif peer not in report.recordings:
+            kind, named, end = "unknown", peer, f"rank {peer}, of which nothing is known"
+        elif any(not m.done for m in there):
+            kind, named, end = "stuck", rank, f"rank {peer}, which waits for rank {rank}"
+        else:
+            kind, named, end = "absent", peer, f"rank {peer}, where it is not called, or has left"
+        call = f"{verbs} #{here[0].number} on {group.name}"
+        report.said.append(Finding(kind, [named], f"rank {rank} waits in {call} with {end}."))
+        report.waits.append(Wait(rank, f"messages on {group.name}", {peer} - {None}))
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:

@@ -254,56 +254,22 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         ["rank 0 sends 3 items to rank 1 in all_to_all #1 on default_pg, which expects 1."],
         [0, 1],
     ),
-    "both send first, and call the other end behind it; by numbers in the group": (
+    "both send first; by numbers in the group": (
         {rank: dump(waits(f"send {i}->{1 - i}", 3, group=TP), waits(f"recv {i}<-{1 - i}", 4,
                     group=TP), members={TP: [4, 6]}) for i, rank in enumerate((4, 6))},
-        ["They wait in a circle: rank 4, which waits for rank 6, which waits for rank 4.",
-         "rank 4 waits in send #3 to rank 6 on tp; rank 6 has its other end behind send #3.",
-         "rank 6 waits in send #3 to rank 4 on tp; rank 4 has its other end behind send #3."],
+        ["They wait in a circle: rank 4, which waits for rank 6, which waits for rank 4."],
         [4, 6],
     ),
-    "a message that has left is not missed at its other end": (
-        {0: dump(call("send 0->1", 1), waits("recv 0<-1", 2), members=WORLD),
-         1: dump(waits("recv 1<-0", 1, "scheduled"), members=WORLD)},
-        ["rank 1 waits in recv #1 from rank 0 on default_pg, and rank 0 has called it."],
-        [1],
-    ),
-    "but the one before it is no proof": (
-        {0: dump(call("send 0->1", 1), members=WORLD),
-         1: dump(call("recv 1<-0", 1), waits("recv 1<-0", 2), members=WORLD)},
-        ["rank 1 waits in recv #2 from rank 0 on default_pg; the other end is not open on rank 0."],
-        [0],
-    ),
-    "nor is any, where older ones are not in the dump": (
-        {0: dump(call("send 0->1", 8), call("send 0->1", 9), members=WORLD),
-         1: dump(waits("recv 1<-0", 5), members=WORLD)},
-        ["rank 1 waits in recv #5 from rank 0 on default_pg; the other end is not open on rank 0."],
-        [0],
-    ),
-    "nor is a batch of one number, of a ring that has turned": (
-        {0: dump(*(call("send 0->1", 2, record_id=i) for i in (8, 9)), members=WORLD),
-         1: dump(waits("recv 1<-0", 1), members=WORLD)},
-        ["rank 1 waits in recv #1 from rank 0 on default_pg; the other end is not open on rank 0."],
-        [0],
-    ),
-    "the second message is larger than what is expected": (
-        {0: dump(call("send 0->1", 1), waits("send 0->1", 2, size=16), members=WORLD),
-         1: dump(call("recv 1<-0", 1), waits("recv 1<-0", 2), members=WORLD)},
-        ["rank 0 sends 16 BFloat16 in send #2 to rank 1 on default_pg, which expects 8 BFloat16."],
-        [0, 1],
-    ),
-    "what lacks its end in a batch, though the rank that lacks it is in a batch as well": (
-        {r: dump(*(waits(verb, 1, record_id=5) for verb in verbs), members=WORLD | {TP: [0, 1, 2]})
+    "messages that go round in a batch are victims of one that is not called": (
+        {r: dump(*(waits(verb, 1) for verb in verbs), members={("0", "default_pg"): [0, 1, 2]})
          for r, verbs in enumerate((
-             ["send 0->1", "send 0->1", "recv 0<-1"],
-             ["recv 1<-0", "send 1->0", "send 1->2"],
-             ["recv 2<-1"]))},
-        ["rank 0 waits in send #1 to rank 1 on default_pg; the other end is not open on rank 1."],
-        [1],
+             ["send 0->1", "recv 0<-1"], ["recv 1<-0", "send 1->0", "send 1->2"], []))},
+        ["rank 1 waits in send #1 on default_pg with rank 2, where it is not called, or has left."],
+        [2],
     ),
     "a message to a rank that the dumps do not tell": (
         {0: dump(waits("send 0->5", 1))},
-        ["rank 0 waits in send #1 on default_pg; with which rank is unknown."],
+        ["rank 0 waits in send #1 on default_pg with a rank that the dumps do not tell."],
         [0],
     ),
     "what queues up behind a call is no hang of its own": (
@@ -349,8 +315,5 @@ def test_calls_of_one_group_end_with_its_last_entry(tmp_path, done, end):
     batch = {0: waits("send 0->1", 1, "scheduled"), 1: waits("recv 1<-0", 1, "scheduled")}
     batch = {r: dump(e, call(end, 1, state, p2p_seq_id=1)) for r, e in batch.items()}
     report = told(tmp_path / "dumps", batch)
-    both = [
-        "rank 0 waits in send #1 to rank 1 on default_pg, and rank 1 has called it.",
-        "rank 1 waits in recv #1 from rank 0 on default_pg, and rank 0 has called it.",
-    ]
-    assert report.findings == ([] if done else both)
+    circle = "They wait in a circle: rank 0, which waits for rank 1, which waits for rank 0."
+    assert report.findings == ([] if done else [circle])

@@ -19,25 +19,18 @@ def hang(report: Report, *, title: str = "") -> Figure:
     """Draw a row per rank and a column per collective, for groups in which a call is open.
 
     The title is the first finding, unless you give one. The groups of the culprits come first.
-    Where all calls have ended, all groups are drawn, unless messages wait. Ranks of which nothing
-    is known have question marks. Below, messages that wait.
+    Where all calls have ended, all groups are drawn. Ranks of which nothing is known have question
+    marks. Messages are not drawn.
     """
     called = [group for group in report.groups if group.calls]
     shown = [group for group in called if group.oldest]
     shown.sort(key=lambda group: not {*group.ranks} & {*report.culprits})
-    messages = [wait for wait in report.waits if wait.is_message][:ROWS]
-    shown = (shown or ([] if messages else called))[:GROUPS]
     ax, top = pen.paper(), 0.0
-    for group in shown:
+    if not called:
+        pen.text(ax, 0, top, "no collectives; messages are not drawn")
+    for group in (shown or called)[:GROUPS]:
         _panel(ax, group, report, top)
         top -= ROW * min(ROWS, len(group.ranks)) + 0.75
-    if messages:
-        pen.text(ax, 0, top, "messages", weight="bold")
-    for row, wait in enumerate(messages):
-        y, call = top - 0.15 - ROW * (row + 1), f"{wait.call} on {wait.group}"
-        pen.text(ax, 1.25, y + ROW / 2, f"rank {wait.rank}", ha="right", size=8)
-        pen.rectangle(ax, 1.37, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
-        pen.text(ax, 1.45, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
     title = title or (said if len(said) < 90 else said[:87] + "...")
     rest = len(report.findings) - 1
