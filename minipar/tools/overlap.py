@@ -104,7 +104,7 @@ def _parts(timeline: Timeline, key: Callable[[Span], str]) -> dict[str, Part]:
 
 
 def _steps(timeline: Timeline) -> list[Part]:
-    """Return the parts of all steps; above several, their median."""
+    """Return the parts of the steps that all ranks recorded; above several, their median."""
     lengths: dict[str, list[float]] = defaultdict(list)
     for name, start, end in chain.from_iterable(timeline.steps.values()):
         lengths[name].append(end - start)
@@ -112,6 +112,7 @@ def _steps(timeline: Timeline) -> list[Part]:
     rows = [
         replace(found.get(name, Part(name, 0.0)), seconds=statistics.mean(seconds))
         for name, seconds in lengths.items()
+        if len(seconds) == len(timeline.ranks)
     ]
     if len(rows) > 1:
         fields = ("seconds", "total", "exposed", "calls", "num_bytes")

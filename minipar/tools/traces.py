@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from minipar.observe.spans import Span, clipped, read_json
+from minipar.observe.spans import Span, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
 from minipar.tools import kineto
@@ -51,8 +51,7 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     group, `num_bytes` 0 where it is not told, ``meta["step"]`` the step that launched a call.
 
     Clocks: files of one host share one. Others are aligned at the ends of common collectives:
-    the nth all-reduce of a group ends on all of its ranks together (median over n). Steps: where
-    ranks recorded different ones, only what is of the steps that all recorded is read.
+    the nth all-reduce of a group ends on all of its ranks together (median over n).
 
     The result starts at 0 s; its `notes` say what was cut, moved or guessed. Raises `ValueError`
     for a file that is not a trace, holds no work, or lacks the GPU of its job; for two of one rank,
@@ -71,7 +70,10 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
         trace.move(1e-9 * (trace.base - first))  # of integers: floats lack the digits
     if len({(trace.host, trace.base) for trace in traces}) > 1:
         notes.append(_align(traces))
-    spans = _common([span for trace in traces for span in trace.spans], notes)
+    spans = [span for trace in traces for span in trace.spans]
+    told = {(span.rank, span.meta["step"]) for span in spans if "step" in span.meta}
+    if min(Counter(step for _, step in told).values(), default=len(traces)) < len(traces):
+        notes.append("steps that not all ranks recorded are not compared")
     alike = sorted({s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)})
     if alike:
         what = "these names look like communication and were counted as computing"
@@ -133,34 +135,7 @@ def _number(traces: Sequence[_Trace]) -> list[str]:
     return ["no file tells its rank: they are numbered in the order given"] if is_guess else []
 
 
-# ---------------------------------------------------------------------- steps and clocks
-def _common(spans: list[Span], notes: list[str]) -> list[Span]:
-    """Return what belongs to steps that all ranks recorded, where ranks recorded others as well.
-
-    Where no step is common, return all spans, which tell no step any more.
-    """
-    steps: dict[int, set[str]] = defaultdict(set)
-    for span in spans:
-        steps[span.rank].add(span.meta.get("step", ""))
-    every = set.union(*steps.values()) - {""}
-    common = set.intersection(*steps.values()) & every
-    if common == every:
-        return spans
-    rest = [span for span in spans if span.meta.get("step") not in common]
-    for span in rest:
-        span.meta.pop("step", None)
-    if not common:
-        notes.append("no step is recorded on all ranks: steps are not compared")
-        return spans
-    which = shorten(", ".join(sorted(common, key=lambda name: (len(name), name))), 100)
-    notes.append(f"{len(every)} steps; all ranks recorded {which}; the others are left out")
-    told = Timeline(span for span in spans if "step" in span.meta)
-    beside = [span for span in rest if span.kind != "comm"]  # which may hide a call
-    begins = {rank: rows[0][1] for rank, rows in told.steps.items()}
-    ends = {rank: max(end for *_, end in rows) for rank, rows in told.steps.items()}
-    return told.spans + clipped(beside, begins, ends)
-
-
+# ---------------------------------------------------------------------- clocks
 def _align(traces: list[_Trace]) -> str:
     """Move the clocks of traces so that common collectives end together, and say by how much.
 
