@@ -4,22 +4,17 @@
 """
 
 import re
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
-from minipar.observe.spans import Span, read_json
+from minipar.observe.spans import Span, moved, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
 from minipar.tools import kineto
 from minipar.tools.kernels import looks_like_communication
-
-_MESSAGES = "send", "recv", "exchange", "coalesced", "peer_copy"
-_ROOTED = "broadcast", "reduce", "gather", "scatter"  # which end earlier on some ranks
 
 
 @dataclass
@@ -31,11 +26,6 @@ class _Trace:
     host: str
     base: int  # nanoseconds from which its times count
     spans: list[Span]
-
-    def move(self, by: float) -> None:
-        """Move all spans by so many seconds, and tell them their rank."""
-        for span in self.spans:
-            span.start, span.end, span.rank = span.start + by, span.end + by, self.rank
 
 
 def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
@@ -50,12 +40,10 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     compute = outermost operators less blocking calls. `axis` is the description of the process
     group, `num_bytes` 0 where it is not told, ``meta["step"]`` the step that launched a call.
 
-    Clocks: files of one host share one. Others are aligned at the ends of common collectives:
-    the nth all-reduce of a group ends on all of its ranks together (median over n).
+    Clocks: files of one host share one, which starts at 0 s with the first span there.
 
-    The result starts at 0 s; its `notes` say what was cut, moved or guessed. Raises `ValueError`
-    for a file that is not a trace, holds no work, or lacks the GPU of its job; for two of one rank,
-    and for none.
+    The `notes` of the result say what was cut or guessed. Raises `ValueError` for a file that is
+    not a trace, holds no work, or lacks the GPU of its job; for two of one rank, and for none.
     """
     notes: list[str] = []
     found = [_read(file, notes) for file in _trace_files(paths)]
@@ -65,12 +53,15 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
         further.rank = 1 + max(trace.rank for trace in traces)
         notes.append(f"rank {further.rank} is a further device of {printable(further.file)}")
         traces.append(further)
-    first = min(trace.base for trace in traces)
+    first, begins = min(trace.base for trace in traces), defaultdict(list)
     for trace in traces:
-        trace.move(1e-9 * (trace.base - first))  # of integers: floats lack the digits
-    if len({(trace.host, trace.base) for trace in traces}) > 1:
-        notes.append(_align(traces))
-    spans = [span for trace in traces for span in trace.spans]
+        for span in trace.spans:
+            by = 1e-9 * (trace.base - first)  # of integers: floats lack the digits
+            span.start, span.end, span.rank = span.start + by, span.end + by, trace.rank
+            begins[trace.host].append(span.start)
+    spans = [s for trace in traces for s in moved(trace.spans, -min(begins[trace.host]))]
+    if len(begins) > 1:
+        notes.append(f"{len(begins)} hosts: the time of each counts from its first span")
     told = {(span.rank, span.meta["step"]) for span in spans if "step" in span.meta}
     if min(Counter(step for _, step in told).values(), default=len(traces)) < len(traces):
         notes.append("steps that not all ranks recorded are not compared")
@@ -78,7 +69,7 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     if alike:
         what = "these names look like communication and were counted as computing"
         notes.append(f"{what}: {shorten(', '.join(name[:60] for name in alike), 300)}")
-    return Timeline(spans, notes=notes).shifted()
+    return Timeline(spans, notes=notes)
 
 
 # ---------------------------------------------------------------------- files and ranks
@@ -133,62 +124,3 @@ def _number(traces: Sequence[_Trace]) -> list[str]:
             raise ValueError(f"{both}; give one file per rank")
     is_guess = ranks is order and len(ranks) > 1
     return ["no file tells its rank: they are numbered in the order given"] if is_guess else []
-
-
-# ---------------------------------------------------------------------- clocks
-def _align(traces: list[_Trace]) -> str:
-    """Move the clocks of traces so that common collectives end together, and say by how much.
-
-    Ranks whose clocks cannot be aligned keep theirs; nothing is told of who waits for them.
-    """
-    shared = matched((span for trace in traces for span in trace.spans), _ROOTED).values()
-    offsets, apart = {traces[0].rank: 0.0}, [0.0]
-    for known in (placed := list(offsets)):  # which grows, as far as groups connect
-        gaps: dict[int, list[float]] = defaultdict(list)
-        for spans in shared:
-            for rank in spans.keys() - offsets.keys() if known in spans else ():
-                gaps[rank].append(spans[known].end - spans[rank].end)
-        for rank, those in sorted(gaps.items()):
-            gap = statistics.median(those)
-            offsets[rank] = offsets[known] + gap
-            apart += [abs(other - gap) for other in those]
-            placed.append(rank)
-    for trace in traces:
-        trace.move(offsets.get(trace.rank, 0.0))
-        for span in trace.spans if trace.rank not in offsets else ():
-            span.meta["clock"] = trace.host
-    moved = [trace for trace in traces[1:] if trace.rank in offsets]
-    if not moved:
-        return "clocks that may differ, and no common collective to align them by"
-    told = ", ".join(f"rank {t.rank} ({t.host}) {1e3 * offsets[t.rank]:+.3f} ms" for t in moved)
-    said = f"clocks moved: {shorten(told, 300)}, so that common collectives end together; they do "
-    said += f"within {1e3 * statistics.median(apart):.3f} ms (median)"
-    left = len(traces) - len(offsets)
-    return said + f"; {left} ranks share no collective with rank {traces[0].rank}" * bool(left)
-
-
-def matched(timeline: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[int, Span]]:
-    """Return collectives by group, verb and number: the span of each rank.
-
-    The number is what NCCL says, else that within the step. Neither messages nor the verbs of
-    `but` are collectives that begin or end together.
-    """
-    calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span in sorted(timeline, key=lambda span: span.start):
-        # of several groups, gloo does not say which one it is
-        if span.kind == "comm" and span.name not in (*_MESSAGES, *but) and span.axis != "gloo":
-            step = span.meta.get("step") if span.meta.get("seq") is None else None
-            group = span.axis, span.meta.get("group"), span.meta.get("clock"), step
-            calls[group][span.rank].append(span)
-    found: dict[Any, dict[int, Span]] = defaultdict(dict)
-    for group, ranks in calls.items():
-        # Where one rank recorded more than another, the nth of both need not be the same call.
-        is_alike = len(set(map(len, ranks.values()))) == 1
-        for rank, spans in ranks.items():
-            count = Counter()  # coalesced calls share a number
-            for span in spans:
-                seq = span.meta.get("seq")
-                count[seq] += 1
-                if seq is not None or is_alike:
-                    found[group, span.name, seq, count[seq]][rank] = span
-    return found
