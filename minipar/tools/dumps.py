@@ -11,7 +11,6 @@ import json
 import math
 import pickle
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -72,20 +71,14 @@ class _Plain(pickle.Unpickler):
 def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     """Return the recordings of files, and of all dumps in folders, by rank.
 
-    Raises `ValueError`, which names the file, for a named file that is no dump, for two of one
-    rank, and where no call was recorded. Says on stderr which files of a folder are no dumps, and
-    which are of an older job: all their calls timed out before the others began.
+    Raises `ValueError`, which names the file, for a file that is no dump, for two of one rank, for
+    one of an older job, all of whose calls timed out before the others began; and where no call was
+    recorded.
     """
     found: dict[int, tuple[Path, Recording]] = {}
     for path in map(Path, paths):
         for file in sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]:
-            try:
-                recording = _recording(file)
-            except ValueError as error:
-                if file == path:
-                    raise
-                print(f"skipped: {printable(error)}", file=sys.stderr)
-                continue
+            recording = _recording(file)
             first, _ = found.setdefault(recording.rank, (file, recording))
             if first != file:
                 raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
@@ -93,10 +86,9 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
     begin, _ = (union(recording.when for _, recording in found.values()) or [(0, 0)])[-1]
-    for rank, (file, recording) in [*found.items()]:
+    for file, recording in found.values():
         if recording.when[1] < begin:
-            print(f"skipped: {printable(file)} is of an older job than others", file=sys.stderr)
-            del found[rank]
+            raise ValueError(f"{file} is of an older job than others: take it away")
     by_rank = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
     if not any(recording.entries or recording.last for recording in by_rank.values()):
