@@ -112,13 +112,10 @@ def _recording(file: Path) -> Recording:
 
 
 def _rank_of(name: str) -> int:
-    """Return the number behind "rank" in the name of a file, else the last one that is no date."""
-    name = re.sub(r"(19|20)\d\d-\d\d-\d\d[T_ \d:.-]*", "", name)
-    behind = re.search(r"rank_?(\d{1,5})(?!\d|[\w.-]*_\d)", name)
-    numbers = [behind[1]] if behind else re.findall(r"\d+", name)
-    if not numbers or len(numbers[-1]) > 5:
-        raise ValueError("which rank wrote it? Let its name end with the number")
-    return int(numbers[-1])
+    """Return the number at the end of the name of a file, unless it may be a date."""
+    if not (number := re.search(r"(?:^|[A-Za-z_])(\d{1,5})(\.[a-z]+)?$", name)):
+        raise ValueError("which rank wrote it? Let its name end with the number, as in rank_3")
+    return int(number[1])
 
 
 def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:

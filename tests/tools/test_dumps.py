@@ -15,7 +15,7 @@ from tests.tools.test_hang import WORLD, call, dump, many, run, told, waits, wri
     [
         ("nccl_trace_rank_3", 3),
         ("nccl_trace_rank_container-node02_3", 3),
-        ("nccl_trace_rank_3.2026-08-11.pkl", 3),
+        ("nccl_trace_rank_3.pkl", 3),
         ("2026-08-11_12:30_rank3", 3),
         ("_dump_14", 14),
     ],
@@ -58,11 +58,13 @@ def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):
     one = pickle.dumps(dump(call("all_reduce", 1)), 2)
     for name in ("twice", "empty"):
         (tmp_path / name).mkdir()
-    for name in ("twice/rank_0", "twice/rank_0.pkl", "nameless", "rank_99999999999"):
+    dated = "rank_3.2026-08-11.pkl"
+    for name in ("twice/rank_0", "twice/rank_0.pkl", "nameless", dated, "rank_99999999999"):
         (tmp_path / name).write_bytes(one)
     for name, said in {
         "twice": r"rank_0 and .*rank_0\.pkl are both of rank 0",
         "nameless": "nameless.*which rank wrote",
+        dated: "which rank wrote",
         "rank_99999999999": "rank_99999999999.*which rank wrote",
         "empty": "no dump of a flight recorder",
         "nowhere": "no such dump: .*nowhere",
