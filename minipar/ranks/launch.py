@@ -32,10 +32,10 @@ import psutil
 import torch.distributed as dist
 
 from minipar.emulate.device import Device
-from minipar.observe.watchdog import names
 from minipar.ranks.backends import check_backend
 from minipar.ranks.processes import Process, warm_up
 from minipar.ranks.worker import Failure, Setup, pack, unpack
+from minipar.text import names
 
 RANK_BYTES = 100e6
 """Memory of a process that has imported torch and joined a group, at the least."""

@@ -13,52 +13,20 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.spans import Interval, union
-from minipar.observe.watchdog import names
-from minipar.text import printable
+from minipar.observe.hang import Entry, Recording
+from minipar.observe.spans import union
+from minipar.text import names, printable
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
 """Verbs with sizes that may differ between ranks."""
 _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 """Names that end a group of coalesced calls. allreduce_coalesced, in small letters, is a call."""
-
-
-@dataclass
-class Entry:
-    """One call of one rank. `number` counts within the group; messages count apart."""
-
-    verb: str  # "send" or "recv" for a message
-    group: str
-    number: int
-    done: bool
-    data: str = ""  # the input: "4 Float"; empty if sizes may differ or are not known
-    peer: int | None = None  # of a message: the other rank, as a number within the group
-    stack: tuple[str, ...] = ()  # innermost call first
-    begun: bool = False  # True if the recorder saw the call begin on the device
-    splits: tuple[list[int], list[int]] | None = None  # of an all-to-all: items to and from each
-
-
-@dataclass
-class Recording:
-    """The dump of one rank. `groups`: name -> description, ranks (empty: not recorded)."""
-
-    rank: int
-    entries: list[Entry]
-    groups: dict[str, tuple[str, tuple[int, ...]]]
-    last: dict[str, tuple[int, int]] = field(default_factory=dict)  # group: enqueued, completed
-    has_turned: bool = False  # True if older calls are not in the dump
-    when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
-
-    def title(self, group: str) -> str:
-        """Return the description of a group, else its name."""
-        desc = self.groups[group][0]
-        return f"group {group}" if desc in ("", "undefined") else desc
 
 
 class _Plain(pickle.Unpickler):

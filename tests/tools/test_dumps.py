@@ -6,7 +6,8 @@ import pickle
 import pytest
 
 from minipar.lab.draw.hang import hang as picture
-from minipar.tools import dumps, hang
+from minipar.observe import hang
+from minipar.tools import dumps
 from tests.tools.test_hang import WORLD, call, dump, many, run, told, waits, write
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from minipar.cli import main
 from minipar.lab.draw.hang import hang as picture
-from minipar.tools import dumps, hang
+from minipar.observe import hang
+from minipar.tools import dumps
 
 DUMPS = Path(__file__).parent / "dumps"
 TELLS = {  # way to hang -> findings, the ranks whose stacks are wanted, and a line of those
@@ -50,7 +51,7 @@ TELLS = {  # way to hang -> findings, the ranks whose stacks are wanted, and a l
     "frozen": (
         ["Whether rank 1 came to all_reduce #4 on default_pg is unknown."],
         [1],
-        "rank 1: no dump.",
+        "rank 1: nothing is known.",
     ),
 }
 
@@ -81,7 +82,7 @@ def test_exit_codes_tell(tmp_path, capfd):
     assert run(tmp_path, "--out", tmp_path / "a.png") == 1
     said = capfd.readouterr().out
     assert "Whether rank 2 came to all_reduce #4" in said
-    assert "-> perhaps rank 2\n" in said and "rank 2: no dump" in said
+    assert "-> perhaps rank 2\n" in said and "rank 2: nothing is known" in said
     assert (tmp_path / "a.png").stat().st_size > 5000
     assert run(write(tmp_path / "done", many((0, 1), call("all_reduce", 1)))) == 0
     assert "no hang: every recorded call has ended; not recorded are" in capfd.readouterr().out

@@ -1,13 +1,13 @@
 """Hangs: ranks over the numbers of their collectives; who waits, who called otherwise, who is gone.
 
-Drawn from `minipar.tools.hang`, for `minipar hang --out`.
+Drawn from `minipar.observe.hang`, for `minipar hang --out`.
 """
 
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED, PAPER, WIDTH
-from minipar.tools.hang import Group, Report, odd_ones
+from minipar.observe.hang import Group, Report, odd_ones
 
 COLUMNS, ROWS, ROW = 10, 16, 0.27  # the last calls, and the first ranks, of a group; inches
 GROUPS = 4

@@ -1,10 +1,10 @@
-"""Why does this job hang? Explain what PyTorch's flight recorder wrote down.
+"""Why does this job hang? Explain what the ranks have noted of their calls.
 
 Idea:   every rank notes its collectives by group and number. Look at the oldest open call of each
         group. A rank that has not called it *did not come*. A rank that is still in it while
         another rank has completed it is *behind*: its device is stuck. The rest are victims, and
         so is a rank that did not come because it waits for another rank elsewhere.
-Files:  see `dumps`: one per rank.
+Notes:  of PyTorch's flight recorder, which `tools.dumps` reads; or of our `watchdog`.
 Limits: gloo records neither messages nor members: members are the ranks that ever called there.
         The recorder is a ring: without ``pg_status``, a call that fell out of it is unknown.
         Both ends of a message are not compared: who waits in one waits for the other rank.
@@ -12,6 +12,7 @@ Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. In torch: ``torchfrtrace
 Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -19,14 +20,49 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import NamedTuple
 
-from minipar.observe.watchdog import names
-from minipar.tools.dumps import Entry, Recording
+from minipar.observe.spans import Interval
+from minipar.text import names
 
 MOST_LINES = 8  # of each part of the page
 
 _ROOTED = re.compile(r"_?(broadcast|reduce|gather|scatter)(_oop)?")
 """Verbs that end earlier on some ranks than on others. No dump tells the root."""
 _FOREIGN = re.compile(r"(site|dist)-packages/|/torch/|/(threading|runpy|contextlib)\.py:|^<")
+
+
+@dataclass
+class Entry:
+    """One call of one rank. `number` counts within the group; messages count apart."""
+
+    verb: str
+    group: str
+    number: int
+    done: bool | None  # None: launched, and nobody knows whether it has ended
+    data: str = ""  # the input: "4 Float"; empty if sizes may differ or are not known
+    peer: int | None = None  # of a message: the other rank, as a number within the group
+    stack: tuple[str, ...] = ()  # innermost call first
+    begun: bool = False  # True if the recorder saw the call begin on the device
+    splits: tuple[list[int], list[int]] | None = None  # of an all-to-all: items to and from each
+
+
+@dataclass
+class Recording:
+    """What one rank has noted. `groups`: name -> description, ranks (empty: not recorded)."""
+
+    rank: int
+    entries: list[Entry]
+    groups: dict[str, tuple[str, tuple[int, ...]]]
+    # group: the last call that is enqueued, and that is completed, None where nobody knows
+    last: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    has_turned: bool = False  # True if older calls are not in the dump
+    when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
+    label: str = ""  # such as "rank 2 of 4 (dp=1, tp=0)"
+    stack: tuple[str, ...] = ()  # where the rank is now, innermost call first
+
+    def title(self, group: str) -> str:
+        """Return the description of a group, else its name."""
+        desc = self.groups[group][0]
+        return f"group {group}" if desc in ("", "undefined") else desc
 
 
 @dataclass(eq=False)
@@ -43,22 +79,22 @@ class Group:
     def oldest(self) -> dict[int, Entry]:
         """The oldest open call of each rank that has one."""
         backwards = sorted(self.calls, reverse=True)
-        return {r: e for n in backwards for r, e in self.calls[n].items() if not e.done}
+        return {r: e for n in backwards for r, e in self.calls[n].items() if e.done is False}
 
     def place(self, rank: int, number: int, recording: Recording | None) -> str:
-        """Return where `rank` is at call `number`: "in", "past", "absent" or "unknown"."""
+        """Return where `rank` is at call `number`: "in", "came", "past", "absent", "unknown"."""
         if recording is None:
             return "unknown"
         calls = {n: of_ranks[rank] for n, of_ranks in self.calls.items() if rank in of_ranks}
         enqueued, completed = recording.last.get(self.key, (-1, -1))
         if number in calls:
-            return "past" if calls[number].done else "in"
+            return {True: "past", False: "in", None: "came"}[calls[number].done]
         if number > max([enqueued, *calls]):
             # An empty ring that has turned proves nothing: the call may have fallen out of it.
             is_sure = calls or enqueued >= 0 or not recording.has_turned
             return "absent" if is_sure else "unknown"
         if enqueued >= 0:
-            return "past" if completed >= number else "in"
+            return "came" if completed is None else "past" if completed >= number else "in"
         has_ended = any(n > number and e.done for n, e in calls.items())
         return "past" if has_ended or not recording.has_turned else "unknown"
 
@@ -105,7 +141,7 @@ class Report:
         here = [rank for rank in self.culprits if rank in self.recordings]
         lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
         if silent := [rank for rank in self.culprits if rank not in self.recordings]:
-            lines.append(f"\n{names(silent)}: no dump. Ended, stopped, or the file elsewhere?")
+            lines.append(f"\n{names(silent)}: nothing is known. Has it ended? Is it cut off?")
         if told := self._victims():
             lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
         return "\n".join(lines)
@@ -129,16 +165,17 @@ class Report:
         """Return the oldest open call of a rank, or its last one, and its lines of code."""
         recording = self.recordings[rank]
         entries = recording.entries
-        last = next((e for e in entries if not e.done), entries[-1] if entries else None)
+        last = next((e for e in entries if e.done is False), entries[-1] if entries else None)
         # A dump may hold open calls alone, and a status of the others.
         said = "it has ended all its calls" if recording.last else "it has called nothing"
         if last:
-            verb = "its last was" if last.done else "it waits in"
+            verb = "it waits in" if last.done is False else "its last was"
             said = f"{verb} {last.verb} #{last.number} on {recording.title(last.group)}"
         stack = last.stack if last else ()
         own = [line for line in stack if not _FOREIGN.search(line)] or list(stack)
-        here = ", called here:" if own else ""
-        return "\n    ".join([f"\nrank {rank}: {said}{here}", *own[:8]])
+        here = "; it is here:" if recording.stack else ", called here:" if own else ""
+        who = recording.label or f"rank {rank}"
+        return "\n    ".join([f"\n{who}: {said}{here}", *(recording.stack or own)[:8]])
 
 
 def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
@@ -216,7 +253,7 @@ def _explain_calls(group: Group, report: Report) -> None:
     blamed = {rank for f in said if f.kind in ("behind", "absent") for rank in f.ranks}
     named = {rank for f in said if f.kind != "stuck" for rank in f.ranks}
     calls = {r: f"{e.verb} #{e.number} on {group.name}" for r, e in oldest.items()}
-    for rank in calls.keys() - blamed:
+    for rank in sorted(calls.keys() - blamed):
         missing = named - {other for other in calls.keys() - blamed if calls[other] == calls[rank]}
         report.waits.append(Wait(rank, calls[rank], missing))
 
@@ -287,20 +324,21 @@ def _explain_messages(group: Group, report: Report) -> None:
     A small message leaves before it is received: its rank may wait in nothing, and has sent it.
     """
     for (rank, number), messages in group.messages.items():
-        if not (here := [m for m in messages if not m.done]):
+        if not (here := [m for m in messages if m.done is False]):
             continue
+        first = here[0].number
         peer = group.ranks[number] if number < len(group.ranks) else None
         there = group.messages.get((peer, group.ranks.index(rank)), [])
-        verbs = " + ".join(m.verb for m in here if m.number == here[0].number)
+        verbs = " + ".join(m.verb for m in here if m.number == first)
         if peer is None:
             kind, named, end = "stuck", rank, "a rank that the dumps do not tell"
         elif peer not in report.recordings:
             kind, named, end = "unknown", peer, f"rank {peer}, of which nothing is known"
-        elif any(not m.done for m in there):
-            kind, named, end = "stuck", rank, f"rank {peer}, which waits for rank {rank}"
+        elif any(m.done is False or m.done is None and m.number >= first for m in there):
+            kind, named, end = "stuck", rank, f"rank {peer}, which is in one with rank {rank}"
         else:
             kind, named, end = "absent", peer, f"rank {peer}, where it is not called, or has left"
-        call = f"{verbs} #{here[0].number} on {group.name}"
+        call = f"{verbs} #{first} on {group.name}"
         report.said.append(Finding(kind, [named], f"rank {rank} waits in {call} with {end}."))
         report.waits.append(Wait(rank, f"messages on {group.name}", {peer} - {None}))
 
