@@ -161,13 +161,10 @@ _NOT_MINE = re.compile(  # as "torch/autograd/function.py(581): apply", "<frozen
 
 
 def _site(asked: Sequence[Event]) -> str:
-    """Return where a collective was called: the job's own line, else the operators around it."""
+    """Return the job's own line that called a collective, as a profiler with stacks records it."""
     lines = [call.name for call in asked if call.cat == "python_function"]
     own = [line for line in lines if not _NOT_MINE.search(line)]
-    names = [call.name for call in asked if call.cat != "python_function"]
-    names = [name for name in names if not re.match(f"ProfilerStep|{_WAITS.pattern}", name)]
-    around = " > ".join(name.removeprefix(_BACKWARD + ": ") for name in names[-2:])
-    return printable(own[-1] if own else around or "not recorded")
+    return printable(own[-1] if own else "not recorded")
 
 
 def _verb(name: str) -> str:
