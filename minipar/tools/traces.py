@@ -76,14 +76,10 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
 def _trace_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
-        if not path.exists():
-            raise ValueError(f"no such trace: {path}")
         inside = [*path.glob("*.json"), *path.glob("*.json.gz")] if path.is_dir() else [path]
-        if not inside:
-            raise ValueError(f"no .json or .json.gz in the folder {path}")
         files += sorted(inside)
     if not files:
-        raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
+        raise ValueError(f"no .json or .json.gz in {paths}; minipar overlap trace-rank0.json ...")
     return files
 
 

@@ -199,8 +199,8 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
         (tmp_path / "x.json").write_bytes(content)
         assert why in refusal(tmp_path / "x.json"), content[:50]
     (tmp_path / "empty").mkdir()
-    assert "no .json or .json.gz in the folder" in refusal(tmp_path / "empty")
-    assert "no such trace" in refusal(tmp_path / "gone.json")
+    assert "no .json or .json.gz in" in refusal(tmp_path / "empty")
+    assert "not a readable trace: [Errno 2]" in refusal(tmp_path / "gone.json")
 
 
 def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
