@@ -17,7 +17,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import chain, permutations
 from typing import NamedTuple
 
 from minipar.observe.spans import Interval
@@ -99,14 +99,6 @@ class Group:
         return "past" if has_ended or not recording.has_turned else "unknown"
 
 
-class Wait(NamedTuple):
-    """`rank` waits in `call` for those `missing`."""
-
-    rank: int
-    call: str  # "all_reduce #4 on dp", or "messages on dp"
-    missing: set[int]
-
-
 class Finding(NamedTuple):
     """The kind of a verdict, its ranks, and the sentence that says it.
 
@@ -128,7 +120,8 @@ class Report:
     groups: list[Group]
     said: list[Finding] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)  # those that count
-    waits: list[Wait] = field(default_factory=list)
+    # by call, as "all_reduce #4 on dp" or "messages on dp": who waits there, and for which ranks
+    waits: dict[str, dict[int, set[int]]] = field(default_factory=lambda: defaultdict(dict))
     blamed: list[int] = field(default_factory=list)  # the ranks that are to blame
     culprits: list[int] = field(default_factory=list)  # and others worth a look
 
@@ -148,17 +141,13 @@ class Report:
 
     def _victims(self) -> list[str]:
         """Return a line for each call that ranks wait in, and one for all messages of a group."""
-        who, whom = defaultdict(set), defaultdict(set)
-        for wait in self.waits:
-            who[wait.call].add(wait.rank)
-            whom[wait.call] |= wait.missing
         lines = []
-        for call, ranks in who.items():
-            sure = [rank for rank in sorted(whom[call]) if rank in self.recordings]
-            unsure = sorted(whom[call] - {*sure})
+        for call, of in self.waits.items():
+            whom = set().union(*of.values())
+            sure, unsure = sorted(whom & {*self.recordings}), sorted(whom - {*self.recordings})
             missing = [names(sure)] * bool(sure) + [f"perhaps {names(unsure)}"] * bool(unsure)
             end = " and ".join(missing) or "its end"
-            lines.append(f"  {names(sorted(ranks))} in {call} -> {end}")
+            lines.append(f"  {names(sorted(of))} in {call} -> {end}")
         return lines
 
     def _whereabouts(self, rank: int) -> str:
@@ -191,8 +180,8 @@ def explain(recordings: dict[int, Recording]) -> Report:
         for group in report.groups:
             explaining(group, report)
     waits: dict[int, set[int]] = defaultdict(set)
-    for wait in report.waits:
-        waits[wait.rank] |= wait.missing
+    for rank, missing in chain.from_iterable(of.items() for of in report.waits.values()):
+        waits[rank] |= missing
     ranks: dict[str, set[int]] = defaultdict(set)
     for finding in report.said:
         ranks[finding.kind] |= {*finding.ranks}
@@ -255,7 +244,7 @@ def _explain_calls(group: Group, report: Report) -> None:
     calls = {r: f"{e.verb} #{e.number} on {group.name}" for r, e in oldest.items()}
     for rank in sorted(calls.keys() - blamed):
         missing = named - {other for other in calls.keys() - blamed if calls[other] == calls[rank]}
-        report.waits.append(Wait(rank, calls[rank], missing))
+        report.waits[calls[rank]][rank] = missing
 
 
 def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[Finding]:
@@ -340,7 +329,7 @@ def _explain_messages(group: Group, report: Report) -> None:
             kind, named, end = "absent", peer, f"rank {peer}, where it is not called, or has left"
         call = f"{verbs} #{first} on {group.name}"
         report.said.append(Finding(kind, [named], f"rank {rank} waits in {call} with {end}."))
-        report.waits.append(Wait(rank, f"messages on {group.name}", {peer} - {None}))
+        report.waits[f"messages on {group.name}"].setdefault(rank, set()).update({peer} - {None})
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:

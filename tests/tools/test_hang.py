@@ -65,7 +65,7 @@ def test_six_ways_to_hang_are_told_apart(way):
     findings, culprits, line = TELLS[way]
     assert report.findings == findings and report.culprits == culprits
     assert line in str(report)
-    waiting = {wait.rank for wait in report.waits}
+    waiting = set().union(*report.waits.values())
     assert waiting and not (way == "absent" and waiting & {*report.culprits})
     figure = picture(report)
     words = {text.get_text() for ax in figure.axes for text in ax.texts}
