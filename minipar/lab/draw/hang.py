@@ -19,32 +19,25 @@ def hang(report: Report, *, title: str = "") -> Figure:
     """Draw a row per rank and a column per collective, for groups in which a call is open.
 
     The title is the first finding, unless you give one. The groups of the culprits come first.
-    Where all calls have ended, all groups are drawn. Ranks of which nothing is known have question
-    marks. Messages are not drawn.
+    Ranks of which nothing is known have question marks. Messages are not drawn.
     """
-    called = [group for group in report.groups if group.calls]
-    shown = [group for group in called if group.oldest]
+    shown = [group for group in report.groups if group.oldest]
     shown.sort(key=lambda group: not {*group.ranks} & {*report.culprits})
     ax, top = pen.paper(), 0.0
-    if not called:
-        pen.text(ax, 0, top, "no collectives; messages are not drawn")
-    for group in (shown or called)[:GROUPS]:
+    if not shown:
+        pen.text(ax, 0, top, "no collective is open; messages are not drawn")
+    for group in shown[:GROUPS]:
         _panel(ax, group, report, top)
         top -= ROW * min(ROWS, len(group.ranks)) + 0.75
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
     title = title or (said if len(said) < 90 else said[:87] + "...")
-    rest = len(report.findings) - 1
-    more = f"and {rest} more finding{'s' * (rest > 1)}" if rest > 0 else ""
-    return pen.cut(ax, title, more, [*LEGEND, ODD])
+    return pen.cut(ax, title, legend=[*LEGEND, ODD])
 
 
 def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
-    numbers = sorted(group.calls)
-    if group.oldest:  # and two calls behind the oldest that is open
-        first = min(entry.number for entry in group.oldest.values())
-        numbers = numbers[: numbers.index(first) + 3]
-    numbers = numbers[-COLUMNS:]
-    wide = min(1.1, (WIDTH - 1.75) / max(1, len(numbers)))
+    numbers, first = sorted(group.calls), min(entry.number for entry in group.oldest.values())
+    numbers = numbers[: numbers.index(first) + 3][-COLUMNS:]  # two behind the oldest open one
+    wide = min(1.1, (WIDTH - 1.75) / len(numbers))
     pen.text(ax, 0, top, f"on {group.name}", weight="bold")
     for row, rank in enumerate(group.ranks[:ROWS]):
         known = rank in report.recordings
