@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from minipar.observe.hang import Entry, Recording
-from minipar.observe.spans import union
 from minipar.text import names, printable
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
@@ -53,7 +52,7 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
-    begin, _ = (union(recording.when for _, recording in found.values()) or [(0, 0)])[-1]
+    begin = max(recording.when[0] for _, recording in found.values())
     for file, recording in found.values():
         if recording.when[1] < begin:
             raise ValueError(f"{file} is of an older job than others: take it away")

@@ -208,11 +208,8 @@ def _talking(events: list[Event], info: dict[str, Any], is_on_cpu: bool) -> list
     is_elsewhere = "ccl" in backend and ("gloo" not in backend or len(calls) > len(comm))
     is_elsewhere = is_elsewhere or any(re.match(r"[a-z]+ccl:", event.name) for event in events)
     if is_elsewhere and is_on_cpu:
-        raise ValueError(
-            f"it lacks the GPU of its job (backend {printable(backend) or 'nccl'}): it has no "
-            f"kernel, and the host's times are not the times of its collectives; profile with "
-            f"ProfilerActivity.CUDA (other devices are not known here)"
-        )
+        why = f"it lacks the GPU of its job (backend {printable(backend) or 'nccl'})"
+        raise ValueError(f"{why}: profile with ProfilerActivity.CUDA; other devices are not known")
     groups = info.get("pg_config") or [{}]
     # gloo does not say which group: known only where all have the same ranks
     is_one = len({str(group.get("ranks")) for group in groups}) == 1
