@@ -26,7 +26,7 @@ class Part:
     """Seconds of communication per rank, in the mean of the ranks; `calls` and bytes likewise.
 
     `seconds` is the length of a step; for any other part, of all that was recorded. A call belongs
-    to the step that launched it, wherever it runs. `num_bytes` is 0 where the trace does not say.
+    to the step that launched it, wherever it runs. `num_bytes` is 0 where it is not known.
     """
 
     name: str

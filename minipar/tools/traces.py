@@ -38,7 +38,7 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     collective, in their args or by a `record_param_comms` around the launch; copies from GPU to
     GPU. Compute = every other kernel; other memcpys and memset are of kind copy. Without kernels,
     compute = outermost operators less blocking calls. `axis` is the description of the process
-    group, `num_bytes` 0 where it is not told, ``meta["step"]`` the step that launched a call.
+    group, ``meta["step"]`` the step that launched a call. Bytes are not read.
 
     Clocks: files of one host share one, which starts at 0 s with the first span there.
 

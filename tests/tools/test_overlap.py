@@ -70,9 +70,7 @@ def test_steps_call_sites_and_who_is_waited_for(two_hosts):
     assert names["collective"] == {"all_gather", "peer_copy"}
     assert names["call site"] == {"/my/pytorch/train.py(12): step"}
     (dp,) = (row for row in parts.parts["group"] if row.name == "dp")
-    assert dp.calls == 2 and dp.num_bytes == 2 * 100
-    (copied,) = t.select(kind="comm", rank=0, name="peer_copy")
-    assert copied.num_bytes == 77
+    assert dp.calls == 2
     (waited,) = parts.waited
     assert (waited.rank, waited.calls, waited.of) == (1, 2, 2)
     assert waited.seconds == pytest.approx(60e-6)
