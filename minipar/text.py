@@ -1,7 +1,14 @@
 """Words for people: tables of columns, errors in one line, names that a terminal can show."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+FOREIGN = re.compile(
+    r"(^|/)(torch|(site|dist)-packages)/|nn\.Module|^<(frozen|built-in)"
+    r"|(^|/)(threading|runpy|contextlib|typing_extensions)\.py\b"
+)
+"""Lines of a stack that are no code of the job, as "torch/autograd/function.py(581): apply"."""
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:

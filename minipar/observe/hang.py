@@ -21,13 +21,12 @@ from itertools import chain, permutations
 from typing import NamedTuple
 
 from minipar.observe.spans import Interval
-from minipar.text import names
+from minipar.text import FOREIGN, names
 
 MOST_LINES = 8  # of each part of the page
 
 _ROOTED = re.compile(r"_?(broadcast|reduce|gather|scatter)(_oop)?")
 """Verbs that end earlier on some ranks than on others. No dump tells the root."""
-_FOREIGN = re.compile(r"(site|dist)-packages/|/torch/|/(threading|runpy|contextlib)\.py:|^<")
 
 
 @dataclass
@@ -161,7 +160,7 @@ class Report:
             verb = "it waits in" if last.done is False else "its last was"
             said = f"{verb} {last.verb} #{last.number} on {recording.title(last.group)}"
         stack = last.stack if last else ()
-        own = [line for line in stack if not _FOREIGN.search(line)] or list(stack)
+        own = [line for line in stack if not FOREIGN.search(line)] or list(stack)
         here = "; it is here:" if recording.stack else ", called here:" if own else ""
         who = recording.label or f"rank {rank}"
         return "\n    ".join([f"\n{who}: {said}{here}", *(recording.stack or own)[:8]])
@@ -268,7 +267,6 @@ def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[F
         yield Finding("absent", idle, text)
     elif not at["unknown"]:
         hint = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
-        hint += " With which root, the dumps do not say." * bool(_ROOTED.fullmatch(usual))
         yield Finding("stuck", at["in"], f"All have called {call}, and it does not end.{hint}")
     if unknown := at["unknown"]:
         yield Finding("unknown", unknown, f"Whether {names(unknown)} came to {call} is unknown.")

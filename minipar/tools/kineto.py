@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minipar.observe.spans import Span, subtract, union
-from minipar.text import printable
+from minipar.text import FOREIGN, printable
 from minipar.tools.kernels import verb_of
 
 _LONG = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
@@ -151,16 +151,10 @@ def _phase(calls: Sequence[Event]) -> str:
     return "backward" if is_backward else "forward" if calls else "compute"
 
 
-_NOT_MINE = re.compile(  # as "torch/autograd/function.py(581): apply", "<frozen runpy>(88): _run"
-    r"(^|/)(torch|(site|dist)-packages)/|(^|/)(threading|contextlib|typing_extensions)\.py\("
-    r"|^<(frozen|built-in)|nn\.Module"
-)
-
-
 def _site(asked: Sequence[Event]) -> str:
     """Return the job's own line that called a collective, as a profiler with stacks records it."""
     lines = [call.name for call in asked if call.cat == "python_function"]
-    own = [line for line in lines if not _NOT_MINE.search(line)]
+    own = [line for line in lines if not FOREIGN.search(line)]
     return printable(own[-1] if own else "not recorded")
 
 

@@ -98,7 +98,6 @@ def test_a_dump_of_an_older_job_is_refused(tmp_path):
 
 UNTOLD = {
     "with rank 1, of which nothing is known.": {0: dump(waits("send 0->1", 1), members=WORLD)},
-    "With which root, the dumps do not say.": many((0, 1), waits("broadcast", 3)),
 }
 
 
