@@ -133,7 +133,7 @@ class Report:
         here = [rank for rank in self.culprits if rank in self.recordings]
         lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
         if silent := [rank for rank in self.culprits if rank not in self.recordings]:
-            lines.append(f"\n{names(silent)}: nothing is known. Has it ended? Is it cut off?")
+            lines.append(f"\n{names(silent)}: nothing is known. Ended, stopped, or cut off?")
         if told := self._victims():
             lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
         return "\n".join(lines)
