@@ -1,7 +1,14 @@
 """Words for people: tables of columns, errors in one line, names that a terminal can show."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+FOREIGN = re.compile(
+    r"(^|/)(torch|(site|dist)-packages)/|nn\.Module|^<(frozen|built-in)"
+    r"|(^|/)(threading|runpy|contextlib|typing_extensions)\.py\b"
+)
+"""Lines of a stack that are no code of the job, as "torch/autograd/function.py(581): apply"."""
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
@@ -25,3 +32,11 @@ def one_line(error: BaseException, most: int = 500) -> str:
 def printable(text: Any) -> str:
     """Return a name out of a file, fit for terminals and pictures: other letters become `?`."""
     return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 1, 2": at most eight of them."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f", ... ({len(ranks)} in all)" if len(ranks) > 8 else "")

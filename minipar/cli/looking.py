@@ -14,13 +14,13 @@ from tqdm import tqdm
 from minipar.lab import draw
 from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
+from minipar.observe import hang as observe_hang
 from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
 from minipar.ranks.backends import check_ranks
 from minipar.ranks.launch import Ranks
 from minipar.sim import planner
 from minipar.tools import dumps
-from minipar.tools import hang as prove_hang
 from minipar.tools.overlap import breakdown
 from minipar.tools.prove.compare import RTOL
 from minipar.tools.prove.job import check_file, parse_mesh
@@ -50,8 +50,7 @@ class Hang:
     """
 
     dumps: tyro.conf.Positional[list[str]]
-    """Dumps of PyTorch's flight recorder (pickle or JSON), one file per rank, or a folder of them;
-    or the stalled.json of `minipar train`."""
+    """Dumps of PyTorch's flight recorder (pickle or JSON), one file per rank, or their folder."""
     out: str = ""
     """Where to draw the picture, if at all."""
 
@@ -123,7 +122,7 @@ def hang(command: Hang) -> None:
     """Print what the dumps tell, and end the process with 1 where a call has not ended."""
     if not command.dumps:
         raise ValueError("name the dumps: minipar hang FOLDER, or minipar hang nccl_trace_rank_*")
-    report = prove_hang.explain(dumps.read(command.dumps))
+    report = observe_hang.explain(dumps.read(command.dumps))
     print(report)
     if command.out:
         print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minipar.observe.watchdog import names
 from minipar.ranks.backends import check_ranks
 from minipar.ranks.processes import Process, warm_up
 from minipar.ranks.worker import Failure, Setup, pack, unpack
+from minipar.text import names
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}

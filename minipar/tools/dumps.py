@@ -1,10 +1,9 @@
-"""Read what ranks wrote down when their job hung: dumps of a flight recorder, or of our watchdog.
+"""Read what ranks wrote down when their job hung: dumps of PyTorch's flight recorder.
 
 One file per rank, its name ending with the rank (``nccl_trace_rank_3``), pickle or JSON. NCCL
 writes it where ``TORCH_FR_BUFFER_SIZE=2000`` and ``TORCH_NCCL_DUMP_ON_TIMEOUT=1`` are set; on gloo,
-each rank writes ``torch._C._distributed_c10d._dump_fr_trace()`` itself. Or the ``stalled.json`` of
-`minipar train`, of all ranks. A pickle could call any function. Here it calls none: only
-containers, text and numbers are read.
+each rank writes ``torch._C._distributed_c10d._dump_fr_trace()`` itself. A pickle could call any
+function. Here it calls none: only containers, text and numbers are read.
 """
 
 import io
@@ -12,64 +11,21 @@ import json
 import math
 import pickle
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.spans import Interval, union
-from minipar.observe.watchdog import State, names
-from minipar.text import printable
+from minipar.observe.hang import Entry, Recording
+from minipar.text import names, printable
 
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
 """Verbs with sizes that may differ between ranks."""
 _END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 """Names that end a group of coalesced calls. allreduce_coalesced, in small letters, is a call."""
-
-
-@dataclass
-class Entry:
-    """One call of one rank. `number` counts within the group; messages count apart."""
-
-    verb: str  # "send", "recv" or "exchange" for a message
-    group: str
-    number: int
-    done: bool
-    data: str = ""  # the input: "4 Float"; empty if sizes may differ or are not known
-    peer: int | None = None  # of a message: the other rank, as a number within the group
-    stack: tuple[str, ...] = ()  # innermost call first
-    begun: bool = False  # True if the recorder saw the call begin on the device
-    splits: tuple[list[int], list[int]] | None = None  # of an all-to-all: items to and from each
-
-
-@dataclass
-class Recording:
-    """The dump of one rank. `groups`: name -> description, ranks (empty: not recorded)."""
-
-    rank: int
-    host: str
-    entries: list[Entry]
-    groups: dict[str, tuple[str, tuple[int, ...]]]
-    stack: tuple[str, ...] = ()  # where the rank is now, if that is known
-    silence: str = ""  # why nothing can be said of its calls
-    last: dict[str, tuple[int, int]] = field(default_factory=dict)  # group: enqueued, completed
-    has_turned: bool = False  # True if older calls are not in the dump
-    when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
-
-    def title(self, group: str) -> str:
-        """Return the description of a group, else its name."""
-        desc = self.groups[group][0]
-        return f"group {group}" if desc in ("", "undefined") else desc
-
-    @property
-    def has_all_messages(self) -> bool:
-        """True if no message is missing before the last one. Those of a batch have one number."""
-        numbers = {entry.number for entry in self.entries if entry.peer is not None}
-        return not self.has_turned and len(numbers) >= max(numbers, default=0)
 
 
 class _Plain(pickle.Unpickler):
@@ -82,32 +38,24 @@ class _Plain(pickle.Unpickler):
 def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     """Return the recordings of files, and of all dumps in folders, by rank.
 
-    Raises `ValueError`, which names the file, for a named file that is no dump, for two of one
-    rank, and where no call was recorded. Says on stderr which files of a folder are no dumps, and
-    which are of an older job: all their calls timed out before the others began.
+    Raises `ValueError`, which names the file, for a file that is no dump, for two of one rank, for
+    one of an older job, all of whose calls timed out before the others began; and where no call was
+    recorded.
     """
     found: dict[int, tuple[Path, Recording]] = {}
     for path in map(Path, paths):
         for file in sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]:
-            try:
-                recordings = _recordings(file)
-            except ValueError as error:
-                if file == path:
-                    raise
-                print(f"skipped: {printable(error)}", file=sys.stderr)
-                continue
-            for recording in recordings:
-                first, _ = found.setdefault(recording.rank, (file, recording))
-                if first != file:
-                    raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
+            recording = _recording(file)
+            first, _ = found.setdefault(recording.rank, (file, recording))
+            if first != file:
+                raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
-    begin, _ = (union(recording.when for _, recording in found.values()) or [(0, 0)])[-1]
-    for rank, (file, recording) in [*found.items()]:
+    begin = max(recording.when[0] for _, recording in found.values())
+    for file, recording in found.values():
         if recording.when[1] < begin:
-            print(f"skipped: {printable(file)} is of an older job than others", file=sys.stderr)
-            del found[rank]
+            raise ValueError(f"{file} is of an older job than others: take it away")
     by_rank = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
     if not any(recording.entries or recording.last for recording in by_rank.values()):
@@ -118,28 +66,23 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     return by_rank
 
 
-def _recordings(file: Path) -> list[Recording]:
+def _recording(file: Path) -> Recording:
     if not file.exists():
         raise ValueError(f"no such dump: {file}")
     try:
         raw = file.read_bytes()
         dump = json.loads(raw) if raw[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
-        if "minipar_stall" in dump:
-            return [_of_watchdog(state) for state in dump["minipar_stall"]]
-        return [_of_recorder(dump, _rank_of(file.name))]
+        return _of_recorder(dump, _rank_of(file.name))
     except Exception as error:  # a broken pickle raises anything
         why = printable(f"{error!r:.150}")
         raise ValueError(f"{file} is not a dump of a flight recorder: {why}") from None
 
 
 def _rank_of(name: str) -> int:
-    """Return the number behind "rank" in the name of a file, else the last one that is no date."""
-    name = re.sub(r"(19|20)\d\d-\d\d-\d\d[T_ \d:.-]*", "", name)
-    behind = re.search(r"rank_?(\d{1,5})(?!\d|[\w.-]*_\d)", name)
-    numbers = [behind[1]] if behind else re.findall(r"\d+", name)
-    if not numbers or len(numbers[-1]) > 5:
-        raise ValueError("which rank wrote it? Let its name end with the number")
-    return int(numbers[-1])
+    """Return the number at the end of the name of a file, unless it may be a date."""
+    if not (number := re.search(r"(?:^|[A-Za-z_])(\d{1,5})(\.[a-z]+)?$", name)):
+        raise ValueError("which rank wrote it? Let its name end with the number, as in rank_3")
+    return int(number[1])
 
 
 def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
@@ -166,7 +109,7 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     begin = min((v["time_created_ns"] for v in timed), default=0)
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
     told = dict(last=last, has_turned=first > 0 or has_ended, when=(begin, end))
-    return Recording(rank, "", entries, groups, **told)
+    return Recording(rank, entries, groups, **told)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:
@@ -226,21 +169,3 @@ def _joined(calls: list[Entry]) -> list[Entry]:
         begun=any(call.begun for call in calls),
     )
     return [one]
-
-
-def _of_watchdog(values: Any) -> Recording:
-    state = State.from_json(json.dumps(values))
-    waits = {call.key: call for call in state.awaited}
-    calls = {call.key: call for call in state.begun} | waits
-    entries, groups = [], {}
-    # The latest call stands last, behind it the call in which the rank waits.
-    for key, call in sorted(calls.items(), key=lambda c: (c[0] in waits, -c[1].seconds)):
-        name, done = f"{printable(call.axis)} {call.ranks}", key not in waits
-        groups[name] = printable(call.axis), tuple(map(int, call.ranks))
-        verb, ends = printable(call.verb), [call.ranks.index(peer) for peer in call.peers]
-        if ends and verb not in ("recv", "exchange"):
-            verb = "send"  # which may have a name of its own
-        entries += [Entry(verb, name, int(call.number), done, peer=end) for end in ends or [None]]
-    stack = tuple(printable(line).strip() for line in reversed(state.stack.splitlines()))
-    host = printable(state.label).partition(" on host ")[2]
-    return Recording(int(state.rank), host, entries, groups, stack, printable(state.silence))

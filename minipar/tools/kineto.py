@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from minipar.comm.collectives import wire_bytes
 from minipar.observe.spans import Span, subtract, union
-from minipar.text import printable
+from minipar.text import FOREIGN, printable
 from minipar.tools.kernels import verb_of
 
 _LONG = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
@@ -44,10 +41,10 @@ class Event:
     step: str = ""  # in which it begins, as "ProfilerStep#7"; a kernel: in which it was launched
     around: Sequence["Event"] = ()  # the calls of its thread that it is in, the outermost first
 
-    def span(self, kind: str, name: str, axis: str = "", num_bytes: int = 0) -> Span:
+    def span(self, kind: str, name: str, axis: str = "") -> Span:
         meta = {"step": self.step} if self.step else {}
         meta |= {"site": _site(self.around)} if kind == "comm" else {}
-        return Span(kind, name, 0, self.start, self.end, axis, num_bytes, meta)
+        return Span(kind, name, 0, self.start, self.end, axis, meta=meta)
 
 
 def read(document: dict[str, Any]) -> tuple[list[list[Span]], list[str]]:
@@ -140,7 +137,7 @@ def _gpu_span(event: Event) -> Span:
     known = {**said[-1], **args} if said else args
     verb = verb or _verb(known.get("Collective name") or name)
     axis = _axis(known.get("Process Group Description"), known.get("Process Group Name"))
-    span = event.span("comm", verb, axis, _bytes(verb, known if is_kernel else args))
+    span = event.span("comm", verb, axis)
     span.meta["group"] = str(known.get("Process Group Ranks", ""))
     span.meta["seq"] = known["Seq"] if isinstance(known.get("Seq"), int) else None
     return span
@@ -154,20 +151,11 @@ def _phase(calls: Sequence[Event]) -> str:
     return "backward" if is_backward else "forward" if calls else "compute"
 
 
-_NOT_MINE = re.compile(  # as "torch/autograd/function.py(581): apply", "<frozen runpy>(88): _run"
-    r"(^|/)(torch|(site|dist)-packages)/|(^|/)(threading|contextlib|typing_extensions)\.py\("
-    r"|^<(frozen|built-in)|nn\.Module"
-)
-
-
 def _site(asked: Sequence[Event]) -> str:
-    """Return where a collective was called: the job's own line, else the operators around it."""
+    """Return the job's own line that called a collective, as a profiler with stacks records it."""
     lines = [call.name for call in asked if call.cat == "python_function"]
-    own = [line for line in lines if not _NOT_MINE.search(line)]
-    names = [call.name for call in asked if call.cat != "python_function"]
-    names = [name for name in names if not re.match(f"ProfilerStep|{_WAITS.pattern}", name)]
-    around = " > ".join(name.removeprefix(_BACKWARD + ": ") for name in names[-2:])
-    return printable(own[-1] if own else around or "not recorded")
+    own = [line for line in lines if not FOREIGN.search(line)]
+    return printable(own[-1] if own else "not recorded")
 
 
 def _verb(name: str) -> str:
@@ -186,20 +174,8 @@ def _axis(*names: Any) -> str:
 
 
 def whole(value: Any, otherwise: int | None = 0) -> int | None:
-    """Return `value` if it is a number of bytes, items or ranks."""
+    """Return `value` if it is a rank or a time in nanoseconds."""
     return value if type(value) is int and 0 <= value < 2**63 else otherwise
-
-
-def _bytes(verb: str, args: dict[str, Any]) -> int:
-    """Return the bytes that a rank sends, 0 if `args`, of NCCL or of a copy, do not say it."""
-    items = max(whole(args.get("In msg nelems")), whole(args.get("Out msg nelems")))
-    dtype = getattr(torch, str(args.get("dtype", "")).lower(), None)
-    num_bytes = items * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)  # byte, char
-    size = whole(args.get("Group size"))
-    if verb != "exchange":
-        is_known = size > 1 and verb in _VERBS.values()
-        num_bytes = wire_bytes(verb, num_bytes, size) if is_known else 0
-    return num_bytes or whole(args.get("bytes"))
 
 
 # ---------------------------------------------------------------------- a CPU
@@ -211,11 +187,8 @@ def _talking(events: list[Event], info: dict[str, Any], is_on_cpu: bool) -> list
     is_elsewhere = "ccl" in backend and ("gloo" not in backend or len(calls) > len(comm))
     is_elsewhere = is_elsewhere or any(re.match(r"[a-z]+ccl:", event.name) for event in events)
     if is_elsewhere and is_on_cpu:
-        raise ValueError(
-            f"it lacks the GPU of its job (backend {printable(backend) or 'nccl'}): it has no "
-            f"kernel, and the host's times are not the times of its collectives; profile with "
-            f"ProfilerActivity.CUDA (other devices are not known here)"
-        )
+        why = f"it lacks the GPU of its job (backend {printable(backend) or 'nccl'})"
+        raise ValueError(f"{why}: profile with ProfilerActivity.CUDA; other devices are not known")
     groups = info.get("pg_config") or [{}]
     # gloo does not say which group: known only where all have the same ranks
     is_one = len({str(group.get("ranks")) for group in groups}) == 1

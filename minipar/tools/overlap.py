@@ -1,8 +1,8 @@
 """Where communication is exposed: by step, collective, group and call site; and who is waited for.
 
 `minipar overlap` prints it. Exposed, as in `Timeline.overlap`: in flight while the rank computes
-nothing. A rank is waited for where it begins a collective last: until then, the ranks that came
-before wait inside of theirs.
+nothing. A rank is waited for where its part of a collective is the shortest: all parts end
+together, and the ranks that came before wait inside of theirs. No clocks need to agree for this.
 """
 
 import statistics
@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import add
+from typing import Any
 
 from minipar.observe.spans import Interval, Span, measure, union
 from minipar.observe.timeline import Timeline
 from minipar.text import aligned, printable
-from minipar.tools.traces import matched
+
+_MESSAGES = {"send", "recv", "exchange", "coalesced", "peer_copy"}
+_APART = _MESSAGES | {"broadcast", "reduce", "gather", "scatter"}  # whose ranks do not end together
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Part:
     """Seconds of communication per rank, in the mean of the ranks; `calls` and bytes likewise.
 
     `seconds` is the length of a step; for any other part, of all that was recorded. A call belongs
-    to the step that launched it, wherever it runs. `num_bytes` is 0 where the trace does not say.
+    to the step that launched it, wherever it runs. `num_bytes` is 0 where it is not known.
     """
 
     name: str
@@ -61,7 +64,7 @@ class Breakdown:
             others = f"the others spent {1e3 * w.seconds:.2f} ms in them until it came"
             tables.append(f"waited for most: rank {w.rank}, {last}; {others}")
         elif self.ranks > 1:
-            why = "no collective that ranks share, of a known group and on one clock"
+            why = "no collective that ranks share, of a known group"
             tables.append(f"who is waited for is not known: {why}")
         return "\n\n".join(tables)
 
@@ -104,7 +107,7 @@ def _parts(timeline: Timeline, key: Callable[[Span], str]) -> dict[str, Part]:
 
 
 def _steps(timeline: Timeline) -> list[Part]:
-    """Return the parts of all steps; above several, their median."""
+    """Return the parts of the steps that all ranks recorded; above several, their median."""
     lengths: dict[str, list[float]] = defaultdict(list)
     for name, start, end in chain.from_iterable(timeline.steps.values()):
         lengths[name].append(end - start)
@@ -112,6 +115,7 @@ def _steps(timeline: Timeline) -> list[Part]:
     rows = [
         replace(found.get(name, Part(name, 0.0)), seconds=statistics.mean(seconds))
         for name, seconds in lengths.items()
+        if len(seconds) == len(timeline.ranks)
     ]
     if len(rows) > 1:
         fields = ("seconds", "total", "exposed", "calls", "num_bytes")
@@ -123,18 +127,15 @@ def _steps(timeline: Timeline) -> list[Part]:
 def _waited(timeline: Timeline) -> list[Waited]:
     """Return ranks by the time that others wait for them, the longest first.
 
-    Only collectives of a known group count. Time in which a rank waits in two counts once.
+    Time in which a rank waits in two collectives counts once.
     """
     waits: dict[int, dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     last, count = Counter(), Counter()
-    for spans in matched(timeline).values():
-        any_one = next(iter(spans.values()))
-        if len(spans) > 1 and (any_one.meta.get("group") or any_one.axis == "world"):
-            late = max(spans, key=lambda rank: spans[rank].start)
-            came = spans[late].start
+    for spans in _matched(timeline).values():
+        if len(spans) > 1:
+            late = min(spans, key=lambda rank: spans[rank].duration)
             for rank, span in spans.items():
-                if span.end > came:  # who left before, as the root of a broadcast, did not wait
-                    waits[late][rank].append((span.start, came))
+                waits[late][rank].append((span.start, span.end - spans[late].duration))
             last[late] += 1
             count.update(spans.keys())
     found = [
@@ -142,3 +143,30 @@ def _waited(timeline: Timeline) -> list[Waited]:
         for late, of in waits.items()
     ]
     return sorted(found, key=lambda waited: -waited.seconds)
+
+
+def _matched(timeline: Timeline) -> dict[Any, dict[int, Span]]:
+    """Return collectives by group, verb and number: the span of each rank.
+
+    Of several groups, gloo does not say in which one a call was. The number is what NCCL says, else
+    that within the step.
+    """
+    calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in timeline:
+        is_known = span.axis == "world" or span.meta.get("group")
+        if span.kind == "comm" and span.name not in _APART and is_known:
+            step = span.meta.get("step") if span.meta.get("seq") is None else None
+            group = span.axis, span.meta.get("group"), step
+            calls[group][span.rank].append(span)
+    found: dict[Any, dict[int, Span]] = defaultdict(dict)
+    for group, ranks in calls.items():
+        # Where one rank recorded more than another, the nth of both need not be the same call.
+        is_alike = len(set(map(len, ranks.values()))) == 1
+        for rank, spans in ranks.items():
+            count = Counter()  # coalesced calls share a number
+            for span in spans:
+                seq = span.meta.get("seq")
+                count[seq] += 1
+                if seq is not None or is_alike:
+                    found[group, span.name, seq, count[seq]][rank] = span
+    return found

@@ -4,22 +4,17 @@
 """
 
 import re
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
-from minipar.observe.spans import Span, clipped, read_json
+from minipar.observe.spans import Span, moved, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
 from minipar.tools import kineto
 from minipar.tools.kernels import looks_like_communication
-
-_MESSAGES = "send", "recv", "exchange", "coalesced", "peer_copy"
-_ROOTED = "broadcast", "reduce", "gather", "scatter"  # which end earlier on some ranks
 
 
 @dataclass
@@ -32,11 +27,6 @@ class _Trace:
     base: int  # nanoseconds from which its times count
     spans: list[Span]
 
-    def move(self, by: float) -> None:
-        """Move all spans by so many seconds, and tell them their rank."""
-        for span in self.spans:
-            span.start, span.end, span.rank = span.start + by, span.end + by, self.rank
-
 
 def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     """Read chrome traces of `torch.profiler` (Kineto), plain or gzipped, one file per rank.
@@ -48,15 +38,12 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     collective, in their args or by a `record_param_comms` around the launch; copies from GPU to
     GPU. Compute = every other kernel; other memcpys and memset are of kind copy. Without kernels,
     compute = outermost operators less blocking calls. `axis` is the description of the process
-    group, `num_bytes` 0 where it is not told, ``meta["step"]`` the step that launched a call.
+    group, ``meta["step"]`` the step that launched a call. Bytes are not read.
 
-    Clocks: files of one host share one. Others are aligned at the ends of common collectives:
-    the nth all-reduce of a group ends on all of its ranks together (median over n). Steps: where
-    ranks recorded different ones, only what is of the steps that all recorded is read.
+    Clocks: files of one host share one, which starts at 0 s with the first span there.
 
-    The result starts at 0 s; its `notes` say what was cut, moved or guessed. Raises `ValueError`
-    for a file that is not a trace, holds no work, or lacks the GPU of its job; for two of one rank,
-    and for none.
+    The `notes` of the result say what was cut or guessed. Raises `ValueError` for a file that is
+    not a trace, holds no work, or lacks the GPU of its job; for two of one rank, and for none.
     """
     notes: list[str] = []
     found = [_read(file, notes) for file in _trace_files(paths)]
@@ -66,31 +53,33 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
         further.rank = 1 + max(trace.rank for trace in traces)
         notes.append(f"rank {further.rank} is a further device of {printable(further.file)}")
         traces.append(further)
-    first = min(trace.base for trace in traces)
+    first, begins = min(trace.base for trace in traces), defaultdict(list)
     for trace in traces:
-        trace.move(1e-9 * (trace.base - first))  # of integers: floats lack the digits
-    if len({(trace.host, trace.base) for trace in traces}) > 1:
-        notes.append(_align(traces))
-    spans = _common([span for trace in traces for span in trace.spans], notes)
+        for span in trace.spans:
+            by = 1e-9 * (trace.base - first)  # of integers: floats lack the digits
+            span.start, span.end, span.rank = span.start + by, span.end + by, trace.rank
+            begins[trace.host].append(span.start)
+    spans = [s for trace in traces for s in moved(trace.spans, -min(begins[trace.host]))]
+    if len(begins) > 1:
+        notes.append(f"{len(begins)} hosts: the time of each counts from its first span")
+    told = {(span.rank, span.meta["step"]) for span in spans if "step" in span.meta}
+    if min(Counter(step for _, step in told).values(), default=len(traces)) < len(traces):
+        notes.append("steps that not all ranks recorded are not compared")
     alike = sorted({s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)})
     if alike:
         what = "these names look like communication and were counted as computing"
         notes.append(f"{what}: {shorten(', '.join(name[:60] for name in alike), 300)}")
-    return Timeline(spans, notes=notes).shifted()
+    return Timeline(spans, notes=notes)
 
 
 # ---------------------------------------------------------------------- files and ranks
 def _trace_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
-        if not path.exists():
-            raise ValueError(f"no such trace: {path}")
         inside = [*path.glob("*.json"), *path.glob("*.json.gz")] if path.is_dir() else [path]
-        if not inside:
-            raise ValueError(f"no .json or .json.gz in the folder {path}")
         files += sorted(inside)
     if not files:
-        raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
+        raise ValueError(f"no .json or .json.gz in {paths}; minipar overlap trace-rank0.json ...")
     return files
 
 
@@ -131,89 +120,3 @@ def _number(traces: Sequence[_Trace]) -> list[str]:
             raise ValueError(f"{both}; give one file per rank")
     is_guess = ranks is order and len(ranks) > 1
     return ["no file tells its rank: they are numbered in the order given"] if is_guess else []
-
-
-# ---------------------------------------------------------------------- steps and clocks
-def _common(spans: list[Span], notes: list[str]) -> list[Span]:
-    """Return what belongs to steps that all ranks recorded, where ranks recorded others as well.
-
-    Where no step is common, return all spans, which tell no step any more.
-    """
-    steps: dict[int, set[str]] = defaultdict(set)
-    for span in spans:
-        steps[span.rank].add(span.meta.get("step", ""))
-    every = set.union(*steps.values()) - {""}
-    common = set.intersection(*steps.values()) & every
-    if common == every:
-        return spans
-    rest = [span for span in spans if span.meta.get("step") not in common]
-    for span in rest:
-        span.meta.pop("step", None)
-    if not common:
-        notes.append("no step is recorded on all ranks: steps are not compared")
-        return spans
-    which = shorten(", ".join(sorted(common, key=lambda name: (len(name), name))), 100)
-    notes.append(f"{len(every)} steps; all ranks recorded {which}; the others are left out")
-    told = Timeline(span for span in spans if "step" in span.meta)
-    beside = [span for span in rest if span.kind != "comm"]  # which may hide a call
-    begins = {rank: rows[0][1] for rank, rows in told.steps.items()}
-    ends = {rank: max(end for *_, end in rows) for rank, rows in told.steps.items()}
-    return told.spans + clipped(beside, begins, ends)
-
-
-def _align(traces: list[_Trace]) -> str:
-    """Move the clocks of traces so that common collectives end together, and say by how much.
-
-    Ranks whose clocks cannot be aligned keep theirs; nothing is told of who waits for them.
-    """
-    shared = matched((span for trace in traces for span in trace.spans), _ROOTED).values()
-    offsets, apart = {traces[0].rank: 0.0}, [0.0]
-    for known in (placed := list(offsets)):  # which grows, as far as groups connect
-        gaps: dict[int, list[float]] = defaultdict(list)
-        for spans in shared:
-            for rank in spans.keys() - offsets.keys() if known in spans else ():
-                gaps[rank].append(spans[known].end - spans[rank].end)
-        for rank, those in sorted(gaps.items()):
-            gap = statistics.median(those)
-            offsets[rank] = offsets[known] + gap
-            apart += [abs(other - gap) for other in those]
-            placed.append(rank)
-    for trace in traces:
-        trace.move(offsets.get(trace.rank, 0.0))
-        for span in trace.spans if trace.rank not in offsets else ():
-            span.meta["clock"] = trace.host
-    moved = [trace for trace in traces[1:] if trace.rank in offsets]
-    if not moved:
-        return "clocks that may differ, and no common collective to align them by"
-    told = ", ".join(f"rank {t.rank} ({t.host}) {1e3 * offsets[t.rank]:+.3f} ms" for t in moved)
-    said = f"clocks moved: {shorten(told, 300)}, so that common collectives end together; they do "
-    said += f"within {1e3 * statistics.median(apart):.3f} ms (median)"
-    left = len(traces) - len(offsets)
-    return said + f"; {left} ranks share no collective with rank {traces[0].rank}" * bool(left)
-
-
-def matched(timeline: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, dict[int, Span]]:
-    """Return collectives by group, verb and number: the span of each rank.
-
-    The number is what NCCL says, else that within the step. Neither messages nor the verbs of
-    `but` are collectives that begin or end together.
-    """
-    calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span in sorted(timeline, key=lambda span: span.start):
-        # of several groups, gloo does not say which one it is
-        if span.kind == "comm" and span.name not in (*_MESSAGES, *but) and span.axis != "gloo":
-            step = span.meta.get("step") if span.meta.get("seq") is None else None
-            group = span.axis, span.meta.get("group"), span.meta.get("clock"), step
-            calls[group][span.rank].append(span)
-    found: dict[Any, dict[int, Span]] = defaultdict(dict)
-    for group, ranks in calls.items():
-        # Where one rank recorded more than another, the nth of both need not be the same call.
-        is_alike = len(set(map(len, ranks.values()))) == 1
-        for rank, spans in ranks.items():
-            count = Counter()  # coalesced calls share a number
-            for span in spans:
-                seq = span.meta.get("seq")
-                count[seq] += 1
-                if seq is not None or is_alike:
-                    found[group, span.name, seq, count[seq]][rank] = span
-    return found

@@ -38,7 +38,6 @@ from minipar.train.step import StepResult, evaluate, train_step
 from minipar.train.stop import StopRequest
 from minipar.train.tokenizer import Tokenizer, load_tokenizer
 
-STALLED = "stalled.json"  # in the folder of a run: what the watchdog saw, for `minipar hang`
 STALL_SECONDS = 60.0  # in one collective, until the watchdog says which rank keeps it waiting
 EVAL_BATCHES = 16  # of validation text, in each validation
 
@@ -285,7 +284,7 @@ def train(
     the caller. None if the run was asked to stop, and has saved.
     """
     place, world = Path(folder), Mesh(**config.as_plan().mesh_sizes()).world
-    stalls = watchdog.watch(STALL_SECONDS, dump=place / STALLED)
+    stalls = watchdog.watch(STALL_SECONDS)
     with StopRequest() as request, stalls, held(place, world), out_of_memory.explained():
         if config.backend == "link":
             link.use(config.link)

@@ -2,7 +2,7 @@
 
 The inputs are what each rank remembers of its last calls, as PyTorch's flight recorder does. The
 truth is known from the way in which each case is made, and not from the rule.
-Source: torch.distributed's flight recorder; the rule is the one of `minipar/tools/hang.py`.
+Source: torch.distributed's flight recorder; the rule is the one of `minipar/observe/hang.py`.
 """
 
 import random as dice

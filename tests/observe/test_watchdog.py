@@ -1,7 +1,8 @@
-"""The watchdog: the conclusion that it draws, alone; then real ranks that keep others waiting."""
+"""The watchdog: the conclusion from its notes, alone; then real ranks that keep others waiting."""
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,83 +12,88 @@ from minipar.comm import calls
 from minipar.comm import collectives as comm
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline, watchdog
-from minipar.observe.watchdog import Call, State, explain
-from minipar.tools import dumps, hang
+from minipar.observe.hang import Entry, Recording, explain
 from tests.on_ranks import on_ranks
 
-
-def call(number: int = 1, verb: str = "all_reduce", axis: str = "dp", **more) -> Call:
-    values = dict(ranks=(0, 1, 2), num_bytes=0, seconds=61.0)
-    return Call(verb, axis, number=number, **{**values, **more})
-
-
-def state(rank: int, *begun: Call, stack: str = "its stack") -> State:
-    return State(rank, f"rank {rank} of 4 (dp={rank})", begun, stack=stack)
-
-
-def waiting(rank: int, *calls: Call) -> State:
-    label = f"rank {rank} of 4 (dp={rank})"
-    return State(rank, label, calls, calls, stack=f"stack of {rank}, which waits")
-
-
 # ---------------------------------------------------------------------- the conclusion
-def test_follows_waits_to_their_end_and_shows_everybody_of_a_circle():
-    """0 and 1 wait for 2, which waits for 3 on another axis: the stack to see is that of 3."""
-    first, second = call(5), call(9, axis="tp", ranks=(2, 3))
-    text = explain([waiting(0, first), waiting(1, first), waiting(2, second), state(3)])
-    assert "rank 2 of 4 (dp=2) has not reached all_reduce #5 on dp" in text
-    assert "rank 3 of 4 (dp=3) has not reached all_reduce #9 on tp" in text
-    assert "rank 3 of 4 (dp=3): it has called none. It is here:\nits stack" in text
-    assert "which waits" not in text
-    text = explain([waiting(r, call(verb="recv", peers=((r + 1) % 4,))) for r in range(4)])
-    assert "rank 3 of 4 (dp=3) has waited for 61.0 s in recv on dp with rank 0." in text
-    assert all(f"stack of {rank}, which waits" in text for rank in range(4))
+RANKS = 0, 1, 2, 3
 
 
-@pytest.mark.parametrize(
-    "states, conclusion",
-    [
-        (  # Catches: by their numbers alone all are there.
-            [waiting(0, call(3)), waiting(1, call(3, "barrier")), waiting(2, call(3))],
-            "rank 1 of 4 (dp=1) has not reached all_reduce #3 on dp, in which ranks 0, 2 have ",
-        ),
-        (  # Asynchronous: rank 1 has begun #5 and waits in nothing.
-            [waiting(0, call(3)), state(1, call(5)), state(2)],
-            "rank 2 of 4 (dp=2) has not reached all_reduce #3 on dp",
-        ),
-        (  # Five messages of rank 1 are no collective.
-            [waiting(0, call()), state(1, call(5, "send", peers=(0,))), waiting(2, call())],
-            "rank 1 of 4 (dp=1) has not reached all_reduce #1 on dp",
-        ),
-        (
-            [waiting(0, call()), state(1, call(), call(1, "send", peers=(0,))), state(2, call(2))],
-            "rank 0 of 4 (dp=0) has waited for 61.0 s in all_reduce #1 on dp, which all have "
-            "reached, and which does not end.",
-        ),
-        (  # Mutant: of a host that is down, "it has called none", after 825 calls.
-            [waiting(0, call(3)), State(1, "rank 1", silence="it was stopped"), state(2, call(3))],
-            "rank 0 of 4 (dp=0) has waited for 61.0 s in all_reduce #3 on dp. Whether rank 1 has "
-            "reached it is unknown.\nrank 1: nothing is heard of it; it was stopped.",
-        ),
-    ],
-)
-def test_who_has_reached_a_call(states, conclusion):
-    assert f"\n{conclusion}" in explain(states)
+def noted(rank, *entries, dp=0) -> Recording:
+    """Notes of a rank whose last collective on dp has number `dp`."""
+    last = {"dp": (dp, None)} if dp else {}
+    label = f"rank {rank} of 4 (dp={rank})"
+    return Recording(rank, list(entries), {"dp": ("dp", RANKS)}, last, label=label, stack=("here",))
+
+
+def waits(number, verb="all_reduce", peer=None):
+    return Entry(verb, "dp", number, False, peer=peer)
+
+
+def begun(number, verb="all_reduce", peer=None):
+    return Entry(verb, "dp", number, None, peer=peer)
+
+
+SAYS = {  # the notes of ranks -> what is said, and the ranks to look at
+    "another verb, of the same number": (
+        [noted(r, waits(3, "barrier" if r == 1 else "all_reduce"), dp=3) for r in RANKS],
+        ["rank 1 called barrier where ranks 0, 2, 3 called all_reduce #3 on dp."],
+        [0, 1],
+    ),
+    "a rank has begun a later call, and waits in nothing; another one has begun none": (
+        [noted(0, waits(3), dp=3), noted(1, begun(5), dp=5), noted(2), noted(3, begun(3), dp=3)],
+        ["rank 2 did not come to all_reduce #3 on dp."],
+        [2],
+    ),
+    "messages are no collectives": (
+        [noted(0, waits(1), dp=1), noted(1, begun(5, "send", 0)), *(noted(r, waits(1), dp=1)
+         for r in (2, 3))],
+        ["rank 1 did not come to all_reduce #1 on dp."],
+        [1],
+    ),
+    "all have begun it, and whether it has ended anywhere is unknown": (
+        [noted(0, waits(1), dp=1), *(noted(r, begun(r), dp=r) for r in (1, 2, 3))],
+        ["All have called all_reduce #1 on dp, and it does not end."],
+        [0],
+    ),
+    "in a ring, rank 0 has begun its exchange, and rank 2 has not": (
+        [noted(0, begun(4, "exchange", 3), begun(4, "exchange", 1)),
+         noted(1, waits(4, "exchange", 0), waits(4, "exchange", 2)),
+         noted(2, begun(3, "exchange", 1), begun(3, "exchange", 3)),
+         noted(3, waits(4, "exchange", 2), waits(4, "exchange", 0))],
+        [f"rank {r} waits in exchange #4 on dp with rank 2, where it is not called, or has left."
+         for r in (1, 3)],
+        [2],
+    ),
+    "a host that is down": (
+        [noted(0, waits(3), dp=3), noted(2, begun(3), dp=3), noted(3, begun(3), dp=3)],
+        ["Whether rank 1 came to all_reduce #3 on dp is unknown."],
+        [1],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_who_has_begun_a_call(name):
+    recordings, findings, culprits = SAYS[name]
+    report = explain({recording.rank: recording for recording in recordings})
+    assert report.findings == findings and report.culprits == culprits
+    assert all(f"rank {r} of 4 (dp={r})" in str(report) for r in culprits if len(recordings) == 4)
 
 
 # ---------------------------------------------------------------------- real ranks
 BOUND = 0.3  # seconds; a rank that is to be late is so by several times as much
 
 
-def late_for_all_reduce(dump: str) -> tuple[list[str], float]:
+def late_for_all_reduce(sign: str) -> tuple[list[str], float]:
     """Rank 1 of a 2 x 2 mesh comes late; return what this rank's watchdog tells, and the sum."""
     mesh, told, x = Mesh(dp=2, tp=2), [], torch.ones(1000)
-    with watchdog.watch(BOUND, told.append, Path(dump)):
+    with watchdog.watch(BOUND, teller(told, sign)):
         with timeline.record():  # another tap beside it
             for _ in range(3):
                 comm.all_reduce(x, mesh.tp)
             if mesh.rank == 1:
-                come_late(dump)
+                come_late(sign)
             total = comm.all_reduce(x, mesh.tp)
         # Time for the others to have waited too, and for a second report: there must be none.
         dawdle(2 * BOUND if mesh.rank < 2 else 7 * BOUND)
@@ -98,30 +104,41 @@ def dawdle(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def come_late(dump: str) -> None:
+def teller(told: list[str], sign: str) -> Callable[[str], None]:
+    """Keep what is told, and leave a file as a sign."""
+
+    def tell(report: str) -> None:
+        told.append(report)
+        Path(sign).touch()
+
+    return tell
+
+
+def come_late(sign: str) -> None:
     """Dawdle until the others have told so, however busy the machine is."""
-    while not Path(dump).exists():
+    while not Path(sign).exists():
         dawdle(BOUND)
 
 
 @pytest.mark.slow
 def test_a_late_rank_is_named_once_with_its_stack_and_then_all_go_on(ranks, tmp_path):
-    results = ranks(4).run(late_for_all_reduce, str(tmp_path / "stalled.json"))
+    results = ranks(4).run(late_for_all_reduce, str(tmp_path / "told"))
     assert all(total == 2000 for _, total in results)
     (report,) = [report for told, _ in results for report in told]
+    assert report.startswith("minipar: stalled for ")
     assert (
-        "rank 1 of 4 (dp=0, tp=1) has not reached all_reduce #4 on tp (4 kB on the wire), in which "
-        "rank 0 of 4 (dp=0, tp=0) has waited for "
-    ) in report
-    assert "rank 1 of 4 (dp=0, tp=1): its last was all_reduce #3 on tp" in report
-    assert "in dawdle\n    time.sleep(seconds)" in report
+        "look at rank 1 first\nrank 1 did not come to all_reduce #4 on tp of ranks 0, 1" in report
+    )
+    assert "rank 1 of 4 (dp=0, tp=1): its last was all_reduce #3 on tp; it is here:" in report
+    assert "in dawdle: time.sleep(seconds)" in report
+    assert "rank 0 in all_reduce #4 on tp of ranks 0, 1 -> rank 1" in report
 
 
-def late_for_a_message(dump: str) -> list[str]:
+def late_for_a_message(sign: str) -> list[str]:
     mesh, told, x = Mesh(dp=4), [], torch.ones(1000)
-    with watchdog.watch(BOUND, told.append, Path(dump)):
+    with watchdog.watch(BOUND, teller(told, sign)):
         if mesh.rank == 2:
-            come_late(dump)
+            come_late(sign)
             comm.send(x, mesh.dp, 0)
         if mesh.rank == 0:
             comm.recv(x, mesh.dp, 2)
@@ -130,12 +147,10 @@ def late_for_a_message(dump: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_message_that_does_not_come_names_its_sender(ranks, tmp_path):
-    dump = tmp_path / "stalled.json"
-    (report,) = sum(ranks(4).run(late_for_a_message, str(dump)), [])
-    assert "rank 0 of 4 (dp=0) has waited for " in report
-    assert " s in recv on dp with rank 2.\nrank 2 of 4 (dp=2): it has called none" in report
-    page = hang.explain(dumps.read([dump]))
-    assert page.culprits == [2] and "in dawdle" in report and "in dawdle" in str(page)
+    (report,) = sum(ranks(4).run(late_for_a_message, str(tmp_path / "told")), [])
+    assert "rank 0 waits in recv #1 on dp with rank 2, where it is not called" in report
+    assert "rank 2 of 4 (dp=2): it has called nothing; it is here:" in report
+    assert "in dawdle" in report
 
 
 @on_ranks(2)
@@ -168,13 +183,15 @@ def test_the_notes_say_what_was_called():
     watching.begin(calls.Call("all_reduce", Axis("dp", 1, 3, (4, 5, 6)), 12))
     watching.begin(call := calls.Call("send", axis, 7, [0, 2]))
     watching.wait(call)
-    assert list(map(str, watching._begun.values())) == [
-        "all_reduce #3 on dp (12 bytes on the wire)",
-        "all_reduce #1 on dp (12 bytes on the wire)",
-        "send on dp with ranks 4, 8 (7 bytes on the wire)",
+    watching.rank, watching._places = 1, [("one host",)] * 9
+    told, (dp, other) = watching._recording(), map(str, [("dp", (4, 6, 8)), ("dp", (4, 5, 6))])
+    assert told.last == {dp: (3, None), other: (1, None)}
+    assert [(e.verb, e.group, e.number, e.done, e.peer) for e in told.entries] == [
+        ("all_reduce", dp, 3, None, None),
+        ("all_reduce", other, 1, None, None),
+        ("send", dp, 1, False, 0),
+        ("send", dp, 1, False, 2),
     ]
-    (awaited,) = watching._awaited.values()
-    assert awaited.peers == (4, 8)
     watching.end(call)
     assert not watching._awaited
     watching.begin(call := calls.Call("exchange", axis, 0, []))

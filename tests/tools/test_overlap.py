@@ -56,9 +56,9 @@ def two_hosts(tmp_path):
 
 
 def test_steps_call_sites_and_who_is_waited_for(two_hosts):
-    """By hand. Catches annotated kernels as computing, seq 0 taken for none, a sign of clocks."""
+    """By hand. Catches annotated kernels as computing, seq 0 taken for none, clocks compared."""
     t = from_profiler(two_hosts)
-    assert any("rank 1 (b) -3000.000 ms" in note for note in t.notes)
+    assert any("2 hosts: the time of each" in note for note in t.notes)
     parts = breakdown(t)
     median, first, second = parts.parts["step"]
     assert (median.name, first.name, second.name) == ("median", "ProfilerStep#3", "ProfilerStep#4")
@@ -70,9 +70,7 @@ def test_steps_call_sites_and_who_is_waited_for(two_hosts):
     assert names["collective"] == {"all_gather", "peer_copy"}
     assert names["call site"] == {"/my/pytorch/train.py(12): step"}
     (dp,) = (row for row in parts.parts["group"] if row.name == "dp")
-    assert dp.calls == 2 and dp.num_bytes == 2 * 100
-    (copied,) = t.select(kind="comm", rank=0, name="peer_copy")
-    assert copied.num_bytes == 77
+    assert dp.calls == 2
     (waited,) = parts.waited
     assert (waited.rank, waited.calls, waited.of) == (1, 2, 2)
     assert waited.seconds == pytest.approx(60e-6)
@@ -97,7 +95,7 @@ def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
 def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path, first, common):
     """Steps 3 and 4, and three from `first` on, on another host, 20 us late; no Seq. A gemm of
     each hides 50 us of the next one's call. Mutants: the nth calls of both are one; a step of one
-    rank takes half as long; no gemm of a step that is left out hides anything; nor batches count.
+    rank takes half as long; a batch of messages counts.
     """
     batch = WORLD | {"Collective name": "coalesced"}
     for rank, begin in enumerate((3, first)):
@@ -115,8 +113,7 @@ def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path, first, common)
     exposed = 9 + (150 + (180 if first == 4 else 130)) / 2  # in step 4, of 200 and 180 us
     assert not common or parts.parts["step"][-1].exposed == pytest.approx(1e-6 * exposed)
     assert [(w.calls, w.of) for w in parts.waited] == [(len(common),) * 2] * bool(common)
-    assert any("-3000.000 ms" in note for note in t.notes) == bool(common)
-    assert ("no step is recorded on all ranks" in str(t)) == (not common)
+    assert any("not all ranks recorded" in note for note in t.notes)
 
 
 def test_time_in_which_several_collectives_wait_counts_once(tmp_path):
@@ -200,8 +197,8 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
         (tmp_path / "x.json").write_bytes(content)
         assert why in refusal(tmp_path / "x.json"), content[:50]
     (tmp_path / "empty").mkdir()
-    assert "no .json or .json.gz in the folder" in refusal(tmp_path / "empty")
-    assert "no such trace" in refusal(tmp_path / "gone.json")
+    assert "no .json or .json.gz in" in refusal(tmp_path / "empty")
+    assert "not a readable trace: [Errno 2]" in refusal(tmp_path / "gone.json")
 
 
 def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
@@ -213,44 +210,24 @@ def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
     assert not refusal(tmp_path)
 
 
-@pytest.mark.parametrize("verb, moves", [("Broadcast", False), ("AllReduce", True)])
-def test_clocks_are_not_aligned_at_what_need_not_end_together(tmp_path, verb, moves):
-    """A root ends early; the last end is seen 5 s late. Mutants: all collectives end together; the
-    mean counts."""
-    group = {"Process Group Description": "mesh_dp", "Process Group Ranks": "[0, 1]"}
-    for rank in range(2):
-        times = [(20_000 * i, 1000 + (5000 if i < 8 else 5e6) * rank) for i in range(9)]
-        name = f"ncclDevKernel_{verb}_Sum"
-        events = [_kernel(name, *at, i, Seq=i, **group) for i, at in enumerate(times)]
-        write(tmp_path / f"r{rank}.json", gpu_trace(rank, f"node{rank}") | {"traceEvents": events})
-    t = from_profiler(tmp_path)
-    assert any("clocks moved: rank 1 (node1) -5.000 ms" in note for note in t.notes) == moves
-    parts = breakdown(t)
-    assert bool(parts.waited) == moves and ("is not known" in str(parts)) != moves
-
-
 WORLD = {"Process Group Description": "default_pg", "Process Group Ranks": "[0, 1]"}
 
 
-@pytest.mark.parametrize("host", ["node0", "node1"])
-def test_calls_are_not_matched_by_order_where_one_rank_recorded_more(tmp_path, host):
-    """Without Seq; rank 0 saw one call more. Mutant: each of its calls waits for the one before,
-    and the clock of another host moves by a step."""
+def test_calls_are_not_matched_by_order_where_one_rank_recorded_more(tmp_path):
+    """Without Seq; rank 0 saw one call more. Mutant: each of its calls waits for the one before."""
     for rank in range(2):
-        starts = [1000 * i + 20 * rank for i in range(rank, 6)]
-        events = [_kernel(NCCL, at, 200, at, **WORLD) for at in starts]
-        events = gpu_trace(rank, host if rank else "node0") | {"traceEvents": events}
-        write(tmp_path / f"r{rank}.json", events)
-    t = from_profiler(tmp_path)
-    assert breakdown(t).waited == [] and not any("moved" in note for note in t.notes)
+        events = [_kernel(NCCL, 1000 * i, 200 - 9 * rank, i, **WORLD) for i in range(rank, 6)]
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank) | {"traceEvents": events})
+    assert breakdown(from_profiler(tmp_path)).waited == []
 
 
-def test_a_root_that_has_left_does_not_wait(tmp_path):
-    """Rank 1 comes 400 us after the root's broadcast has ended. Mutant: the root waits for it."""
+def test_nobody_is_waited_for_where_a_root_leaves_early(tmp_path):
+    """Mutant: the root of a broadcast came last, as its part is the shortest."""
     for rank in range(2):
-        bcast = _kernel("ncclDevKernel_Broadcast", 400 * rank, 20, 1, Seq=1, **WORLD)
+        bcast = _kernel("ncclDevKernel_Broadcast", 0, 20 + 400 * rank, 1, Seq=1, **WORLD)
         write(tmp_path / f"r{rank}.json", gpu_trace(rank) | {"traceEvents": [bcast]})
-    assert sum(waited.seconds for waited in breakdown(from_profiler(tmp_path)).waited) == 0
+    parts = breakdown(from_profiler(tmp_path))
+    assert parts.waited == [] and "who is waited for is not known" in str(parts)
 
 
 ON_NCCL = {"backend": "nccl", "rank": 0}
@@ -285,14 +262,14 @@ def test_what_a_job_on_gpus_sends_by_gloo_is_communication(tmp_path):
 
 
 @pytest.mark.parametrize("others, axis", [([2, 3], "gloo"), ([0, 1], "world")])
-def test_calls_of_groups_that_are_not_known_move_no_clock(tmp_path, others, axis):
+def test_calls_of_groups_that_are_not_known_wait_for_nobody(tmp_path, others, axis):
     """gloo does not say in which of several groups it works, but where all have the same ranks."""
     groups = [{"pg_desc": "default_pg", "ranks": [0, 1]}, {"pg_desc": "other", "ranks": others}]
     for rank in range(2):
-        events = [_host("aten::mm", 0, 9, 1), _host("gloo:all_reduce", 20 + 500 * rank, 60, 5)]
+        events = [_host("aten::mm", 0, 9, 1), _host("gloo:all_reduce", 20, 60 + 9 * rank, 5)]
         document = gpu_trace(rank, f"n{rank}") | {"traceEvents": events}
         document["distributedInfo"] = {"backend": "gloo", "rank": rank, "pg_config": groups}
         write(tmp_path / f"r{rank}.json", document)
     t = from_profiler(tmp_path)
     assert {row.axis for row in t.overlap()} == {axis}
-    assert ("clocks moved" in t.notes[0]) == (axis == "world")
+    assert bool(breakdown(t).waited) == (axis == "world")

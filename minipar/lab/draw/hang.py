@@ -1,13 +1,13 @@
 """Hangs: ranks over the numbers of their collectives; who waits, who called otherwise, who is gone.
 
-Drawn from `minipar.tools.hang`, for `minipar hang --out`.
+Drawn from `minipar.observe.hang`, for `minipar hang --out`.
 """
 
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED, PAPER, WIDTH
-from minipar.tools.hang import Group, Report, odd_ones
+from minipar.observe.hang import Group, Report, odd_ones
 
 COLUMNS, ROWS, ROW = 10, 16, 0.27  # the last calls, and the first ranks, of a group; inches
 GROUPS = 4
@@ -19,45 +19,29 @@ def hang(report: Report, *, title: str = "") -> Figure:
     """Draw a row per rank and a column per collective, for groups in which a call is open.
 
     The title is the first finding, unless you give one. The groups of the culprits come first.
-    Where all calls have ended, all groups are drawn, unless messages wait. Ranks of which nothing
-    is known have question marks. Below, messages that wait.
+    Ranks of which nothing is known have question marks. Messages are not drawn.
     """
-    called = [group for group in report.groups if group.calls]
-    shown = [group for group in called if group.oldest]
+    shown = [group for group in report.groups if group.oldest]
     shown.sort(key=lambda group: not {*group.ranks} & {*report.culprits})
-    messages = [wait for wait in report.waits if wait.is_message][:ROWS]
-    shown = (shown or ([] if messages else called))[:GROUPS]
     ax, top = pen.paper(), 0.0
-    for group in shown:
+    if not shown:
+        pen.text(ax, 0, top, "no collective is open; messages are not drawn")
+    for group in shown[:GROUPS]:
         _panel(ax, group, report, top)
         top -= ROW * min(ROWS, len(group.ranks)) + 0.75
-    if messages:
-        pen.text(ax, 0, top, "messages", weight="bold")
-    for row, wait in enumerate(messages):
-        y, call = top - 0.15 - ROW * (row + 1), f"{wait.call} on {wait.group}"
-        pen.text(ax, 1.25, y + ROW / 2, f"rank {wait.rank}", ha="right", size=8)
-        pen.rectangle(ax, 1.37, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
-        pen.text(ax, 1.45, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
     title = title or (said if len(said) < 90 else said[:87] + "...")
-    rest = len(report.findings) - 1
-    more = f"and {rest} more finding{'s' * (rest > 1)}" if rest > 0 else ""
-    return pen.cut(ax, title, more, [*LEGEND, ODD])
+    return pen.cut(ax, title, legend=[*LEGEND, ODD])
 
 
 def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
-    numbers = sorted(group.calls)
-    if group.oldest:  # and two calls behind the oldest that is open
-        first = min(entry.number for entry in group.oldest.values())
-        numbers = numbers[: numbers.index(first) + 3]
-    numbers = numbers[-COLUMNS:]
-    wide = min(1.1, (WIDTH - 1.75) / max(1, len(numbers)))
+    numbers, first = sorted(group.calls), min(entry.number for entry in group.oldest.values())
+    numbers = numbers[: numbers.index(first) + 3][-COLUMNS:]  # two behind the oldest open one
+    wide = min(1.1, (WIDTH - 1.75) / len(numbers))
     pen.text(ax, 0, top, f"on {group.name}", weight="bold")
     for row, rank in enumerate(group.ranks[:ROWS]):
-        recording = report.recordings.get(rank)
-        known = rank in report.heard
-        host = recording.host[:10] if known else "not heard" if recording else "no dump"
-        name = f"rank {rank}" + (f" · {host}" if host else "")
+        known = rank in report.recordings
+        name = f"rank {rank}" + " · no dump" * (not known)
         y, color = top - 0.4 - ROW * (row + 0.5), INK if known else MUTED
         pen.text(ax, 1.25, y, name, ha="right", size=8, color=color)
     inks = {"in": EXPOSED, "past": KIND["forward"], "absent": GRID, "unknown": PAPER}
@@ -67,7 +51,7 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
         odd = {rank for what in ("verb", "data") for rank in odd_ones(here, what)[1]}
         for row, rank in enumerate(group.ranks[:ROWS]):
             y = top - 0.4 - ROW * (row + 1)
-            place = group.place(rank, number, report.heard.get(rank))
+            place = group.place(rank, number, report.recordings.get(rank))
             word = here[rank].verb.replace("_", "-").strip("-") if rank in here else ""
             word = "?" if place == "unknown" else word[: int(13 * wide)]
             pen.cell(ax, (x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04), word, inks[place], 7)

@@ -1,32 +1,67 @@
-"""Why does this job hang? Explain what PyTorch's flight recorder, or our watchdog, wrote down.
+"""Why does this job hang? Explain what the ranks have noted of their calls.
 
 Idea:   every rank notes its collectives by group and number. Look at the oldest open call of each
         group. A rank that has not called it *did not come*. A rank that is still in it while
         another rank has completed it is *behind*: its device is stuck. The rest are victims, and
         so is a rank that did not come because it waits for another rank elsewhere.
-Files:  see `dumps`: one per rank, of the recorder; or the ``stalled.json`` of `minipar train`.
+Notes:  of PyTorch's flight recorder, which `tools.dumps` reads; or of our `watchdog`.
 Limits: gloo records neither messages nor members: members are the ranks that ever called there.
         The recorder is a ring: without ``pg_status``, a call that fell out of it is unknown.
+        Both ends of a message are not compared: who waits in one waits for the other rank.
 Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. In torch: ``torchfrtrace``.
 Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import permutations
+from itertools import chain, permutations
 from typing import NamedTuple
 
-from minipar.observe.watchdog import names
-from minipar.tools.dumps import Entry, Recording
+from minipar.observe.spans import Interval
+from minipar.text import FOREIGN, names
 
 MOST_LINES = 8  # of each part of the page
 
 _ROOTED = re.compile(r"_?(broadcast|reduce|gather|scatter)(_oop)?")
 """Verbs that end earlier on some ranks than on others. No dump tells the root."""
-_FOREIGN = re.compile(r"(site|dist)-packages/|/torch/|/(threading|runpy|contextlib)\.py:|^<")
+
+
+@dataclass
+class Entry:
+    """One call of one rank. `number` counts within the group; messages count apart."""
+
+    verb: str
+    group: str
+    number: int
+    done: bool | None  # None: launched, and nobody knows whether it has ended
+    data: str = ""  # the input: "4 Float"; empty if sizes may differ or are not known
+    peer: int | None = None  # of a message: the other rank, as a number within the group
+    stack: tuple[str, ...] = ()  # innermost call first
+    begun: bool = False  # True if the recorder saw the call begin on the device
+    splits: tuple[list[int], list[int]] | None = None  # of an all-to-all: items to and from each
+
+
+@dataclass
+class Recording:
+    """What one rank has noted. `groups`: name -> description, ranks (empty: not recorded)."""
+
+    rank: int
+    entries: list[Entry]
+    groups: dict[str, tuple[str, tuple[int, ...]]]
+    # group: the last call that is enqueued, and that is completed, None where nobody knows
+    last: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    has_turned: bool = False  # True if older calls are not in the dump
+    when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
+    label: str = ""  # such as "rank 2 of 4 (dp=1, tp=0)"
+    stack: tuple[str, ...] = ()  # where the rank is now, innermost call first
+
+    def title(self, group: str) -> str:
+        """Return the description of a group, else its name."""
+        desc = self.groups[group][0]
+        return f"group {group}" if desc in ("", "undefined") else desc
 
 
 @dataclass(eq=False)
@@ -43,34 +78,24 @@ class Group:
     def oldest(self) -> dict[int, Entry]:
         """The oldest open call of each rank that has one."""
         backwards = sorted(self.calls, reverse=True)
-        return {r: e for n in backwards for r, e in self.calls[n].items() if not e.done}
+        return {r: e for n in backwards for r, e in self.calls[n].items() if e.done is False}
 
     def place(self, rank: int, number: int, recording: Recording | None) -> str:
-        """Return where `rank` is at call `number`: "in", "past", "absent" or "unknown"."""
+        """Return where `rank` is at call `number`: "in", "came", "past", "absent", "unknown"."""
         if recording is None:
             return "unknown"
         calls = {n: of_ranks[rank] for n, of_ranks in self.calls.items() if rank in of_ranks}
         enqueued, completed = recording.last.get(self.key, (-1, -1))
         if number in calls:
-            return "past" if calls[number].done else "in"
+            return {True: "past", False: "in", None: "came"}[calls[number].done]
         if number > max([enqueued, *calls]):
             # An empty ring that has turned proves nothing: the call may have fallen out of it.
             is_sure = calls or enqueued >= 0 or not recording.has_turned
             return "absent" if is_sure else "unknown"
         if enqueued >= 0:
-            return "past" if completed >= number else "in"
+            return "came" if completed is None else "past" if completed >= number else "in"
         has_ended = any(n > number and e.done for n, e in calls.items())
         return "past" if has_ended or not recording.has_turned else "unknown"
-
-
-class Wait(NamedTuple):
-    """`rank` waits in `call` for those `missing`."""
-
-    rank: int
-    call: str
-    missing: set[int]
-    group: str
-    is_message: bool = False
 
 
 class Finding(NamedTuple):
@@ -94,7 +119,8 @@ class Report:
     groups: list[Group]
     said: list[Finding] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)  # those that count
-    waits: list[Wait] = field(default_factory=list)
+    # by call, as "all_reduce #4 on dp" or "messages on dp": who waits there, and for which ranks
+    waits: dict[str, dict[int, set[int]]] = field(default_factory=lambda: defaultdict(dict))
     blamed: list[int] = field(default_factory=list)  # the ranks that are to blame
     culprits: list[int] = field(default_factory=list)  # and others worth a look
 
@@ -107,55 +133,37 @@ class Report:
         here = [rank for rank in self.culprits if rank in self.recordings]
         lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
         if silent := [rank for rank in self.culprits if rank not in self.recordings]:
-            lines.append(f"\n{names(silent)}: no dump. Ended, stopped, or the file elsewhere?")
+            lines.append(f"\n{names(silent)}: nothing is known. Ended, stopped, or cut off?")
         if told := self._victims():
             lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
         return "\n".join(lines)
 
-    def add(self, group: Group, said: list[Finding], waiting: dict[int, str], **more: bool) -> None:
-        """Note what is said of a call, and that ranks wait, each in its call, for those named."""
-        self.said += said
-        named = {rank for finding in said if finding.kind != "stuck" for rank in finding.ranks}
-        for rank, call in waiting.items():
-            missing = named - {other for other in waiting if waiting[other] == call}
-            self.waits.append(Wait(rank, call, missing, group.name, **more))
-
-    @cached_property
-    def heard(self) -> dict[int, Recording]:
-        """The recordings that tell anything of the calls of their ranks."""
-        return {rank: told for rank, told in self.recordings.items() if not told.silence}
-
     def _victims(self) -> list[str]:
         """Return a line for each call that ranks wait in, and one for all messages of a group."""
-        who, whom = defaultdict(set), defaultdict(set)
-        for wait in self.waits:
-            call = f"{'messages' if wait.is_message else wait.call} on {wait.group}"
-            who[call].add(wait.rank)
-            whom[call] |= wait.missing
         lines = []
-        for call, ranks in who.items():
-            sure = [rank for rank in sorted(whom[call]) if rank in self.heard]
-            unsure = sorted(whom[call] - {*sure})
+        for call, of in self.waits.items():
+            whom = set().union(*of.values())
+            sure, unsure = sorted(whom & {*self.recordings}), sorted(whom - {*self.recordings})
             missing = [names(sure)] * bool(sure) + [f"perhaps {names(unsure)}"] * bool(unsure)
             end = " and ".join(missing) or "its end"
-            lines.append(f"  {names(sorted(ranks))} in {call} -> {end}")
+            lines.append(f"  {names(sorted(of))} in {call} -> {end}")
         return lines
 
     def _whereabouts(self, rank: int) -> str:
         """Return the oldest open call of a rank, or its last one, and its lines of code."""
         recording = self.recordings[rank]
         entries = recording.entries
-        last = next((e for e in entries if not e.done), entries[-1] if entries else None)
+        last = next((e for e in entries if e.done is False), entries[-1] if entries else None)
         # A dump may hold open calls alone, and a status of the others.
         said = "it has ended all its calls" if recording.last else "it has called nothing"
         if last:
-            verb = "its last was" if last.done else "it waits in"
+            verb = "it waits in" if last.done is False else "its last was"
             said = f"{verb} {last.verb} #{last.number} on {recording.title(last.group)}"
-        stack = recording.stack or (last.stack if last else ())
-        own = [line for line in stack if not _FOREIGN.search(line)] or list(stack)
-        where = f" on {recording.host}" if recording.host else ""
-        here = ("; it is here:" if recording.stack else ", called here:") if own else ""
-        return "\n    ".join([f"\nrank {rank}{where}: {recording.silence or said}{here}", *own[:8]])
+        stack = last.stack if last else ()
+        own = [line for line in stack if not FOREIGN.search(line)] or list(stack)
+        here = "; it is here:" if recording.stack else ", called here:" if own else ""
+        who = recording.label or f"rank {rank}"
+        return "\n    ".join([f"\n{who}: {said}{here}", *(recording.stack or own)[:8]])
 
 
 def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
@@ -171,8 +179,8 @@ def explain(recordings: dict[int, Recording]) -> Report:
         for group in report.groups:
             explaining(group, report)
     waits: dict[int, set[int]] = defaultdict(set)
-    for wait in report.waits:
-        waits[wait.rank] |= wait.missing
+    for rank, missing in chain.from_iterable(of.items() for of in report.waits.values()):
+        waits[rank] |= missing
     ranks: dict[str, set[int]] = defaultdict(set)
     for finding in report.said:
         ranks[finding.kind] |= {*finding.ranks}
@@ -180,10 +188,7 @@ def explain(recordings: dict[int, Recording]) -> Report:
     silent = ranks["unknown"] - blamed
     if not blamed | silent and (circle := _circle(waits)):
         links = ", which waits for ".join(f"rank {rank}" for rank in circle)
-        in_messages = {wait.rank for wait in report.waits if wait.is_message} & {*circle}
-        has_turned = any(recordings[rank].has_turned for rank in in_messages)
-        perhaps = ", unless a message has left that the dumps no longer hold" * has_turned
-        report.findings.append(f"They wait in a circle{perhaps}: {links}.")
+        report.findings.append(f"They wait in a circle: {links}.")
         blamed = {*circle}
     stuck = set() if blamed else ranks["stuck"]
     report.blamed = sorted(blamed)
@@ -228,13 +233,17 @@ def _explain_calls(group: Group, report: Report) -> None:
     number = min(entry.number for entry in oldest.values())
     at: dict[str, list[int]] = defaultdict(list)
     for rank in group.ranks:
-        at[group.place(rank, number, report.heard.get(rank))].append(rank)
+        at[group.place(rank, number, report.recordings.get(rank))].append(rank)
     said = [*_verdicts(group, number, at)]
     # The status alone may tell of an open call, as where its entry has fallen out of the ring.
     oldest = dict.fromkeys(at["in"], next(iter(group.calls[number].values()))) | oldest
+    report.said += said
     blamed = {rank for f in said if f.kind in ("behind", "absent") for rank in f.ranks}
-    victims = {r: f"{e.verb} #{e.number}" for r, e in oldest.items() if r not in blamed}
-    report.add(group, said, victims)
+    named = {rank for f in said if f.kind != "stuck" for rank in f.ranks}
+    calls = {r: f"{e.verb} #{e.number} on {group.name}" for r, e in oldest.items()}
+    for rank in sorted(calls.keys() - blamed):
+        missing = named - {other for other in calls.keys() - blamed if calls[other] == calls[rank]}
+        report.waits[calls[rank]][rank] = missing
 
 
 def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[Finding]:
@@ -258,7 +267,6 @@ def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[F
         yield Finding("absent", idle, text)
     elif not at["unknown"]:
         hint = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
-        hint += " With which root, the dumps do not say." * bool(_ROOTED.fullmatch(usual))
         yield Finding("stuck", at["in"], f"All have called {call}, and it does not end.{hint}")
     if unknown := at["unknown"]:
         yield Finding("unknown", unknown, f"Whether {names(unknown)} came to {call} is unknown.")
@@ -297,56 +305,29 @@ def _unlike(group: Group, here: dict[int, Entry], call: str) -> Iterator[Finding
 
 
 # ---------------------------------------------------------------------- messages
-_TO = {"send": "to", "recv": "from", "exchange": "with"}
-
-
 def _explain_messages(group: Group, report: Report) -> None:
-    """For the oldest open messages of each pair, look for their other ends at the other rank.
+    """Let each rank wait for the other rank of its oldest open messages.
 
-    Messages of one number are a batch, which ends as a whole. So one that is met at its other end
-    is no news where its rank lacks another, or where the rank that meets it lacks this one.
+    A small message leaves before it is received: its rank may wait in nothing, and has sent it.
     """
-    told: list[tuple[int, int | None, Finding, str]] = []  # by rank, and by who meets it
-    lacks: dict[int | None, set[int | None]] = defaultdict(set)
-    for (rank, number), mine in group.messages.items():
+    for (rank, number), messages in group.messages.items():
+        if not (here := [m for m in messages if m.done is False]):
+            continue
+        first = here[0].number
         peer = group.ranks[number] if number < len(group.ranks) else None
-        theirs = group.messages.get((peer, group.ranks.index(rank)), [])
-        is_known = all(r in report.heard and report.heard[r].has_all_messages for r in (rank, peer))
-        open_here, open_there = ([m for m in of if not m.done] for of in (mine, theirs))
-        here, there = (mine, theirs) if is_known else (open_here, open_there)
-        for i, e in enumerate(here):
-            if e.done or e.number > open_here[0].number:
-                continue  # what queues up behind an open one is no hang of its own
-            others = [m for m in there if m.verb != e.verb]
-            # A small message leaves before it is received: the nth there is the nth here.
-            nth = sum(m.verb == e.verb for m in here[:i])
-            twin = others[nth] if nth < len(others) else None
-            # Both ends of an exchange have one number.
-            has_ended = any(m.verb == e.verb == "exchange" and m.number >= e.number for m in theirs)
-            does, call = "waits", f"{e.verb} #{e.number} {_TO[e.verb]} rank {peer}"
-            if peer is None:
-                call = f"{e.verb} #{e.number}"
-                kind, named, end = "stuck", [rank], "; with which rank is unknown."
-            elif is_known and twin and e.verb == "send" and twin.data != e.data:
-                does, end = f"sends {e.data}", f", which expects {twin.data}."
-                kind, named = "unlike", [rank, peer]
-            elif twin and not twin.done and twin.number > open_there[0].number:
-                queued = f"its other end behind {open_there[0].verb} #{open_there[0].number}"
-                kind, named, end = "absent", [peer], f"; rank {peer} has {queued}."
-            elif twin or has_ended:
-                kind, named, end = "stuck", [rank], f", and rank {peer} has called it."
-            elif peer in report.heard:
-                kind, named, end = "absent", [peer], f"; the other end is not open on rank {peer}."
-            else:
-                kind, named, end = "unknown", [peer], f"; nothing is known of rank {peer}."
-            text = f"rank {rank} {does} in {call} on {group.name}{end}"
-            meets = peer if twin and not twin.done else None
-            told.append((rank, meets, Finding(kind, named, text), call))
-            lacks[rank] |= {peer} if kind != "stuck" else set()
-    explained = {rank for rank, meets, *_ in told if lacks[rank] or rank in lacks[meets]}
-    for rank, _, finding, call in told:
-        if finding.kind != "stuck" or rank not in explained:
-            report.add(group, [finding], {rank: call}, is_message=True)
+        there = group.messages.get((peer, group.ranks.index(rank)), [])
+        verbs = " + ".join(m.verb for m in here if m.number == first)
+        if peer is None:
+            kind, named, end = "stuck", rank, "a rank that the dumps do not tell"
+        elif peer not in report.recordings:
+            kind, named, end = "unknown", peer, f"rank {peer}, of which nothing is known"
+        elif any(m.done is False or m.done is None and m.number >= first for m in there):
+            kind, named, end = "stuck", rank, f"rank {peer}, which is in one with rank {rank}"
+        else:
+            kind, named, end = "absent", peer, f"rank {peer}, where it is not called, or has left"
+        call = f"{verbs} #{first} on {group.name}"
+        report.said.append(Finding(kind, [named], f"rank {rank} waits in {call} with {end}."))
+        report.waits[f"messages on {group.name}"].setdefault(rank, set()).update({peer} - {None})
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:
