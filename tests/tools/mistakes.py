@@ -350,8 +350,8 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
 
 WRONG = {
     "gradients of rank 0": told(partial(by_hand, change=sends_one), DP, "gradient of head",
-        "broadcast, not reduced"),
-    "frozen on one rank": told(frozen_on_one, DP, "gradient of up", "a rank gave nothing"),
+        "shares weighed wrongly"),
+    "frozen on one rank": told(frozen_on_one, DP, "gradient of up", "shares weighed wrongly"),
     "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
     "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),

@@ -313,7 +313,7 @@ WRONG = {
     "zeros for None": told(zeros_for_none, DP, "gradient of ", "a gradient that one device has not",
         build=with_spare),
     "over shards alone": told(over_shards, {"dp": 2, "fsdp": 2}, "gradient of head",
-        "reduced over too few ranks", ranks=range(4)),
+        "shares weighed wrongly", ranks=range(4)),
     "summed in the step": told(alike, DP, "weights of embed", "another update",
         optimizer=summing, reduced_in_step=True),
     "steps of all ranks": told(torch_ddp, DP, "buffer", "another buffer", build=Counted),

@@ -263,41 +263,32 @@ def _shares(s: Suspect) -> Cause | None:
         return None
     if there is None:
         first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
-        kind = s.device.kinds.get(first, "")
-        by = "the caller of " * bool(_ROW_BY_ROW.search(kind))  # a Linear looks at one, an MoE not
-        where = f"{by}{first} ({kind})" if first else "loss() or a module"
-        why = f"{where} looks at several samples, and each rank sees its own alone: as BatchNorm, "
+        kind = s.device.kinds.get(first)
+        who = f"{first} ({kind}) or its caller" if first else "loss() or a module"
+        why = f"{who} looks at several samples, and each rank sees its own alone: as BatchNorm, "
         return "samples see each other", why + "a contrastive or a balance loss"
     factors = here.view(m, n)
-    mine, before, even = torch.arange(n) == s.share_of(own), factors[:-1], 1 / (m * n)
+    others, before, even = torch.arange(n) != s.share_of(own), factors[:-1], 1 / (m * n)
 
     def is_nothing(factors: Tensor) -> bool:
         return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
 
-    absent = [i for i in range(n) if is_nothing(factors[:, i])]
-    own_alone = [str(i + 1) for i in range(m) if is_nothing(factors[i, ~mine])]
+    is_own = [n > 1 and is_nothing(row[others]) for row in factors]
     is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
-    is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
     is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
-    is_short = bool(absent) and is_same and is_nothing(factors * (factors - even))
     causes = {
-        "a rank gave nothing": (is_short,
-            "what is in it weighs right; other shares are zero: frozen, detached, or left out"),
-        "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
-        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
+        "not reduced": (all(is_own) and not is_same,
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
-        "reduced over too few ranks": (bool(absent) and s.share_of(own) not in absent,
-            "some shares are not in it: the all-reduce is over a smaller group"),
         "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
-        "accumulated gradients are not reduced": (n > 1 and bool(own_alone),
-            f"those of microbatch {' and '.join(own_alone)} stay here"),
+        "accumulated gradients are not reduced": (m > 1 and any(is_own),
+            "those of some microbatches stay here"),
         "accumulated gradients reduced again": (m > 1 < n and is_summed_again,
             "a sum over the ranks is summed again with the next microbatch"),
         "mean of means": (is_nothing(factors - even),
             "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
             "weigh each rank by its own"),
-        "shares weighed wrongly": (True, "as where each rank clips, or divides, before the sum"
-            if n > 1 else "as where what has accumulated is scaled again"),
+        "shares weighed wrongly": (True,
+            "as where a rank gives nothing, a group is too small, or something is scaled too soon"),
     }  # fmt: skip
     name = next(name for name, (holds, _) in causes.items() if holds)
     told = f"rank {own} has {_times(factors)}; one device has {_times(there.view(m, n))}"
