@@ -371,7 +371,7 @@ WRONG = {
     "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
     "words of others": told(vocabulary, TP, "output of embed", "in this module"),
     "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
-    "syncs no more": told(counting, DP, "gradient of head", "not reduced any more", step=2),
+    "syncs no more": told(counting, DP, "gradient of head", "missing all-reduce", step=2),
     "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
     "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
     "a balance loss": told(torch_ddp, DP, "gradient of head", "samples see each other",

@@ -92,6 +92,9 @@ def cause_of(s: Suspect) -> Cause:
         with contextlib.suppress(ArithmeticError, AttributeError, LookupError, RuntimeError):
             if (cause := suspicion(s)) is not None:
                 return cause
+    if s.step > 0 and s.stage in ("loss", "gradient"):
+        why = "something stays (a buffer, a handle, an error fed back), or begins (another branch)"
+        return "kept between steps", f"all was equal until step {s.step + 1}: {why}"
     if s.stage in OTHERWISE:
         return OTHERWISE[s.stage]
     where = "Forward is right: does a collective lack its backward, is something detached?"
@@ -239,17 +242,10 @@ def _dealt(s: Suspect) -> None:
 
 # ---------------------------------------------------------------------- gradients, and the loss
 def _kept(s: Suspect) -> Cause | None:
-    if s.step == 0:
-        return None
-    if (before := s.device.gradients[s.step - 1].get(s.name)) is not None:
-        if not before.any():  # as of LoRA's A, while B is zero: nothing could be wrong
-            return None
-        if s.are(before):
-            return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
-        if (missing := _summands(s)) is not None:
-            return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
-    why = f"all was equal until step {s.step + 1}: something stays (a buffer, a handle, an error "
-    return "kept between steps", f"{why}fed back), or begins (another branch, a warm-up that ends)"
+    before = s.device.gradients[s.step - 1].get(s.name) if s.step else None
+    if before is not None and s.are(before):
+        return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
+    return None
 
 
 def _shares(s: Suspect) -> Cause | None:
@@ -383,8 +379,8 @@ _ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
     "output": [_mode, _factor, _summands, _rounding, _pieces, _ran_before],
-    "loss": [_rounding, _ran_before, _kept, _factor],
-    "gradient": [_rounding, _tie_lost, _unused, _kept, _factor, _shares, _summands, _pieces],
+    "loss": [_rounding, _ran_before, _factor],
+    "gradient": [_rounding, _tie_lost, _unused, _factor, _kept, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_rounding, _tie_lost, _update],
     "buffer": [_rounding, _summands],
