@@ -304,8 +304,6 @@ WRONG = {
         build=partial(Scaled, 1)),
     "a balance loss beside one number": told(torch_ddp, DP, "gradient of head",
         "samples see each other", build=partial(Scaled, 1), loss=with_balance),
-    "evaluated on one rank": told(lambda model, mesh: torch_ddp(model.train(mesh.rank == 0), mesh),
-        DP, "output of 2", "another mode", build=gallery.with_batch_norm),
     "a tie of two stages": told(stages, {"pp": 2}, "gradient of embed", "tie lost", ranks=[0],
         build=partial(Net, tied=True), loss=loss_of_stage),
     "a stage that stays": told(stages, {"pp": 2}, "weights of embed", "not in the optimizer",
@@ -323,7 +321,8 @@ WRONG = {
         "unknown", batch=targets_of_one_row, shares=gallery.tokens_apart),
     "batch norm of rows dealt like cards": told(torch_ddp, DP, "output of 2", "in this module",
         build=gallery.with_batch_norm, shares=dealt_rows),
-    "gate and up in one": told(gallery.megatron, {"tp": 2}, "output of act", "another piece",
+    "gate and up in one": told(gallery.megatron, {"tp": 2}, "output of act",
+        "positions, a mask, or another piece",
         build=Gated),
 }  # fmt: skip
 

@@ -8,7 +8,6 @@ the same. A rank that never reduced has its own share once and the others not at
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -339,46 +338,28 @@ def _update(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- outputs
-def _mode(s: Suspect) -> Cause | None:
-    alone, modes = s.device.modes[s.name], [one.modes.get(s.name) for one in s.seen]
-    if (not alone) in modes:
-        return "another mode", f".training is {alone} on one device, and {modes} on the ranks"
-    return None
-
-
 def _ran_before(s: Suspect) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
-    names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
+    names = list(s.device.outputs)
     at = names.index(s.name) if s.stage == "output" else len(names)
-    if at == 0:  # no module ran before
-        own = {n: t.shape for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
-        is_whole = all(one.before[n].shape == shape for one in s.seen for n, shape in own.items())
-        why = "ranks have other samples than their shares of the batch, or use them otherwise"
-        return ("another input", why) if is_whole else None
+    if at == 0:
+        return None
     before = names[at - 1]
     for axis, how in (s.form_of(before) or {}).items():
         if how == "sum":
             why = f"{before}, which ran before, is a part on each rank of {axis}: no all-reduce"
             return "unfinished sum", why
         if s.stage == "output" and not s.over_data(axis):
-            why = f"{before}, which ran before, is right, in pieces along dim {how} over {axis}: "
-            if not _ROW_BY_ROW.search(kind):
-                why += "this module needs the other ranks' pieces, and a mask of the whole"
-                return "pieces kept apart, or a mask", why
-            why += f"a {kind} needs no more. "
-            if how == s.device.outputs[before].ndim - 1:
-                return "another piece", f"{why}Are q, k and v, or gate and up, in one weight?"
-            why += "What lies between? Do positions, or a mask, begin at 0 on every rank?"
-            return "positions, or another piece", why
+            why = f"{before}, which ran before, is right, in pieces along dim {how} over {axis}. "
+            why += "Do positions, or a mask, begin at 0 on every rank? Does this module need the "
+            why += "other ranks' pieces? Are q, k and v, or gate and up, in one weight?"
+            return "positions, a mask, or another piece", why
     return None
-
-
-_ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity")
 
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
-    "output": [_mode, _factor, _summands, _rounding, _pieces, _ran_before],
+    "output": [_factor, _summands, _rounding, _ran_before],
     "loss": [_rounding, _ran_before, _factor],
     "gradient": [_rounding, _tie_lost, _unused, _factor, _kept, _shares, _summands, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
@@ -387,7 +368,7 @@ SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
-    "output": ("in this module", "all before it is right: what is it given? Does it draw numbers?"),
+    "output": ("in this module", "all before it is right. Has it its samples? Random, or in eval()?"),
     "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
     "gradient norm": ("another norm", "gradients are equal: which squares does clip() add up?"),
     "weights": ("another update", "gradients are right; clip() or step() does something else"),

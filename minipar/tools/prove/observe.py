@@ -61,7 +61,6 @@ class Seen(Record):
     built: State = field(default_factory=dict)  # by build(), here, before parallelize
     outputs: State = field(default_factory=dict)  # by module, in order of execution
     kinds: dict[str, str] = field(default_factory=dict)  # names of modules -> of their classes
-    modes: dict[str, bool] = field(default_factory=dict)  # -> whether they ran in train()
     own_norms: list[float] = field(default_factory=list)  # of what this rank holds, by step
     share: float = 1.0  # how much of a batch's numbers this rank is given
     # On one device alone:
@@ -266,7 +265,6 @@ class _Run:
             numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
             if numbers and name not in outputs:
                 outputs[name] = numbers[0].detach().clone()
-                self.seen.modes[name] = module.training
 
         for full_name, module in self.model.named_modules():
             name = self.clean(full_name)
