@@ -357,7 +357,7 @@ WRONG = {
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
     "pieces averaged": told(over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0,
         1, 2, 3]),
-    "nothing sent": told(torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1],
+    "nothing sent": told(torch_ddp, DP, "weights of embed", "not in the optimizer", ranks=[1],
         optimizer=owned),
     "rate times ranks": told(torch_ddp, DP, "weights of embed", "another learning rate",
         optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks)),

@@ -125,11 +125,11 @@ WRONG = {
     "summed though whole": told(gallery.sums_what_is_whole, TP, "gradient of head",
         "counted on every rank"),
     "T9 a norm that counts twice": told(gallery.megatron, TP, "gradient norm",
-        "norm: replicated parameters counted", clip=gallery.clip_counting_all),
+        "another norm", clip=gallery.clip_counting_all),
     "an optimizer made too early": told(gallery.optimizer_too_early, TP, "weights of up",
         "not in the optimizer", optimizer=gallery.early_or_not),
     "an optimizer without memory": told(gallery.torch_ddp, DP, "weights of embed",
-        "optimizer state", step=2, optimizer=gallery.forgetful),
+        "another update", step=2, optimizer=gallery.forgetful),
     "summed over one of two axes": told(gallery.both_wrong, mistakes.BOTH,
         "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3], build=gallery.seeded),
 } | mistakes.WRONG | unusual.WRONG  # fmt: skip

@@ -302,32 +302,18 @@ def _times(factors: Tensor) -> str:
 # ---------------------------------------------------------------------- norm, weights, buffers
 def _norms(s: Suspect) -> Cause | None:
     own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
-    if s.are(own):
-        return "norm of own pieces", "each rank has the norm of its own pieces"
-    alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
-    pieces = [seen.gradients[s.step] for seen in s.seen]
-    whole = [g for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)]
-    for axis, n in s.sizes.items():
-        more = (n - 1) * sum(g.square().sum() for g in whole)
-        if s.are((s.expected.square() + more).sqrt(), 1e-9):
-            why = f"squares of parameters that all ranks of {axis} have are counted {n} times"
-            return "norm: replicated parameters counted", why
-    return None
+    cause = "norm of own pieces", "each rank has the norm of its own pieces"
+    return cause if s.are(own) else None
 
 
 def _update(s: Suspect) -> Cause | None:
-    """Solve for how often the right step, and the weight itself, are in the weight."""
-    before = (s.device.weights[s.step - 1] if s.step else s.device.before)[s.name]
-    if len(s.ranks) < sum(s.name in one.weights[s.step] for one in s.seen) and s.are(before):
-        return "updated on some ranks only", "there it did not move: its owner has not sent it"
+    """Solve for how often the right step, and the weight itself, are in the first step's weight."""
+    before = s.device.before[s.name]
     if s.step == 0 and s.are(before):
-        why = "it did not move: make the optimizer of the parameters that parallelize() leaves"
-        return "not in the optimizer", why
-    if not s.device.gradients[0]:
-        return "another update", "step() reduces gradients otherwise, or does another step"
-    if s.step > 0:
-        equal = f"step 1, and the gradients of step {s.step + 1}, are equal"
-        return "optimizer state", f"{equal}: its memory, or a schedule"
+        why = "it did not move: its owner has not sent it, or the optimizer has other parameters "
+        return "not in the optimizer", why + "than parallelize() leaves"
+    if s.step > 0 or not s.device.gradients[0]:
+        return None
     times, kept = s.solve(s.expected - before, before) or (math.nan, math.nan)
     if abs(kept - 1) < 1e-7:
         return "another learning rate", f"the step is {times:.6g} times as long as it should be"
@@ -368,9 +354,9 @@ SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
-    "output": ("in this module", "all before it is right. Has it its samples? Random, or in eval()?"),
+    "output": ("in this module", "all before it is right. Has it its rows? Random, or in eval()?"),
     "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
-    "gradient norm": ("another norm", "gradients are equal: which squares does clip() add up?"),
-    "weights": ("another update", "gradients are right; clip() or step() does something else"),
+    "gradient norm": ("another norm", "equal gradients: which squares are added up, how often?"),
+    "weights": ("another update", "clip() or step() does, or remembers, something else"),
     "buffer": ("another buffer", "forward or step() fills it otherwise than on one device"),
 }  # fmt: skip
