@@ -85,7 +85,7 @@ WRONG = {
     "T3 a hook that averages weights": told(gallery.averages_weights, DP, "gradient of head",
         "not reduced"),
     "T4 the first piece on every rank": told(partial(gallery.megatron, column={"piece": 0}), TP,
-        "initial weights of up", "first piece everywhere"),
+        "initial weights of up", "pieces in another order"),
     "pieces swapped": told(gallery.swapped_pieces, TP, "initial weights of up",
         "pieces in another order"),
     "T15 tie lost": told(gallery.unties, DP, "gradient of embed", "tie lost",

@@ -96,7 +96,8 @@ def cause_of(s: Suspect) -> Cause:
         return "kept between steps", f"all was equal until step {s.step + 1}: {why}"
     if s.stage in OTHERWISE:
         return OTHERWISE[s.stage]
-    where = "Forward is right: does a collective lack its backward, is something detached?"
+    where = "Forward is right: does a collective lack its backward, is something detached, or "
+    where += "reduced over ranks that have pieces of their own?"
     if not s.device.has_whole_batch:  # the losses of such shares are not known
         where = "Is each rank weighed by its tokens, and has it all targets of them?"
     return "unknown", f"no cause that is known here has these numbers. {where}"
@@ -199,33 +200,29 @@ def _summands(s: Suspect) -> Cause | None:
 
 
 def _pieces(s: Suspect) -> Cause | None:
-    """Look for what a rank's tensor, or each piece of it, is: of the right one, or of a build()?"""
-    built = [one.built[s.name] for one in s.seen] if s.stage == "initial weights" else []
-    found, axes = s.found[s.ranks[0]], sorted(s.sizes, key=s.over_data)  # shared samples first
+    """Look for what a rank's weight, or each piece of it, is: of the right one, or of a build()?"""
+    found, built = s.found[s.ranks[0]], [one.built[s.name] for one in s.seen]
+    axes = sorted(s.sizes, key=s.over_data)  # shared samples first
     for axis, dim in [("", 0), *itertools.product(axes, range(found.ndim))]:
-        if axis and found.shape[dim] % s.sizes[axis]:
+        count = s.sizes[axis] if axis else 1
+        if found.shape[dim] % count:
             continue
-        cut = [t.chunk(s.sizes[axis], dim) if axis else [t] for t in (found, s.expected, *built)]
-        pieces, right, *drawn = cut
+        pieces, right, *drawn = (t.chunk(count, dim) for t in (found, s.expected, *built))
         same = [[is_close(p, t[i], s.rtol) for t in drawn] for i, p in enumerate(pieces)]
-        if built and all(any(row) for row in same):
-            sources = sorted({row.index(True) for row in same})
-            who = "that rank" if s.are(built) else f"rank {', '.join(map(str, sources))}"
+        if all(any(row) for row in same):
+            sources = ", ".join(map(str, sorted({row.index(True) for row in same})))
+            who = "that rank" if s.are(built) else f"rank {sources}"
             why = f"drawn by build() on {who}, under its own seed, and never made alike: "
             why += "broadcast, load a checkpoint, or seed build() (torch's fully_shard sends no "
             return "never broadcast", why + "weights)"
         places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
-        if all(place == [0] for place in places):
-            return "first piece everywhere", f"all ranks of {axis} have the first, along dim {dim}"
         if all(len(place) == 1 for place in places):
             order = ", ".join(str(place[0]) for place in places)
             return "pieces in another order", f"the ranks of {axis} have {order} of dim {dim}"
         alike = [all(is_close(t, some[0], s.rtol) for t in some) for some in (pieces, right)]
         if axis and alike == [True, False]:
-            why = f"pieces along dim {dim} are equal on all ranks of {axis}: "
-            if s.stage == "gradient":
-                return "pieces were mixed", f"{why}reduced over it, though each has rows of its own"
-            return "one seed", f"{why}drawn, or dealt, under one seed; draw the whole, then cut"
+            why = f"the ranks of {axis} drew equal pieces along dim {dim}; draw the whole, then cut"
+            return "one seed", why
     return None
 
 
@@ -347,7 +344,7 @@ SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
     "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
     "output": [_factor, _summands, _rounding, _ran_before],
     "loss": [_rounding, _ran_before, _factor],
-    "gradient": [_rounding, _tie_lost, _unused, _factor, _kept, _shares, _summands, _pieces],
+    "gradient": [_rounding, _tie_lost, _unused, _factor, _kept, _shares, _summands],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_rounding, _tie_lost, _update],
     "buffer": [_rounding, _summands],
