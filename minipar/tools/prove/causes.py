@@ -96,8 +96,8 @@ def cause_of(s: Suspect) -> Cause:
         return "kept between steps", f"all was equal until step {s.step + 1}: {why}"
     if s.stage in OTHERWISE:
         return OTHERWISE[s.stage]
-    where = "Forward is right: does a collective lack its backward, is something detached, or "
-    where += "reduced over ranks that have pieces of their own?"
+    where = "Forward is right: does a collective lack its backward, is something detached, a tie "
+    where += "lost, or a piece reduced over ranks that have others?"
     if not s.device.has_whole_batch:  # the losses of such shares are not known
         where = "Is each rank weighed by its tokens, and has it all targets of them?"
     return "unknown", f"no cause that is known here has these numbers. {where}"
@@ -123,24 +123,11 @@ def _rounding(s: Suspect) -> Cause | None:
     return None
 
 
-def _tie_lost(s: Suspect) -> Cause | None:
-    """Look for a gradient under a name that one device knows as another name of a parameter."""
-    before, alone = s.device.before, s.device.gradients[0]
-    for rank, one in enumerate(s.seen):
-        for name in one.gradients[0]:
-            if name in before and name not in alone and before[name].equal(before[s.name]):
-                why = f"{name} is tied on one device, and a parameter of its own on rank {rank}"
-                return "tie lost", f"{why}: add their gradients"
-    return None
-
-
 def _unused(s: Suspect) -> Cause | None:
-    if s.device.gradients[s.step][s.name] is None:
-        why = (
-            "None there: frozen, or not used. An optimizer leaves it alone; zeros decay, or move on"
-        )
-        return "a gradient that one device has not", why
-    return None
+    if s.device.gradients[s.step][s.name] is not None:
+        return None
+    why = "None there: frozen, or not used. An optimizer leaves it alone; zeros decay, or move on"
+    return "a gradient that one device has not", why
 
 
 def _factor(s: Suspect) -> Cause | None:
@@ -341,12 +328,12 @@ def _ran_before(s: Suspect) -> Cause | None:
 
 
 SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
-    "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
+    "initial weights": [_rounding, _pieces, _dealt],
     "output": [_factor, _summands, _rounding, _ran_before],
     "loss": [_rounding, _ran_before, _factor],
-    "gradient": [_rounding, _tie_lost, _unused, _factor, _kept, _shares, _summands],
+    "gradient": [_rounding, _unused, _factor, _kept, _shares, _summands],
     "gradient norm": [_rounding, _norms, _factor],
-    "weights": [_rounding, _tie_lost, _update],
+    "weights": [_rounding, _update],
     "buffer": [_rounding, _summands],
 }
 OTHERWISE: dict[str, Cause] = {
