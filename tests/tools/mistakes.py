@@ -301,8 +301,13 @@ def tokens_of_all(model, batch):
     return summed(model, batch) / count
 
 
-def undivided(loss, microbatches):
-    loss.backward()
+def undivided(model, batches, divisor=1):
+    total = 0.0
+    for batch in batches:
+        loss = gallery.loss(model, batch)
+        (loss / divisor).backward()
+        total += loss.detach() / len(batches)
+    return total
 
 
 def summed_up(gradient: Tensor) -> Tensor:
@@ -387,7 +392,7 @@ WRONG = {
     "microbatches that weigh alike": told(partial(by_hand, change=average), DP, "loss",
         "microbatches weigh alike", loss=tokens_of_all, uneven=gallery.uneven),
     "not divided": told(torch_ddp, DP, "gradient of head", "not divided by microbatches",
-        backward=undivided),
+        accumulate=undivided),
     "summed over two axes": told(partial(by_hand, change=summed_up), {"replicate": 2, "shard": 2},
         "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3]),
     "halved again": told(halves_what_it_has, TP, "gradient of head", "shares weighed wrongly"),

@@ -13,7 +13,17 @@ from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
 from tests.tools.gallery import HIDDEN, WIDTH, WORDS, Net, afterwards, average, by_hand, torch_ddp
-from tests.tools.mistakes import DP, Sent, job, owned, summed, tokens_of_all, told, with_balance
+from tests.tools.mistakes import (
+    DP,
+    Sent,
+    job,
+    owned,
+    summed,
+    tokens_of_all,
+    told,
+    undivided,
+    with_balance,
+)
 
 
 def dealt_rows(batch, mesh):
@@ -126,8 +136,8 @@ def from_flat_shards(name: str, tensor: Tensor | None, mesh: Mesh) -> Tensor:
     return torch.cat([shard.flatten() for shard in shards]).view(SHAPES[name])
 
 
-def divided_by_the_file(loss, microbatches):
-    (loss / microbatches).backward()
+def divided_by_the_file(model, batches):
+    return undivided(model, batches, len(batches))
 
 
 def targets_of_one_row(seed: int) -> tuple[Tensor, Tensor]:
@@ -222,7 +232,7 @@ RIGHT = {
     "a wrapper": (job(wrapped), DP),
     "reduced in the step": (job(alike, optimizer=reducing, reduced_in_step=True), DP),
     "backward in the file": (job(torch_ddp, backward=lambda loss: loss.backward()), DP),
-    "its own division": (job(torch_ddp, backward=divided_by_the_file), DP),
+    "its own division": (job(torch_ddp, accumulate=divided_by_the_file), DP),
     "an axis that the file names": (job(partial(by_hand, change=average), shares=["gpus"]),
         {"gpus": 2}),
     "ranks that weigh differently": (job(summed_over_tokens, backward=weighed,

@@ -57,11 +57,12 @@ class Job:
     reduced_in_step: bool = False  # optimizer.step() reduces gradients: compare weights alone
     no_sync: Callable[[nn.Module], Any] | None = None
     """A context for all microbatches but the last; ``model.no_sync`` by default."""
-    backward: Callable[..., Any] | None = None
+    backward: Callable[[Tensor], Any] | None = None
     """Run backward on the loss divided by the number of microbatches; ``loss.backward()`` by
-    default. With the arguments (loss, microbatches), the division is the file's."""
+    default."""
     accumulate: Callable[[nn.Module, list], Tensor] | None = None
-    """model, batches -> the loss, after all of a step's forwards and backwards."""
+    """model, batches -> the loss, after all of a step's forwards and backwards, and its own
+    division."""
     gather: Callable[[str, Tensor | None, Mesh], Tensor | None] | None = None
     """name, tensor, mesh -> the whole of a parameter, gradient or buffer that is cut in a way of
     its own; the tensor is None on ranks without a piece. Known are DTensor, our strategies, and

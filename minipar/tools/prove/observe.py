@@ -6,7 +6,6 @@ luck: what ranks are to have alike must have been made alike.
 """
 
 import contextlib
-import inspect
 import logging
 import math
 import os
@@ -193,10 +192,7 @@ class _Run:
                     raise WrongFile(f"loss() returned {what}: {why}")
                 total += float(_full(loss.detach())) / len(own)
                 with AllDigits(in_backward=True):
-                    if len(inspect.signature(backward).parameters) > 1:
-                        backward(loss, len(own))
-                    else:
-                        backward(loss / len(own))
+                    backward(loss / len(own))
         return total
 
     def unsynced(self) -> Any:
