@@ -166,18 +166,11 @@ def blamed(file: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        libraries = rf"^<|/lib/python3|-packages/|^{re.escape(str(Path(__file__).parents[2]))}/"
-        own = [f for f in frames if not re.search(libraries, f.filename)]
-        if isinstance(error, WrongFile):
-            at = ""
-        elif own:
-            name = Path(own[-1].filename).name
-            of = f" of {name}" * (name != Path(file).name)
-            at = f"line {own[-1].lineno}{of}, in {own[0].name}: {type(error).__name__}: "
-        else:  # in a library that we have called
-            here = [f.line for f in frames if Path(f.filename).parent == Path(__file__).parent]
-            at = f"in {here[-1]}: {type(error).__name__}: "
+        folder, trace = Path(file).resolve().parent, traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in trace if Path(frame.filename).resolve().parent == folder]
+        at = "" if isinstance(error, WrongFile) else f"{type(error).__name__}: "
+        if at and own:
+            at = f"line {own[-1].lineno} of {Path(own[-1].filename).name}, in {own[0].name}: {at}"
         wrong = WrongFile(str(error))
         wrong.report = at + next((line for line in str(error).splitlines() if line.strip()), "")
         raise wrong from error
