@@ -24,8 +24,8 @@ Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for
 
 
 @dataclass
-class Suspect:
-    """A trial on one device and on every rank of a mesh, and the first tensor that differs."""
+class Parting:
+    """A trial on one device and on every rank of a mesh, and the first difference."""
 
     trial: Trial
     sizes: dict[str, int]  # of axes with several ranks
@@ -33,12 +33,18 @@ class Suspect:
     seen: list[Seen]  # by rank
     rtol: float
 
-    stage: str = ""
+    stage: str = ""  # initial weights, output, loss, gradient, gradient norm, weights, buffer
     step: int = 0
-    name: str = ""
+    name: str = ""  # of the parameter, or of the module
+    module: str = ""
     found: list[Tensor] = field(default_factory=list)  # by rank, whole
     expected: Tensor = field(default_factory=lambda: torch.zeros(()))
     ranks: list[int] = field(default_factory=list)  # those that are wrong
+    words: str = ""
+    wrong: int = 0  # how many tensors differ at this stage
+    modules: list[tuple[str, str]] = field(default_factory=list)
+    """Names in order of execution, and "equal", "parts here", "differs", "no parameters" ..."""
+    cause: Cause = ("", "")
 
     def share_of(self, rank: int) -> int:
         """Return the number of the share of the batch that a rank has, in row-major order."""
@@ -81,7 +87,7 @@ class Suspect:
         return axis in self.device.data or is_among(axis, DATA)
 
 
-def cause_of(s: Suspect) -> Cause:
+def cause_of(s: Parting) -> Cause:
     """Return the first suspicion that the numbers bear out."""
     if s.trial.is_joined and s.stage in ("loss", "gradient"):
         why = "such samples in one batch were equal: divide by the tokens of a step"
@@ -113,7 +119,7 @@ def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | N
 
 
 # ---------------------------------------------------------------------- any tensor
-def _rounding(s: Suspect) -> Cause | None:
+def _rounding(s: Parting) -> Cause | None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rtol, name = 16 * torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
         # What is far off is taken for rounded only where it has no more digits than that.
@@ -123,14 +129,14 @@ def _rounding(s: Suspect) -> Cause | None:
     return None
 
 
-def _unused(s: Suspect) -> Cause | None:
+def _unused(s: Parting) -> Cause | None:
     if s.device.gradients[s.step][s.name] is not None:
         return None
     why = "None there: frozen, or not used. An optimizer leaves it alone; zeros decay, or move on"
     return "a gradient that one device has not", why
 
 
-def _factor(s: Suspect) -> Cause | None:
+def _factor(s: Parting) -> Cause | None:
     """Solve for how often the right value is in it; of a linear layer, product and bias apart."""
     factors = s.solve(s.expected - s.bias(), s.bias()) or s.solve(s.expected)
     if factors is None:
@@ -170,7 +176,7 @@ def _factor(s: Suspect) -> Cause | None:
     return None
 
 
-def _summands(s: Suspect) -> Cause | None:
+def _summands(s: Parting) -> Cause | None:
     """Return a missing all-reduce if what ranks have sums up to the right value, or its mean is."""
     for form, joined in forms(s.found, s.sizes, s.expected.shape, "sum", "mean"):
         n = math.prod(s.sizes[axis] for axis, how in form.items() if how == "sum")
@@ -186,7 +192,7 @@ def _summands(s: Suspect) -> Cause | None:
     return None
 
 
-def _pieces(s: Suspect) -> Cause | None:
+def _pieces(s: Parting) -> Cause | None:
     """Look for what a rank's weight, or each piece of it, is: of the right one, or of a build()?"""
     found, built = s.found[s.ranks[0]], [one.built[s.name] for one in s.seen]
     axes = sorted(s.sizes, key=s.over_data)  # shared samples first
@@ -213,7 +219,7 @@ def _pieces(s: Suspect) -> Cause | None:
     return None
 
 
-def _dealt(s: Suspect) -> None:
+def _dealt(s: Parting) -> None:
     """Refuse what has the right numbers in an order of its own: it may well be meant."""
     if all(s.found[r].flatten().sort()[0].equal(s.expected.flatten().sort()[0]) for r in s.ranks):
         raise WrongFile(
@@ -224,14 +230,14 @@ def _dealt(s: Suspect) -> None:
 
 
 # ---------------------------------------------------------------------- gradients, and the loss
-def _kept(s: Suspect) -> Cause | None:
+def _kept(s: Parting) -> Cause | None:
     before = s.device.gradients[s.step - 1].get(s.name) if s.step else None
     if before is not None and s.are(before):
         return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
     return None
 
 
-def _shares(s: Suspect) -> Cause | None:
+def _shares(s: Parting) -> Cause | None:
     """Solve for how often each share of each microbatch is in the gradient."""
     parts = [gradients.get(s.name) for shares in s.device.parts for _, gradients in shares]
     columns = [torch.zeros_like(s.expected) if p is None else p for p in parts]
@@ -284,18 +290,18 @@ def _times(factors: Tensor) -> str:
 
 
 # ---------------------------------------------------------------------- norm, weights, buffers
-def _norms(s: Suspect) -> Cause | None:
+def _norms(s: Parting) -> Cause | None:
     own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
     cause = "norm of own pieces", "each rank has the norm of its own pieces"
     return cause if s.are(own) else None
 
 
-def _update(s: Suspect) -> Cause | None:
+def _update(s: Parting) -> Cause | None:
     """Solve for how often the right step, and the weight itself, are in the first step's weight."""
     before = s.device.before[s.name]
     if s.step == 0 and s.are(before):
-        why = "it did not move: its owner has not sent it, or the optimizer has other parameters "
-        return "not in the optimizer", why + "than parallelize() leaves"
+        why = "it did not move: it has no gradient there, or its owner has not sent it, or the "
+        return "not in the optimizer", why + "optimizer has not the parameters of parallelize()"
     if s.step > 0 or not s.device.gradients[0]:
         return None
     times, kept = s.solve(s.expected - before, before) or (math.nan, math.nan)
@@ -308,7 +314,7 @@ def _update(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- outputs
-def _ran_before(s: Suspect) -> Cause | None:
+def _ran_before(s: Parting) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
     names = list(s.device.outputs)
     at = names.index(s.name) if s.stage == "output" else len(names)
@@ -327,13 +333,13 @@ def _ran_before(s: Suspect) -> Cause | None:
     return None
 
 
-SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
+SUSPICIONS: dict[str, list[Callable[[Parting], Cause | None]]] = {
     "initial weights": [_rounding, _pieces, _dealt],
     "output": [_factor, _summands, _rounding, _ran_before],
     "loss": [_rounding, _ran_before, _factor],
     "gradient": [_rounding, _unused, _factor, _kept, _shares, _summands],
     "gradient norm": [_rounding, _norms, _factor],
-    "weights": [_rounding, _update],
+    "weights": [_update, _rounding],
     "buffer": [_rounding, _summands],
 }
 OTHERWISE: dict[str, Cause] = {

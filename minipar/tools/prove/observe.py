@@ -63,7 +63,6 @@ class Seen(Record):
     own_norms: list[float] = field(default_factory=list)  # of what this rank holds, by step
     share: float = 1.0  # how much of a batch's numbers this rank is given
     # On one device alone:
-    is_clipped: bool | None = None  # did clip() change a gradient? None where there is none
     noise: State = field(default_factory=dict)  # where gradients are rounding, in any step
     data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
     has_whole_batch: bool = True  # False if the file's function shares it out
@@ -161,8 +160,6 @@ class _Run:
                 seen.noise[name] = where | seen.noise.get(name, where)
             seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
             norm = self.norm()
-            if self.job.clip is not None and not seen.is_clipped:
-                seen.is_clipped = _own_norm(self.model) != seen.own_norms[-1]
             seen.norms.append(norm if has_gradients else None)
             self.optimizer.step()
             state = self.weights()
