@@ -253,23 +253,18 @@ def _shares(s: Parting) -> Cause | None:
         why = f"{who} looks at several samples, and each rank sees its own alone: as BatchNorm, "
         return "samples see each other", why + "a contrastive or a balance loss"
     factors = here.view(m, n)
-    others, before, even = torch.arange(n) != s.share_of(own), factors[:-1], 1 / (m * n)
+    others = torch.arange(n) != s.share_of(own)
 
     def is_nothing(factors: Tensor) -> bool:
         return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
 
-    is_own = [n > 1 and is_nothing(row[others]) for row in factors]
     is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
-    is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
     causes = {
-        "not reduced": (all(is_own) and not is_same,
+        "not reduced": (n > 1 and is_nothing(factors[:, others]) and not is_same,
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
-        "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
-        "accumulated gradients are not reduced": (m > 1 and any(is_own),
-            "those of some microbatches stay here"),
-        "accumulated gradients reduced again": (m > 1 < n and is_summed_again,
-            "a sum over the ranks is summed again with the next microbatch"),
-        "mean of means": (is_nothing(factors - even),
+        "microbatches are reduced differently": (not is_nothing(factors - factors[:1]),
+            "some are lost, or stay here, or are reduced again with the next"),
+        "mean of means": (is_nothing(factors - 1 / (m * n)),
             "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
             "weigh each rank by its own"),
         "shares weighed wrongly": (True,
