@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -78,8 +79,10 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
     mesh = Mesh() if alone else Mesh(**sizes)
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
     variables = mock.patch.dict(os.environ, _of_torchrun(mesh))
+    # FSDP2's policies of the file keep their defaults: the types that there are.
+    whole = mock.patch.object(MixedPrecisionPolicy, "__init__", lambda *args, **kwargs: None)
     try:
-        with torch.enable_grad(), quiet, variables, blamed(getattr(source, "file", source)):
+        with torch.enable_grad(), quiet, variables, whole, blamed(getattr(source, "file", source)):
             job = Job.load(source) if isinstance(source, str) else source
             return _alone(job, sizes, mesh, trial) if alone else _Run(job, mesh, trial).train()
     finally:
@@ -136,7 +139,6 @@ class _Run:
         if not isinstance(self.model, nn.Module) or not all(map(callable, self.after_backward)):
             what = ", ".join(type(each).__name__ for each in tree_leaves(result))
             raise WrongFile(f"parallelize() returned {what}: return the model, or it and functions")
-        _without_mixed_precision(self.model)
         self.clean = partial(_clean, prefix=_prefix(self.model, built))
         self.optimizer = self.make_optimizer()
         self.seen = Seen({}, {}, built=built)
@@ -296,18 +298,6 @@ def _backward(loss: Tensor) -> None:
 
 def _is_short(value: Any) -> bool:
     return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < 8
-
-
-def _without_mixed_precision(model: nn.Module) -> None:
-    """Make torch's FSDP2 keep float64, whatever policy it was given."""
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            from torch.distributed.fsdp import MixedPrecisionPolicy
-
-            state = module._get_fsdp_state()
-            state._mp_policy = MixedPrecisionPolicy()
-            for group in state._fsdp_param_groups:
-                group.mp_policy = MixedPrecisionPolicy()
 
 
 # ---------------------------------------------------------------------- tensors by name
