@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.strategy import Strategy
-from minipar.tools.prove.compare import Record, State, differing, noise
+from minipar.tools.prove.compare import Record, State, noise
 from minipar.tools.prove.job import Job, WrongFile, blamed, joined, rows
 
 SEED = 1000  # of rank 0, and of one device; rank r has SEED + r
@@ -100,13 +100,12 @@ def _alone(job: Job, sizes: dict[str, int], mesh: Mesh, trial: Trial) -> Seen:
     """Train on one device; then on each share of each microbatch. Refuse what is random."""
     data, device = job.data_axes(sizes), job.on_one_device()
     seen, again = (_Run(device, mesh, t).train() for t in (trial, replace(trial, steps=1)))
-    if odd := differing(again.built, seen.built):
-        raise WrongFile(f"build() under one seed differs in {next(iter(odd))}; draw from torch")
     one, other = seen.losses[0], again.losses[0]
     if abs(one - other) > 1e-10 * abs(one):
         raise WrongFile(
             f"the loss of one batch is {one:.6g} and then {other:.6g}: what is random, or counts "
-            f"calls, cannot be compared; build() without dropout, draw batch(seed) from its seed"
+            f"calls, cannot be compared; build() from torch's seed and without dropout, draw "
+            f"batch(seed) from its seed"
         )
     seen.data, seen.has_whole_batch = data, not callable(job.shares)
     seen.has_uneven = job.uneven is not None
@@ -136,9 +135,6 @@ class _Run:
         after = after if isinstance(after, Sequence) else [after or (lambda: None)]
         self.strategies = [each for each in after if isinstance(each, Strategy)]
         self.after_backward = [getattr(each, "finish_backward", each) for each in after]
-        if not isinstance(self.model, nn.Module) or not all(map(callable, self.after_backward)):
-            what = ", ".join(type(each).__name__ for each in tree_leaves(result))
-            raise WrongFile(f"parallelize() returned {what}: return the model, or it and functions")
         self.clean = partial(_clean, prefix=_prefix(self.model, built))
         self.optimizer = self.make_optimizer()
         self.seen = Seen({}, {}, built=built)
@@ -185,10 +181,6 @@ class _Run:
             with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
                     loss = job.loss(self.model, batch)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    what = getattr(loss, "shape", type(loss).__name__)
-                    why = "it must be a tensor of one number, the mean over the samples"
-                    raise WrongFile(f"loss() returned {what}: {why}")
                 total += float(_full(loss.detach())) / len(own)
                 with AllDigits(in_backward=True):
                     backward(loss / len(own))
@@ -217,15 +209,14 @@ class _Run:
     def make_optimizer(self) -> Any:
         """Return the optimizer of the file, or of our strategies, or AdamW."""
         own = [each.optimizer for each in self.strategies if hasattr(each, "optimizer")]
+        if own and self.job.optimizer is None:
+            why = "which one device needs, too: let optimizer(model) in the file return its like"
+            raise WrongFile(f"the strategy brings a {type(own[0]).__name__} of its own, {why}")
         if self.job.optimizer is not None:
             return own[0] if own else self.job.optimizer(self.model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         # An eps that does not blow up the noise of gradients that are zero but for rounding.
-        usual = torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
-        if own and own[0].defaults != usual.defaults:
-            why = "which one device needs, too: let optimizer(model) in the file return its like"
-            raise WrongFile(f"the strategy brings a {type(own[0]).__name__} of its own, {why}")
-        return own[0] if own else usual
+        return torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
 
     def weights(self) -> State:
         """Return the parameters and buffers that one device has, too."""
