@@ -21,7 +21,7 @@ from minipar.tools import dumps
 from minipar.tools import hang as prove_hang
 from minipar.tools.overlap import breakdown
 from minipar.tools.prove.compare import RTOL
-from minipar.tools.prove.job import check_file, parse_mesh
+from minipar.tools.prove.job import parse_mesh
 from minipar.tools.prove.prove import prove as judge
 from minipar.tools.traces import from_profiler
 from minipar.train.config import check_numbers
@@ -129,7 +129,6 @@ def hang(command: Hang) -> None:
 
 def prove(command: Prove) -> None:
     """Print whether a training equals one device, or where it parts, and exit with 1."""
-    check_file(command.file)
     sizes = parse_mesh(command.mesh)
     check_numbers(command, {"timeout": 1})
     if not 0 < command.rtol < 1:

@@ -73,11 +73,12 @@ class Job:
     def load(path: str) -> "Job":
         """Run the file and return its objects with one of the names.
 
-        Raises `WrongFile` where one is missing, and whatever the file raises.
+        Raises `TypeError` where one of the first four is missing, and whatever the file raises.
         """
-        spec = importlib.util.spec_from_file_location("minipar_proved", path)
+        real = Path(path).resolve()
+        spec = importlib.util.spec_from_file_location("minipar_proved", real)
         module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE` would
+        sys.path.insert(0, str(real.parent))  # as `python FILE` would
         sys.modules[spec.name] = module  # dataclasses look their module up
         try:
             spec.loader.exec_module(module)
@@ -85,8 +86,6 @@ class Job:
             sys.path.pop(0)
         names = [f.name for f in fields(Job) if f.name != "file"]
         given = {name: getattr(module, name) for name in names if hasattr(module, name)}
-        if missing := [name for name in names[:4] if name not in given]:
-            raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
         shares = given.get("shares", [])
         if not (callable(shares) or shares == "batch" or type(shares) is list):
             words = '"batch", a list of axes, or a function'
@@ -138,15 +137,10 @@ def rows(batch: Any, index: int, count: int) -> Any:
     odd = [leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)]
     if odd or not tensors:
         kind = type((odd or leaves)[0]).__name__
-        raise WrongFile(
-            f"batch(seed) holds {kind}, which has no rows to share out; let it return tensors in "
-            f"tuples, lists or dicts, or set shares"
-        )
+        raise WrongFile(f"batch(seed) holds {kind}, which has no rows to share out: set shares")
     if uneven := [len(tensor) for tensor in tensors if len(tensor) % count]:
-        raise WrongFile(
-            f"a batch of {uneven[0]} rows has no equal shares for {count} ranks; let "
-            f"batch(seed) return a multiple of {count}, or set shares"
-        )
+        why = f"has no equal shares for {count} ranks; return a multiple of them, or set shares"
+        raise WrongFile(f"a batch of {uneven[0]} rows {why}")
     return tree_map_only(Tensor, lambda t: t.chunk(count)[index] if t.ndim else t, batch)
 
 
@@ -167,7 +161,7 @@ def blamed(file: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         folder, trace = Path(file).resolve().parent, traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in trace if Path(frame.filename).resolve().parent == folder]
+        own = [frame for frame in trace if Path(frame.filename).parent == folder]
         at = "" if isinstance(error, WrongFile) else f"{type(error).__name__}: "
         if at and own:
             at = f"line {own[-1].lineno} of {Path(own[-1].filename).name}, in {own[0].name}: {at}"
@@ -186,9 +180,3 @@ def parse_mesh(text: str) -> dict[str, int]:
             f"sizes from 1 up; try dp=2,tp=2"
         )
     return {axis: int(size) for axis, size in sizes.items()}
-
-
-def check_file(path: str) -> None:
-    """Raise `WrongFile` for a path that is not a Python file."""
-    if not Path(path).is_file() or Path(path).suffix != ".py":
-        raise WrongFile(f"{path} is no Python file; it must have build, batch, loss, parallelize")
