@@ -136,7 +136,7 @@ def test_a_mistake_is_named(ranks, name):
     told = found.stage, found.module, found.step + 1, found.ranks, cause
     assert told == expected, str(verdict)
     assert "NOT equal" in str(verdict) and cause in str(verdict)
-    assert name != "a mean of own tokens" or "weighed by its tokens" in why
+    assert name != "a mean of own tokens" or "not weighed by its tokens" in why
     assert name != "alike over tp alone" or "drawn by build() on rank 2," in why
     assert name != "batch norm of a share" or "2 (BatchNorm1d) or its caller" in why
 

@@ -64,10 +64,9 @@ class Parting:
                 return form
         return None
 
-    def are(self, values: list[Tensor] | Tensor, rtol: float = 0.0) -> bool:
-        """Return True if the wrong ranks have `values`: one tensor for all, or one per rank."""
-        own = values if isinstance(values, list) else [values] * len(self.found)
-        return all(is_close(self.found[r], own[r], max(rtol, self.rtol)) for r in self.ranks)
+    def are(self, value: Tensor, rtol: float = 0.0) -> bool:
+        """True if all wrong ranks have `value`."""
+        return all(is_close(self.found[r], value, max(rtol, self.rtol)) for r in self.ranks)
 
     def solve(self, *columns: Tensor) -> list[float] | None:
         """Return the factors with which `columns` sum up to what all wrong ranks have, if any."""
@@ -100,13 +99,7 @@ def cause_of(s: Parting) -> Cause:
     if s.step > 0 and s.stage in ("loss", "gradient"):
         why = "something stays (a buffer, a handle, an error fed back), or begins (another branch)"
         return "kept between steps", f"all was equal until step {s.step + 1}: {why}"
-    if s.stage in OTHERWISE:
-        return OTHERWISE[s.stage]
-    where = "Forward is right: does a collective lack its backward, is something detached, a tie "
-    where += "lost, or a piece reduced over ranks that have others?"
-    if not s.device.has_whole_batch:  # the losses of such shares are not known
-        where = "Is each rank weighed by its tokens, and has it all targets of them?"
-    return "unknown", f"no cause that is known here has these numbers. {where}"
+    return OTHERWISE[s.stage]
 
 
 def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | None:
@@ -150,14 +143,12 @@ def _factor(s: Parting) -> Cause | None:
         known[1 / m] = "divided by microbatches twice", why
     losses = [loss for shares in s.device.parts for loss, _ in shares]
     is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9) and len(losses) > m
-    sizes = s.sizes | {" x ".join(s.sizes): math.prod(s.sizes.values())}  # and all together
-    for axis, n in sizes.items():
-        over = " or ".join(a for a, size in sizes.items() if size == n)
+    for axis, n in s.sizes.items():
+        over = " or ".join(a for a, size in s.sizes.items() if size == n)
         if is_exactly(factor, 1) and is_exactly(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
-        more, less = "counted on every rank", "averaged, not summed"
-        if any(map(s.over_data, axis.split(" x "))):
-            more, less = "summed, not averaged", "divided once too often"
+        more = "summed, not averaged" if s.over_data(axis) else "counted on every rank"
+        less = "divided once too often"
         why = f"exactly 1/{n}: divided once more, by the ranks of {over} or {n} of something else"
         if is_sum:
             less = "a sum where a mean is meant"
@@ -204,8 +195,7 @@ def _pieces(s: Parting) -> Cause | None:
         same = [[is_close(p, t[i], s.rtol) for t in drawn] for i, p in enumerate(pieces)]
         if all(any(row) for row in same):
             sources = ", ".join(map(str, sorted({row.index(True) for row in same})))
-            who = "that rank" if s.are(built) else f"rank {sources}"
-            why = f"drawn by build() on {who}, under its own seed, and never made alike: "
+            why = f"drawn by build() on rank {sources}, under its own seed, and never made alike: "
             why += "broadcast, load a checkpoint, or seed build() (torch's fully_shard sends no "
             return "never broadcast", why + "weights)"
         places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
@@ -224,8 +214,7 @@ def _dealt(s: Parting) -> None:
     if all(s.found[r].flatten().sort()[0].equal(s.expected.flatten().sort()[0]) for r in s.ranks):
         raise WrongFile(
             f"initial weights {s.name} cannot be compared: ranks hold its numbers in an order of "
-            f"their own. If that is meant, as of q, k and v in one weight, a function "
-            f"gather(name, tensor, mesh) in the file can restore it"
+            f"their own. If that is meant, gather(name, tensor, mesh) in the file can restore it"
         )
 
 
@@ -286,9 +275,9 @@ def _times(factors: Tensor) -> str:
 
 # ---------------------------------------------------------------------- norm, weights, buffers
 def _norms(s: Parting) -> Cause | None:
-    own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
-    cause = "norm of own pieces", "each rank has the norm of its own pieces"
-    return cause if s.are(own) else None
+    own = [(s.found[rank].item(), s.seen[rank].own_norms[s.step]) for rank in s.ranks]
+    is_own = all(math.isclose(norm, theirs, rel_tol=s.rtol) for norm, theirs in own)
+    return ("norm of own pieces", "as each rank finds it alone") if is_own else None
 
 
 def _update(s: Parting) -> Cause | None:
@@ -341,6 +330,8 @@ OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
     "output": ("in this module", "all before it is right. Has it its rows? Random, or in eval()?"),
     "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
+    "gradient": ("unknown", "forward is right: does a collective lack its backward, is something "
+        "detached, a tie lost, a rank not weighed by its tokens, or a piece mixed with others?"),
     "gradient norm": ("another norm", "equal gradients: which squares are added up, how often?"),
     "weights": ("another update", "clip() or step() does, or remembers, something else"),
     "buffer": ("another buffer", "forward or step() fills it otherwise than on one device"),

@@ -41,11 +41,7 @@ class Trial:
     steps: int = 1
     microbatches: int = 1
     uneven: bool = False
-
-    @property
-    def is_joined(self) -> bool:
-        """True if one device takes all microbatches at once: the truth, however they are cut."""
-        return self.uneven and self.microbatches > 1
+    is_joined: bool = False  # one device takes all microbatches at once, as is right
 
     def batches(self, job: Job, step: int) -> list[Any]:
         """Return the global batch of each microbatch of a step."""
@@ -248,8 +244,7 @@ class _Run:
 
         def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
-            if numbers and name not in outputs:
+            if (numbers := [t for t in tensors if t.is_floating_point()]) and name not in outputs:
                 outputs[name] = numbers[0].detach().clone()
 
         for full_name, module in self.model.named_modules():

@@ -72,7 +72,7 @@ TRIALS = (
     Trial("3 steps", 3),
     Trial("2 steps of 3 microbatches", 2, 3),
     Trial("samples that weigh differently", uneven=True),
-    Trial("3 microbatches that weigh differently", 1, 3, uneven=True),
+    Trial("3 microbatches that weigh differently", 1, 3, uneven=True, is_joined=True),
 )
 
 
