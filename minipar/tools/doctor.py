@@ -64,8 +64,9 @@ def memory() -> str:
     held = psutil.virtual_memory()
     says = f"{held.available / 1e9:.1f} GB free of {held.total / 1e9:.1f}"
     if held.available < NEEDED_BYTES:
-        needed = f"four ranks and a notebook take {NEEDED_BYTES / 1e9:g} GB"
-        raise ValueError(f"{says}; {needed}: end other programs")
+        raise ValueError(
+            f"{says}; ranks and a notebook take {NEEDED_BYTES / 1e9:g}: end other programs"
+        )
     return says
 
 
@@ -78,16 +79,13 @@ def gpus() -> str:
 
 def network() -> str:
     """Return where gloo listens: at GLOO_SOCKET_IFNAME, else at the address of the host's name."""
-    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return f"gloo listens at the interface {name}"
-    address = "127.0.0.1"
-    with suppress(OSError), socket.socket() as own:
-        own.bind((socket.gethostname(), 0))  # is it one of this host's?
-        address = own.getsockname()[0]
-    says = f"gloo listens at {address}"
-    if address.startswith("127."):
-        says += ": fine on one host. Between hosts, export GLOO_SOCKET_IFNAME=INTERFACE"
-    return says
+    where = os.environ.get("GLOO_SOCKET_IFNAME", "127.0.0.1")
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        with suppress(OSError), socket.socket() as own:
+            own.bind((socket.gethostname(), 0))  # is it one of this host's?
+            where = own.getsockname()[0]
+    cure = ": fine on one host. Between hosts, export GLOO_SOCKET_IFNAME=INTERFACE"
+    return f"gloo listens at {where}{cure * where.startswith('127.')}"
 
 
 def probe(size: int) -> float:

@@ -47,7 +47,7 @@ def test_the_loopback_is_named_with_its_cure(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
     assert "export GLOO_SOCKET_IFNAME" in doctor.network()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert doctor.network() == "gloo listens at the interface eth7"
+    assert doctor.network() == "gloo listens at eth7"
 
 
 def three(size: int) -> float:

@@ -1,8 +1,8 @@
 """A training to be proved: the file that describes it, by the names of the fields of `Job`."""
 
 import contextlib
-import importlib.util
 import re
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,16 +76,13 @@ class Job:
         Raises `TypeError` where one of the first four is missing, and whatever the file raises.
         """
         real = Path(path).resolve()
-        spec = importlib.util.spec_from_file_location("minipar_proved", real)
-        module = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(real.parent))  # as `python FILE` would
-        sys.modules[spec.name] = module  # dataclasses look their module up
         try:
-            spec.loader.exec_module(module)
+            objects = runpy.run_path(str(real))
         finally:
             sys.path.pop(0)
         names = [f.name for f in fields(Job) if f.name != "file"]
-        given = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        given = {name: objects[name] for name in names if name in objects}
         shares = given.get("shares", [])
         if not (callable(shares) or shares == "batch" or type(shares) is list):
             words = '"batch", a list of axes, or a function'

@@ -270,9 +270,7 @@ class AllDigits(TorchFunctionMode):
         if not self.in_backward or torch.is_grad_enabled():  # recomputed; hooks have no gradients
             if func in (Tensor.float, Tensor.bfloat16, Tensor.half):
                 func = Tensor.double
-            args = tuple(torch.float64 if _is_short(a) else a for a in args)
-            if _is_short(kwargs.get("dtype")):
-                kwargs = kwargs | {"dtype": torch.float64}
+            args, kwargs = map(_long, args), {key: _long(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -282,8 +280,9 @@ def _backward(loss: Tensor) -> None:
     _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < 8
+def _long(value: Any) -> Any:
+    is_float = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float64 if is_float else value
 
 
 # ---------------------------------------------------------------------- tensors by name
