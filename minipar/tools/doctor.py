@@ -64,9 +64,7 @@ def memory() -> str:
     held = psutil.virtual_memory()
     says = f"{held.available / 1e9:.1f} GB free of {held.total / 1e9:.1f}"
     if held.available < NEEDED_BYTES:
-        raise ValueError(
-            f"{says}; ranks and a notebook take {NEEDED_BYTES / 1e9:g}: end other programs"
-        )
+        raise ValueError(f"{says}: ranks and a notebook take more; end other programs")
     return says
 
 
