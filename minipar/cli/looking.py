@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from minipar.lab import draw
 from minipar.lab.draw import hang as draw_hang
-from minipar.lab.draw.proof import proof
 from minipar.observe import hang as observe_hang
 from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
@@ -23,7 +22,7 @@ from minipar.sim import planner
 from minipar.tools import dumps
 from minipar.tools.overlap import breakdown
 from minipar.tools.prove.compare import RTOL
-from minipar.tools.prove.job import check_file, parse_mesh
+from minipar.tools.prove.job import parse_mesh
 from minipar.tools.prove.prove import prove as judge
 from minipar.tools.traces import from_profiler
 from minipar.train.config import check_numbers
@@ -74,8 +73,6 @@ class Prove:
     timeout: float = 30.0
     """Seconds after which a collective fails that not all ranks join; a run may take 20 times as
     long."""
-    out: str = "prove.png"
-    """Where to draw the model and the point where it parts, if it does."""
 
 
 MOST_DRAWN = 256  # ranks in one picture: more would take gigabytes
@@ -131,8 +128,7 @@ def hang(command: Hang) -> None:
 
 
 def prove(command: Prove) -> None:
-    """Print whether a training equals one device; where it parts, draw that and exit with 1."""
-    check_file(command.file)
+    """Print whether a training equals one device, or where it parts, and exit with 1."""
     sizes = parse_mesh(command.mesh)
     check_numbers(command, {"timeout": 1})
     if not 0 < command.rtol < 1:
@@ -151,8 +147,6 @@ def prove(command: Prove) -> None:
             sys.exit(2)
     print(verdict)
     if verdict.parting is not None:
-        if command.out:
-            print(f"drawn into {draw.save(proof(verdict), command.out)}")
         sys.exit(1)
 
 

@@ -31,9 +31,3 @@ def patient() -> Iterator[None]:
 def _choose(policy: int) -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, policy, os.sched_param(0))
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return usable or os.cpu_count() or 1

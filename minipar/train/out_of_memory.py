@@ -3,10 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
-import torch
-
-from minipar.ranks.backends import compute_device
 from minipar.text import one_line
 
 _SAYS = "allocate memory", "out of memory", "not enough memory"
@@ -26,10 +22,3 @@ def explained() -> Iterator[None]:
             raise
         remedy = "minipar plan --fix names a plan that needs less"
         raise OutOfMemory(f"out of memory ({one_line(error, 160)}); {remedy}") from error
-
-
-def free_bytes(ranks: int = 1) -> int:
-    """Return the bytes that this rank, one of `ranks` on this machine, could still get."""
-    if compute_device().type == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return psutil.virtual_memory().available // ranks

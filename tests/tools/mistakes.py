@@ -301,8 +301,13 @@ def tokens_of_all(model, batch):
     return summed(model, batch) / count
 
 
-def undivided(loss, microbatches):
-    loss.backward()
+def undivided(model, batches, divisor=1):
+    total = 0.0
+    for batch in batches:
+        loss = gallery.loss(model, batch)
+        (loss / divisor).backward()
+        total += loss.detach() / len(batches)
+    return total
 
 
 def summed_up(gradient: Tensor) -> Tensor:
@@ -350,33 +355,36 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
 
 WRONG = {
     "gradients of rank 0": told(partial(by_hand, change=sends_one), DP, "gradient of head",
-        "broadcast, not reduced"),
-    "frozen on one rank": told(frozen_on_one, DP, "gradient of up", "a rank gave nothing"),
+        "shares weighed wrongly"),
+    "frozen on one rank": told(frozen_on_one, DP, "gradient of up", "shares weighed wrongly"),
     "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
-    "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
+    "summed again": told(sums_again, DP, "gradient of head",
+        "microbatches are reduced differently"),
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
-    "pieces averaged": told(over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0,
-        1, 2, 3]),
-    "nothing sent": told(torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1],
+    "pieces averaged": told(over_the_world, BOTH, "gradient of down", "unknown", ranks=[0, 1, 2,
+        3]),
+    "nothing sent": told(torch_ddp, DP, "weights of embed", "not in the optimizer", ranks=[1],
         optimizer=owned),
     "rate times ranks": told(torch_ddp, DP, "weights of embed", "another learning rate",
         optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks)),
     "no decay": told(torch_ddp, DP, "weights of embed", "another weight decay",
         optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1))),
     "local attention": told(local_attention, CP, "output of attention",
-        "pieces kept apart, or a mask",
+        "positions, a mask, or another piece",
         build=PositionNet, shares=gallery.tokens_apart),
     "averaged": told(partial(megatron, row={"leave": averaged}), TP, "output of down",
-        "averaged, not summed"),
+        "divided once too often"),
     "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
     "words of others": told(vocabulary, TP, "output of embed", "in this module"),
     "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
-    "syncs no more": told(counting, DP, "gradient of head", "not reduced any more", step=2),
-    "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
+    "syncs no more": told(counting, DP, "gradient of head", "missing all-reduce", step=2),
+    "a running mean": told(running_mean, DP, "gradient of head",
+        "microbatches are reduced differently"),
     "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
     "a balance loss": told(torch_ddp, DP, "gradient of head", "samples see each other",
         loss=with_balance),
-    "positions of the first rank": told(placed, CP, "output of norm", "positions, or another piece",
+    "positions of the first rank": told(placed, CP, "output of norm",
+        "positions, a mask, or another piece",
         build=Placed, shares=gallery.tokens_apart),
     "alike over tp alone": told(alike_over_tp_alone, BOTH, "initial weights of embed",
         "never broadcast", ranks=[2, 3]),
@@ -386,9 +394,10 @@ WRONG = {
     "microbatches that weigh alike": told(partial(by_hand, change=average), DP, "loss",
         "microbatches weigh alike", loss=tokens_of_all, uneven=gallery.uneven),
     "not divided": told(torch_ddp, DP, "gradient of head", "not divided by microbatches",
-        backward=undivided),
+        accumulate=undivided),
     "summed over two axes": told(partial(by_hand, change=summed_up), {"replicate": 2, "shard": 2},
-        "gradient of head", "summed, not averaged", ranks=[0, 1, 2, 3]),
-    "halved again": told(halves_what_it_has, TP, "gradient of head", "shares weighed wrongly"),
-    "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
+        "gradient of head", "a factor", ranks=[0, 1, 2, 3]),
+    "halved again": told(halves_what_it_has, TP, "gradient of head",
+        "microbatches are reduced differently"),
+    "rows twice": told(torch_ddp, DP, "output of embed", "in this module", shares=overlapping_rows),
 }  # fmt: skip

@@ -8,7 +8,6 @@ the same. A rank that never reduced has its own share once and the others not at
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +24,8 @@ Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for
 
 
 @dataclass
-class Suspect:
-    """A trial on one device and on every rank of a mesh, and the first tensor that differs."""
+class Parting:
+    """A trial on one device and on every rank of a mesh, and the first difference."""
 
     trial: Trial
     sizes: dict[str, int]  # of axes with several ranks
@@ -34,12 +33,18 @@ class Suspect:
     seen: list[Seen]  # by rank
     rtol: float
 
-    stage: str = ""
+    stage: str = ""  # initial weights, output, loss, gradient, gradient norm, weights, buffer
     step: int = 0
-    name: str = ""
+    name: str = ""  # of the parameter, or of the module
+    module: str = ""
     found: list[Tensor] = field(default_factory=list)  # by rank, whole
     expected: Tensor = field(default_factory=lambda: torch.zeros(()))
     ranks: list[int] = field(default_factory=list)  # those that are wrong
+    words: str = ""
+    wrong: int = 0  # how many tensors differ at this stage
+    modules: list[tuple[str, str]] = field(default_factory=list)
+    """Names in order of execution, and "equal", "parts here", "differs", "no parameters" ..."""
+    cause: Cause = ("", "")
 
     def share_of(self, rank: int) -> int:
         """Return the number of the share of the batch that a rank has, in row-major order."""
@@ -59,10 +64,9 @@ class Suspect:
                 return form
         return None
 
-    def are(self, values: list[Tensor] | Tensor, rtol: float = 0.0) -> bool:
-        """Return True if the wrong ranks have `values`: one tensor for all, or one per rank."""
-        own = values if isinstance(values, list) else [values] * len(self.found)
-        return all(is_close(self.found[r], own[r], max(rtol, self.rtol)) for r in self.ranks)
+    def are(self, value: Tensor, rtol: float = 0.0) -> bool:
+        """True if all wrong ranks have `value`."""
+        return all(is_close(self.found[r], value, max(rtol, self.rtol)) for r in self.ranks)
 
     def solve(self, *columns: Tensor) -> list[float] | None:
         """Return the factors with which `columns` sum up to what all wrong ranks have, if any."""
@@ -82,7 +86,7 @@ class Suspect:
         return axis in self.device.data or is_among(axis, DATA)
 
 
-def cause_of(s: Suspect) -> Cause:
+def cause_of(s: Parting) -> Cause:
     """Return the first suspicion that the numbers bear out."""
     if s.trial.is_joined and s.stage in ("loss", "gradient"):
         why = "such samples in one batch were equal: divide by the tokens of a step"
@@ -92,12 +96,10 @@ def cause_of(s: Suspect) -> Cause:
         with contextlib.suppress(ArithmeticError, AttributeError, LookupError, RuntimeError):
             if (cause := suspicion(s)) is not None:
                 return cause
-    if s.stage in OTHERWISE:
-        return OTHERWISE[s.stage]
-    where = "Forward is right: does a collective lack its backward, is something detached?"
-    if not s.device.has_whole_batch:  # the losses of such shares are not known
-        where = "Is each rank weighed by its tokens, and has it all targets of them?"
-    return "unknown", f"no cause that is known here has these numbers. {where}"
+    if s.step > 0 and s.stage in ("loss", "gradient"):
+        why = "something stays (a buffer, a handle, an error fed back), or begins (another branch)"
+        return "kept between steps", f"all was equal until step {s.step + 1}: {why}"
+    return OTHERWISE[s.stage]
 
 
 def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | None:
@@ -110,7 +112,7 @@ def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | N
 
 
 # ---------------------------------------------------------------------- any tensor
-def _rounding(s: Suspect) -> Cause | None:
+def _rounding(s: Parting) -> Cause | None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rtol, name = 16 * torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
         # What is far off is taken for rounded only where it has no more digits than that.
@@ -120,27 +122,14 @@ def _rounding(s: Suspect) -> Cause | None:
     return None
 
 
-def _tie_lost(s: Suspect) -> Cause | None:
-    """Look for a gradient under a name that one device knows as another name of a parameter."""
-    before, alone = s.device.before, s.device.gradients[0]
-    for rank, one in enumerate(s.seen):
-        for name in one.gradients[0]:
-            if name in before and name not in alone and before[name].equal(before[s.name]):
-                why = f"{name} is tied on one device, and a parameter of its own on rank {rank}"
-                return "tie lost", f"{why}: add their gradients"
-    return None
+def _unused(s: Parting) -> Cause | None:
+    if s.device.gradients[s.step][s.name] is not None:
+        return None
+    why = "None there: frozen, or not used. An optimizer leaves it alone; zeros decay, or move on"
+    return "a gradient that one device has not", why
 
 
-def _unused(s: Suspect) -> Cause | None:
-    if s.device.gradients[s.step][s.name] is None:
-        why = (
-            "None there: frozen, or not used. An optimizer leaves it alone; zeros decay, or move on"
-        )
-        return "a gradient that one device has not", why
-    return None
-
-
-def _factor(s: Suspect) -> Cause | None:
+def _factor(s: Parting) -> Cause | None:
     """Solve for how often the right value is in it; of a linear layer, product and bias apart."""
     factors = s.solve(s.expected - s.bias(), s.bias()) or s.solve(s.expected)
     if factors is None:
@@ -154,14 +143,12 @@ def _factor(s: Suspect) -> Cause | None:
         known[1 / m] = "divided by microbatches twice", why
     losses = [loss for shares in s.device.parts for loss, _ in shares]
     is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9) and len(losses) > m
-    sizes = s.sizes | {" x ".join(s.sizes): math.prod(s.sizes.values())}  # and all together
-    for axis, n in sizes.items():
-        over = " or ".join(a for a, size in sizes.items() if size == n)
+    for axis, n in s.sizes.items():
+        over = " or ".join(a for a, size in s.sizes.items() if size == n)
         if is_exactly(factor, 1) and is_exactly(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
-        more, less = "counted on every rank", "averaged, not summed"
-        if any(map(s.over_data, axis.split(" x "))):
-            more, less = "summed, not averaged", "divided once too often"
+        more = "summed, not averaged" if s.over_data(axis) else "counted on every rank"
+        less = "divided once too often"
         why = f"exactly 1/{n}: divided once more, by the ranks of {over} or {n} of something else"
         if is_sum:
             less = "a sum where a mean is meant"
@@ -180,7 +167,7 @@ def _factor(s: Suspect) -> Cause | None:
     return None
 
 
-def _summands(s: Suspect) -> Cause | None:
+def _summands(s: Parting) -> Cause | None:
     """Return a missing all-reduce if what ranks have sums up to the right value, or its mean is."""
     for form, joined in forms(s.found, s.sizes, s.expected.shape, "sum", "mean"):
         n = math.prod(s.sizes[axis] for axis, how in form.items() if how == "sum")
@@ -196,63 +183,50 @@ def _summands(s: Suspect) -> Cause | None:
     return None
 
 
-def _pieces(s: Suspect) -> Cause | None:
-    """Look for what a rank's tensor, or each piece of it, is: of the right one, or of a build()?"""
-    built = [one.built[s.name] for one in s.seen] if s.stage == "initial weights" else []
-    found, axes = s.found[s.ranks[0]], sorted(s.sizes, key=s.over_data)  # shared samples first
+def _pieces(s: Parting) -> Cause | None:
+    """Look for what a rank's weight, or each piece of it, is: of the right one, or of a build()?"""
+    found, built = s.found[s.ranks[0]], [one.built[s.name] for one in s.seen]
+    axes = sorted(s.sizes, key=s.over_data)  # shared samples first
     for axis, dim in [("", 0), *itertools.product(axes, range(found.ndim))]:
-        if axis and found.shape[dim] % s.sizes[axis]:
+        count = s.sizes[axis] if axis else 1
+        if found.shape[dim] % count:
             continue
-        cut = [t.chunk(s.sizes[axis], dim) if axis else [t] for t in (found, s.expected, *built)]
-        pieces, right, *drawn = cut
+        pieces, right, *drawn = (t.chunk(count, dim) for t in (found, s.expected, *built))
         same = [[is_close(p, t[i], s.rtol) for t in drawn] for i, p in enumerate(pieces)]
-        if built and all(any(row) for row in same):
-            sources = sorted({row.index(True) for row in same})
-            who = "that rank" if s.are(built) else f"rank {', '.join(map(str, sources))}"
-            why = f"drawn by build() on {who}, under its own seed, and never made alike: "
+        if all(any(row) for row in same):
+            sources = ", ".join(map(str, sorted({row.index(True) for row in same})))
+            why = f"drawn by build() on rank {sources}, under its own seed, and never made alike: "
             why += "broadcast, load a checkpoint, or seed build() (torch's fully_shard sends no "
             return "never broadcast", why + "weights)"
         places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
-        if all(place == [0] for place in places):
-            return "first piece everywhere", f"all ranks of {axis} have the first, along dim {dim}"
         if all(len(place) == 1 for place in places):
             order = ", ".join(str(place[0]) for place in places)
             return "pieces in another order", f"the ranks of {axis} have {order} of dim {dim}"
         alike = [all(is_close(t, some[0], s.rtol) for t in some) for some in (pieces, right)]
         if axis and alike == [True, False]:
-            why = f"pieces along dim {dim} are equal on all ranks of {axis}: "
-            if s.stage == "gradient":
-                return "pieces were mixed", f"{why}reduced over it, though each has rows of its own"
-            return "one seed", f"{why}drawn, or dealt, under one seed; draw the whole, then cut"
+            why = f"the ranks of {axis} drew equal pieces along dim {dim}; draw the whole, then cut"
+            return "one seed", why
     return None
 
 
-def _dealt(s: Suspect) -> None:
+def _dealt(s: Parting) -> None:
     """Refuse what has the right numbers in an order of its own: it may well be meant."""
     if all(s.found[r].flatten().sort()[0].equal(s.expected.flatten().sort()[0]) for r in s.ranks):
         raise WrongFile(
             f"initial weights {s.name} cannot be compared: ranks hold its numbers in an order of "
-            f"their own. If that is meant, as of q, k and v in one weight, a function "
-            f"gather(name, tensor, mesh) in the file can restore it"
+            f"their own. If that is meant, gather(name, tensor, mesh) in the file can restore it"
         )
 
 
 # ---------------------------------------------------------------------- gradients, and the loss
-def _kept(s: Suspect) -> Cause | None:
-    if s.step == 0:
-        return None
-    if (before := s.device.gradients[s.step - 1].get(s.name)) is not None:
-        if not before.any():  # as of LoRA's A, while B is zero: nothing could be wrong
-            return None
-        if s.are(before):
-            return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
-        if (missing := _summands(s)) is not None:
-            return "not reduced any more", f"step 1 was equal. In step {s.step + 1} {missing[1]}"
-    why = f"all was equal until step {s.step + 1}: something stays (a buffer, a handle, an error "
-    return "kept between steps", f"{why}fed back), or begins (another branch, a warm-up that ends)"
+def _kept(s: Parting) -> Cause | None:
+    before = s.device.gradients[s.step - 1].get(s.name) if s.step else None
+    if before is not None and s.are(before):
+        return "of the step before", f"a bucket of step {s.step} not filled anew, or sent late"
+    return None
 
 
-def _shares(s: Suspect) -> Cause | None:
+def _shares(s: Parting) -> Cause | None:
     """Solve for how often each share of each microbatch is in the gradient."""
     parts = [gradients.get(s.name) for shares in s.device.parts for _, gradients in shares]
     columns = [torch.zeros_like(s.expected) if p is None else p for p in parts]
@@ -263,41 +237,27 @@ def _shares(s: Suspect) -> Cause | None:
         return None
     if there is None:
         first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
-        kind = s.device.kinds.get(first, "")
-        by = "the caller of " * bool(_ROW_BY_ROW.search(kind))  # a Linear looks at one, an MoE not
-        where = f"{by}{first} ({kind})" if first else "loss() or a module"
-        why = f"{where} looks at several samples, and each rank sees its own alone: as BatchNorm, "
+        kind = s.device.kinds.get(first)
+        who = f"{first} ({kind}) or its caller" if first else "loss() or a module"
+        why = f"{who} looks at several samples, and each rank sees its own alone: as BatchNorm, "
         return "samples see each other", why + "a contrastive or a balance loss"
     factors = here.view(m, n)
-    mine, before, even = torch.arange(n) == s.share_of(own), factors[:-1], 1 / (m * n)
+    others = torch.arange(n) != s.share_of(own)
 
     def is_nothing(factors: Tensor) -> bool:
         return bool((factors.abs() < max(1e-7, 100 * s.rtol)).all())
 
-    absent = [i for i in range(n) if is_nothing(factors[:, i])]
-    own_alone = [str(i + 1) for i in range(m) if is_nothing(factors[i, ~mine])]
     is_same = len({s.share_of(rank) for rank in s.ranks}) > 1 and s.are(s.found[own])
-    is_single = n > 1 and any(is_nothing(factors[:, torch.arange(n) != i]) for i in range(n))
-    is_summed_again = is_nothing(before - n * factors[1:]) and is_nothing(factors[-1] - even)
-    is_short = bool(absent) and is_same and is_nothing(factors * (factors - even))
     causes = {
-        "a rank gave nothing": (is_short,
-            "what is in it weighs right; other shares are zero: frozen, detached, or left out"),
-        "broadcast, not reduced": (is_single and is_same, "one rank's share, on all ranks"),
-        "not reduced": (n > 1 and is_nothing(factors[:, ~mine]),
+        "not reduced": (n > 1 and is_nothing(factors[:, others]) and not is_same,
             f"its own share alone: there was no all-reduce over {' x '.join(s.device.data)}"),
-        "reduced over too few ranks": (bool(absent) and s.share_of(own) not in absent,
-            "some shares are not in it: the all-reduce is over a smaller group"),
-        "last microbatch only": (m > 1 and is_nothing(before), "those before the last are lost"),
-        "accumulated gradients are not reduced": (n > 1 and bool(own_alone),
-            f"those of microbatch {' and '.join(own_alone)} stay here"),
-        "accumulated gradients reduced again": (m > 1 < n and is_summed_again,
-            "a sum over the ranks is summed again with the next microbatch"),
-        "mean of means": (is_nothing(factors - even),
+        "microbatches are reduced differently": (not is_nothing(factors - factors[:1]),
+            "some are lost, or stay here, or are reduced again with the next"),
+        "mean of means": (is_nothing(factors - 1 / (m * n)),
             "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
             "weigh each rank by its own"),
-        "shares weighed wrongly": (True, "as where each rank clips, or divides, before the sum"
-            if n > 1 else "as where what has accumulated is scaled again"),
+        "shares weighed wrongly": (True,
+            "as where a rank gives nothing, a group is too small, or something is scaled too soon"),
     }  # fmt: skip
     name = next(name for name, (holds, _) in causes.items() if holds)
     told = f"rank {own} has {_times(factors)}; one device has {_times(there.view(m, n))}"
@@ -314,34 +274,20 @@ def _times(factors: Tensor) -> str:
 
 
 # ---------------------------------------------------------------------- norm, weights, buffers
-def _norms(s: Suspect) -> Cause | None:
-    own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
-    if s.are(own):
-        return "norm of own pieces", "each rank has the norm of its own pieces"
-    alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
-    pieces = [seen.gradients[s.step] for seen in s.seen]
-    whole = [g for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)]
-    for axis, n in s.sizes.items():
-        more = (n - 1) * sum(g.square().sum() for g in whole)
-        if s.are((s.expected.square() + more).sqrt(), 1e-9):
-            why = f"squares of parameters that all ranks of {axis} have are counted {n} times"
-            return "norm: replicated parameters counted", why
-    return None
+def _norms(s: Parting) -> Cause | None:
+    own = [(s.found[rank].item(), s.seen[rank].own_norms[s.step]) for rank in s.ranks]
+    is_own = all(math.isclose(norm, theirs, rel_tol=s.rtol) for norm, theirs in own)
+    return ("norm of own pieces", "as each rank finds it alone") if is_own else None
 
 
-def _update(s: Suspect) -> Cause | None:
-    """Solve for how often the right step, and the weight itself, are in the weight."""
-    before = (s.device.weights[s.step - 1] if s.step else s.device.before)[s.name]
-    if len(s.ranks) < sum(s.name in one.weights[s.step] for one in s.seen) and s.are(before):
-        return "updated on some ranks only", "there it did not move: its owner has not sent it"
+def _update(s: Parting) -> Cause | None:
+    """Solve for how often the right step, and the weight itself, are in the first step's weight."""
+    before = s.device.before[s.name]
     if s.step == 0 and s.are(before):
-        why = "it did not move: make the optimizer of the parameters that parallelize() leaves"
-        return "not in the optimizer", why
-    if not s.device.gradients[0]:
-        return "another update", "step() reduces gradients otherwise, or does another step"
-    if s.step > 0:
-        equal = f"step 1, and the gradients of step {s.step + 1}, are equal"
-        return "optimizer state", f"{equal}: its memory, or a schedule"
+        why = "it did not move: it has no gradient there, or its owner has not sent it, or the "
+        return "not in the optimizer", why + "optimizer has not the parameters of parallelize()"
+    if s.step > 0 or not s.device.gradients[0]:
+        return None
     times, kept = s.solve(s.expected - before, before) or (math.nan, math.nan)
     if abs(kept - 1) < 1e-7:
         return "another learning rate", f"the step is {times:.6g} times as long as it should be"
@@ -352,57 +298,41 @@ def _update(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- outputs
-def _mode(s: Suspect) -> Cause | None:
-    alone, modes = s.device.modes[s.name], [one.modes.get(s.name) for one in s.seen]
-    if (not alone) in modes:
-        return "another mode", f".training is {alone} on one device, and {modes} on the ranks"
-    return None
-
-
-def _ran_before(s: Suspect) -> Cause | None:
+def _ran_before(s: Parting) -> Cause | None:
     """Look at how ranks hold what the module before returned: as summands, or in pieces?"""
-    names, kind = list(s.device.outputs), s.device.kinds.get(s.name, "")
+    names = list(s.device.outputs)
     at = names.index(s.name) if s.stage == "output" else len(names)
-    if at == 0:  # no module ran before
-        own = {n: t.shape for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
-        is_whole = all(one.before[n].shape == shape for one in s.seen for n, shape in own.items())
-        why = "ranks have other samples than their shares of the batch, or use them otherwise"
-        return ("another input", why) if is_whole else None
+    if at == 0:
+        return None
     before = names[at - 1]
     for axis, how in (s.form_of(before) or {}).items():
         if how == "sum":
             why = f"{before}, which ran before, is a part on each rank of {axis}: no all-reduce"
             return "unfinished sum", why
         if s.stage == "output" and not s.over_data(axis):
-            why = f"{before}, which ran before, is right, in pieces along dim {how} over {axis}: "
-            if not _ROW_BY_ROW.search(kind):
-                why += "this module needs the other ranks' pieces, and a mask of the whole"
-                return "pieces kept apart, or a mask", why
-            why += f"a {kind} needs no more. "
-            if how == s.device.outputs[before].ndim - 1:
-                return "another piece", f"{why}Are q, k and v, or gate and up, in one weight?"
-            why += "What lies between? Do positions, or a mask, begin at 0 on every rank?"
-            return "positions, or another piece", why
+            why = f"{before}, which ran before, is right, in pieces along dim {how} over {axis}. "
+            why += "Do positions, or a mask, begin at 0 on every rank? Does this module need the "
+            why += "other ranks' pieces? Are q, k and v, or gate and up, in one weight?"
+            return "positions, a mask, or another piece", why
     return None
 
 
-_ROW_BY_ROW = re.compile(r"(Layer|RMS)Norm|Linear|Dropout|LU$|Embedding|Identity")
-
-
-SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
-    "initial weights": [_rounding, _tie_lost, _pieces, _dealt],
-    "output": [_mode, _factor, _summands, _rounding, _pieces, _ran_before],
-    "loss": [_rounding, _ran_before, _kept, _factor],
-    "gradient": [_rounding, _tie_lost, _unused, _kept, _factor, _shares, _summands, _pieces],
+SUSPICIONS: dict[str, list[Callable[[Parting], Cause | None]]] = {
+    "initial weights": [_rounding, _pieces, _dealt],
+    "output": [_factor, _summands, _rounding, _ran_before],
+    "loss": [_rounding, _ran_before, _factor],
+    "gradient": [_rounding, _unused, _factor, _kept, _shares, _summands],
     "gradient norm": [_rounding, _norms, _factor],
-    "weights": [_rounding, _tie_lost, _update],
+    "weights": [_update, _rounding],
     "buffer": [_rounding, _summands],
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
-    "output": ("in this module", "all before it is right: what is it given? Does it draw numbers?"),
+    "output": ("in this module", "all before it is right. Has it its rows? Random, or in eval()?"),
     "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
-    "gradient norm": ("another norm", "gradients are equal: which squares does clip() add up?"),
-    "weights": ("another update", "gradients are right; clip() or step() does something else"),
+    "gradient": ("unknown", "forward is right: does a collective lack its backward, is something "
+        "detached, a tie lost, a rank not weighed by its tokens, or a piece mixed with others?"),
+    "gradient norm": ("another norm", "equal gradients: which squares are added up, how often?"),
+    "weights": ("another update", "clip() or step() does, or remembers, something else"),
     "buffer": ("another buffer", "forward or step() fills it otherwise than on one device"),
 }  # fmt: skip

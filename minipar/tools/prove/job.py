@@ -1,8 +1,8 @@
 """A training to be proved: the file that describes it, by the names of the fields of `Job`."""
 
 import contextlib
-import importlib.util
 import re
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,11 +57,12 @@ class Job:
     reduced_in_step: bool = False  # optimizer.step() reduces gradients: compare weights alone
     no_sync: Callable[[nn.Module], Any] | None = None
     """A context for all microbatches but the last; ``model.no_sync`` by default."""
-    backward: Callable[..., Any] | None = None
+    backward: Callable[[Tensor], Any] | None = None
     """Run backward on the loss divided by the number of microbatches; ``loss.backward()`` by
-    default. With the arguments (loss, microbatches), the division is the file's."""
+    default."""
     accumulate: Callable[[nn.Module, list], Tensor] | None = None
-    """model, batches -> the loss, after all of a step's forwards and backwards."""
+    """model, batches -> the loss, after all of a step's forwards and backwards, and its own
+    division."""
     gather: Callable[[str, Tensor | None, Mesh], Tensor | None] | None = None
     """name, tensor, mesh -> the whole of a parameter, gradient or buffer that is cut in a way of
     its own; the tensor is None on ranks without a piece. Known are DTensor, our strategies, and
@@ -72,20 +73,16 @@ class Job:
     def load(path: str) -> "Job":
         """Run the file and return its objects with one of the names.
 
-        Raises `WrongFile` where one is missing, and whatever the file raises.
+        Raises `TypeError` where one of the first four is missing, and whatever the file raises.
         """
-        spec = importlib.util.spec_from_file_location("minipar_proved", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE` would
-        sys.modules[spec.name] = module  # dataclasses look their module up
+        real = Path(path).resolve()
+        sys.path.insert(0, str(real.parent))  # as `python FILE` would
         try:
-            spec.loader.exec_module(module)
+            objects = runpy.run_path(str(real))
         finally:
             sys.path.pop(0)
         names = [f.name for f in fields(Job) if f.name != "file"]
-        given = {name: getattr(module, name) for name in names if hasattr(module, name)}
-        if missing := [name for name in names[:4] if name not in given]:
-            raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
+        given = {name: objects[name] for name in names if name in objects}
         shares = given.get("shares", [])
         if not (callable(shares) or shares == "batch" or type(shares) is list):
             words = '"batch", a list of axes, or a function'
@@ -137,15 +134,10 @@ def rows(batch: Any, index: int, count: int) -> Any:
     odd = [leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)]
     if odd or not tensors:
         kind = type((odd or leaves)[0]).__name__
-        raise WrongFile(
-            f"batch(seed) holds {kind}, which has no rows to share out; let it return tensors in "
-            f"tuples, lists or dicts, or set shares"
-        )
+        raise WrongFile(f"batch(seed) holds {kind}, which has no rows to share out: set shares")
     if uneven := [len(tensor) for tensor in tensors if len(tensor) % count]:
-        raise WrongFile(
-            f"a batch of {uneven[0]} rows has no equal shares for {count} ranks; let "
-            f"batch(seed) return a multiple of {count}, or set shares"
-        )
+        why = f"has no equal shares for {count} ranks; return a multiple of them, or set shares"
+        raise WrongFile(f"a batch of {uneven[0]} rows {why}")
     return tree_map_only(Tensor, lambda t: t.chunk(count)[index] if t.ndim else t, batch)
 
 
@@ -165,18 +157,11 @@ def blamed(file: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        libraries = rf"^<|/lib/python3|-packages/|^{re.escape(str(Path(__file__).parents[2]))}/"
-        own = [f for f in frames if not re.search(libraries, f.filename)]
-        if isinstance(error, WrongFile):
-            at = ""
-        elif own:
-            name = Path(own[-1].filename).name
-            of = f" of {name}" * (name != Path(file).name)
-            at = f"line {own[-1].lineno}{of}, in {own[0].name}: {type(error).__name__}: "
-        else:  # in a library that we have called
-            here = [f.line for f in frames if Path(f.filename).parent == Path(__file__).parent]
-            at = f"in {here[-1]}: {type(error).__name__}: "
+        folder, trace = Path(file).resolve().parent, traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in trace if Path(frame.filename).parent == folder]
+        at = "" if isinstance(error, WrongFile) else f"{type(error).__name__}: "
+        if at and own:
+            at = f"line {own[-1].lineno} of {Path(own[-1].filename).name}, in {own[0].name}: {at}"
         wrong = WrongFile(str(error))
         wrong.report = at + next((line for line in str(error).splitlines() if line.strip()), "")
         raise wrong from error
@@ -192,9 +177,3 @@ def parse_mesh(text: str) -> dict[str, int]:
             f"sizes from 1 up; try dp=2,tp=2"
         )
     return {axis: int(size) for axis, size in sizes.items()}
-
-
-def check_file(path: str) -> None:
-    """Raise `WrongFile` for a path that is not a Python file."""
-    if not Path(path).is_file() or Path(path).suffix != ".py":
-        raise WrongFile(f"{path} is no Python file; it must have build, batch, loss, parallelize")

@@ -6,7 +6,6 @@ luck: what ranks are to have alike must have been made alike.
 """
 
 import contextlib
-import inspect
 import logging
 import math
 import os
@@ -21,13 +20,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.strategy import Strategy
-from minipar.tools.prove.compare import Record, State, differing, noise
+from minipar.tools.prove.compare import Record, State, noise
 from minipar.tools.prove.job import Job, WrongFile, blamed, joined, rows
 
 SEED = 1000  # of rank 0, and of one device; rank r has SEED + r
@@ -41,11 +41,7 @@ class Trial:
     steps: int = 1
     microbatches: int = 1
     uneven: bool = False
-
-    @property
-    def is_joined(self) -> bool:
-        """True if one device takes all microbatches at once: the truth, however they are cut."""
-        return self.uneven and self.microbatches > 1
+    is_joined: bool = False  # one device takes all microbatches at once, as is right
 
     def batches(self, job: Job, step: int) -> list[Any]:
         """Return the global batch of each microbatch of a step."""
@@ -61,11 +57,9 @@ class Seen(Record):
     built: State = field(default_factory=dict)  # by build(), here, before parallelize
     outputs: State = field(default_factory=dict)  # by module, in order of execution
     kinds: dict[str, str] = field(default_factory=dict)  # names of modules -> of their classes
-    modes: dict[str, bool] = field(default_factory=dict)  # -> whether they ran in train()
     own_norms: list[float] = field(default_factory=list)  # of what this rank holds, by step
     share: float = 1.0  # how much of a batch's numbers this rank is given
     # On one device alone:
-    is_clipped: bool | None = None  # did clip() change a gradient? None where there is none
     noise: State = field(default_factory=dict)  # where gradients are rounding, in any step
     data: list[str] = field(default_factory=list)  # axes on which ranks have rows of their own
     has_whole_batch: bool = True  # False if the file's function shares it out
@@ -81,8 +75,10 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
     mesh = Mesh() if alone else Mesh(**sizes)
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
     variables = mock.patch.dict(os.environ, _of_torchrun(mesh))
+    # FSDP2's policies of the file keep their defaults: the types that there are.
+    whole = mock.patch.object(MixedPrecisionPolicy, "__init__", lambda *args, **kwargs: None)
     try:
-        with torch.enable_grad(), quiet, variables, blamed(getattr(source, "file", source)):
+        with torch.enable_grad(), quiet, variables, whole, blamed(getattr(source, "file", source)):
             job = Job.load(source) if isinstance(source, str) else source
             return _alone(job, sizes, mesh, trial) if alone else _Run(job, mesh, trial).train()
     finally:
@@ -100,13 +96,12 @@ def _alone(job: Job, sizes: dict[str, int], mesh: Mesh, trial: Trial) -> Seen:
     """Train on one device; then on each share of each microbatch. Refuse what is random."""
     data, device = job.data_axes(sizes), job.on_one_device()
     seen, again = (_Run(device, mesh, t).train() for t in (trial, replace(trial, steps=1)))
-    if odd := differing(again.built, seen.built):
-        raise WrongFile(f"build() under one seed differs in {next(iter(odd))}; draw from torch")
     one, other = seen.losses[0], again.losses[0]
     if abs(one - other) > 1e-10 * abs(one):
         raise WrongFile(
             f"the loss of one batch is {one:.6g} and then {other:.6g}: what is random, or counts "
-            f"calls, cannot be compared; build() without dropout, draw batch(seed) from its seed"
+            f"calls, cannot be compared; build() from torch's seed and without dropout, draw "
+            f"batch(seed) from its seed"
         )
     seen.data, seen.has_whole_batch = data, not callable(job.shares)
     seen.has_uneven = job.uneven is not None
@@ -136,10 +131,6 @@ class _Run:
         after = after if isinstance(after, Sequence) else [after or (lambda: None)]
         self.strategies = [each for each in after if isinstance(each, Strategy)]
         self.after_backward = [getattr(each, "finish_backward", each) for each in after]
-        if not isinstance(self.model, nn.Module) or not all(map(callable, self.after_backward)):
-            what = ", ".join(type(each).__name__ for each in tree_leaves(result))
-            raise WrongFile(f"parallelize() returned {what}: return the model, or it and functions")
-        _without_mixed_precision(self.model)
         self.clean = partial(_clean, prefix=_prefix(self.model, built))
         self.optimizer = self.make_optimizer()
         self.seen = Seen({}, {}, built=built)
@@ -163,8 +154,6 @@ class _Run:
                 seen.noise[name] = where | seen.noise.get(name, where)
             seen.gradients.append(self.whole(gradients, "full_gradients") if has_gradients else {})
             norm = self.norm()
-            if self.job.clip is not None and not seen.is_clipped:
-                seen.is_clipped = _own_norm(self.model) != seen.own_norms[-1]
             seen.norms.append(norm if has_gradients else None)
             self.optimizer.step()
             state = self.weights()
@@ -188,16 +177,9 @@ class _Run:
             with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
                     loss = job.loss(self.model, batch)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    what = getattr(loss, "shape", type(loss).__name__)
-                    why = "it must be a tensor of one number, the mean over the samples"
-                    raise WrongFile(f"loss() returned {what}: {why}")
                 total += float(_full(loss.detach())) / len(own)
                 with AllDigits(in_backward=True):
-                    if len(inspect.signature(backward).parameters) > 1:
-                        backward(loss, len(own))
-                    else:
-                        backward(loss / len(own))
+                    backward(loss / len(own))
         return total
 
     def unsynced(self) -> Any:
@@ -223,15 +205,14 @@ class _Run:
     def make_optimizer(self) -> Any:
         """Return the optimizer of the file, or of our strategies, or AdamW."""
         own = [each.optimizer for each in self.strategies if hasattr(each, "optimizer")]
+        if own and self.job.optimizer is None:
+            why = "which one device needs, too: let optimizer(model) in the file return its like"
+            raise WrongFile(f"the strategy brings a {type(own[0]).__name__} of its own, {why}")
         if self.job.optimizer is not None:
             return own[0] if own else self.job.optimizer(self.model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         # An eps that does not blow up the noise of gradients that are zero but for rounding.
-        usual = torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
-        if own and own[0].defaults != usual.defaults:
-            why = "which one device needs, too: let optimizer(model) in the file return its like"
-            raise WrongFile(f"the strategy brings a {type(own[0]).__name__} of its own, {why}")
-        return own[0] if own else usual
+        return torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
 
     def weights(self) -> State:
         """Return the parameters and buffers that one device has, too."""
@@ -263,10 +244,8 @@ class _Run:
 
         def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
-            if numbers and name not in outputs:
+            if (numbers := [t for t in tensors if t.is_floating_point()]) and name not in outputs:
                 outputs[name] = numbers[0].detach().clone()
-                self.seen.modes[name] = module.training
 
         for full_name, module in self.model.named_modules():
             name = self.clean(full_name)
@@ -291,9 +270,7 @@ class AllDigits(TorchFunctionMode):
         if not self.in_backward or torch.is_grad_enabled():  # recomputed; hooks have no gradients
             if func in (Tensor.float, Tensor.bfloat16, Tensor.half):
                 func = Tensor.double
-            args = tuple(torch.float64 if _is_short(a) else a for a in args)
-            if _is_short(kwargs.get("dtype")):
-                kwargs = kwargs | {"dtype": torch.float64}
+            args, kwargs = map(_long, args), {key: _long(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -303,20 +280,9 @@ def _backward(loss: Tensor) -> None:
     _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < 8
-
-
-def _without_mixed_precision(model: nn.Module) -> None:
-    """Make torch's FSDP2 keep float64, whatever policy it was given."""
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            from torch.distributed.fsdp import MixedPrecisionPolicy
-
-            state = module._get_fsdp_state()
-            state._mp_policy = MixedPrecisionPolicy()
-            for group in state._fsdp_param_groups:
-                group.mp_policy = MixedPrecisionPolicy()
+def _long(value: Any) -> Any:
+    is_float = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float64 if is_float else value
 
 
 # ---------------------------------------------------------------------- tensors by name

@@ -14,7 +14,6 @@ that ends in the right loss. Gradients are asked in the order of backward.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -23,28 +22,10 @@ from torch import Tensor
 
 from minipar.comm.mesh import coordinates
 from minipar.ranks.launch import RankError, Ranks
-from minipar.tools.prove.causes import Suspect, cause_of
-from minipar.tools.prove.compare import RTOL, State, differing, forms, is_close, whole
+from minipar.tools.prove.causes import Parting, cause_of
+from minipar.tools.prove.compare import RTOL, State, differing, forms, whole
 from minipar.tools.prove.job import Job, WrongFile
 from minipar.tools.prove.observe import Seen, Trial, observe
-
-Module = tuple[str, str, str]  # name, class; "equal", "parts here", "differs", "no parameters" ...
-
-
-@dataclass(frozen=True)
-class Parting:
-    """The first difference, and its likely cause."""
-
-    trial: str
-    stage: str  # initial weights, output, loss, gradient, gradient norm, weights, buffer
-    step: int  # from 1
-    name: str  # of the parameter, or of the module
-    module: str
-    ranks: list[int]
-    words: str
-    wrong: int  # how many tensors differ at this stage
-    cause: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +36,6 @@ class Verdict:
     sizes: dict[str, int]
     trials: list[str]  # those that were equal
     parting: Parting | None
-    modules: list[Module]  # in order of execution
     notes: list[str]
 
     def __str__(self) -> str:
@@ -69,17 +49,17 @@ class Verdict:
                 who = ", ".join(f"rank {r} ({_at(r, self.sizes)})" for r in p.ranks)
             others = f"; so are {p.wrong - 1} more at this stage" if p.wrong > 1 else ""
             rows = {
-                "not equal": f"{p.trial}, from step {p.step} on",
+                "not equal": f"{p.trial.name}, from step {p.step + 1} on",
                 "first difference": f"{p.stage} {p.name}".rstrip(),
                 "on": f"{who}: {p.words}{others}",
-                "likely cause": f"{p.cause}: {p.why}",
+                "likely cause": ": ".join(p.cause),
             }
             for key, text in rows.items():
                 lines += wrap(f"{key:>16}  {text}", 96, subsequent_indent=" " * 18)
             lines.append("")
-            at = next((i for i, m in enumerate(self.modules) if m[2] == "parts here"), 0)
-            for name, kind, state in self.modules[max(0, at - 3) : at + 4]:
-                mark = "->" * (state == "parts here")
+            at = next((i for i, (_, state) in enumerate(p.modules) if state == "parts here"), 0)
+            for name, state in p.modules[max(0, at - 3) : at + 4]:
+                mark, kind = "->" * (state == "parts here"), p.device.kinds.get(name, "")
                 lines.append(f"{mark:>16}  {name or 'the model':32} {kind:20} {state}")
         return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
 
@@ -92,7 +72,7 @@ TRIALS = (
     Trial("3 steps", 3),
     Trial("2 steps of 3 microbatches", 2, 3),
     Trial("samples that weigh differently", uneven=True),
-    Trial("3 microbatches that weigh differently", 1, 3, uneven=True),
+    Trial("3 microbatches that weigh differently", 1, 3, uneven=True, is_joined=True),
 )
 
 
@@ -111,27 +91,23 @@ def prove(
     if size < 2:
         raise WrongFile(f"a mesh of {size} rank is one device itself; use dp=2 or more")
     file = source if isinstance(source, str) else source.file
+    several = {axis: size for axis, size in sizes.items() if size > 1}
     passed: list[str] = []
-    clipped: set[bool | None] = set()
     for trial in TRIALS:
         try:
             device = _observe(pool(1), source, sizes, trial, True)[0]
             seen = _observe(pool(size), source, sizes, trial, False)
-            clipped.add(device.is_clipped)
-            several = {axis: size for axis, size in sizes.items() if size > 1}
-            suspect = Suspect(trial, several, device, seen, rtol)
-            parting, modules = _parting(suspect)
+            both = Parting(trial, several, device, seen, rtol)
+            is_equal = not _parts(both)
         except WrongFile as error:
             equal = f" (in the trial of {trial.name}; equal by then: {', '.join(passed)})"
             raise WrongFile(f"{file}: {error}{equal * bool(passed)}") from None
-        if parting is not None:
+        if not is_equal:
             break
         passed.append(trial.name)
         if len(passed) == 2 and not device.has_uneven:
             break
-    return Verdict(
-        file, sizes, passed, parting, modules, _notes(suspect, parting is None, clipped == {False})
-    )
+    return Verdict(file, sizes, passed, None if is_equal else both, _notes(both, is_equal))
 
 
 def _observe(ranks: Ranks, *args: Any) -> list[Seen]:
@@ -144,51 +120,40 @@ def _observe(ranks: Ranks, *args: Any) -> list[Seen]:
         if any("\n" in failure.report for failure in error.failures.values()):
             raise  # not the file's fault, but ours
         told = "; ".join(report.replace("\n", " ") for report in error.reports())
-        told = told.replace("rank 0 of 1:", "one device:")
-        if "imed out" in told:
-            told += " (these waited in vain for ranks that did not join the same collective)"
-        raise WrongFile(told) from None
+        raise WrongFile(told.replace("rank 0 of 1:", "one device:")) from None
 
 
-def _notes(s: Suspect, is_equal: bool, is_loose: bool) -> list[str]:
+def _notes(s: Parting, is_equal: bool) -> list[str]:
     """Return sentences on what was compared, and what was not."""
     device, own = s.device, s.device.data
-    parameters, buffers = device.gradients[0] or device.weights[0], device.buffers[0]
-    counts = f"{len(device.outputs)} modules, {len(parameters)} parameters"
+    gradients, buffers = device.gradients[0], device.buffers[0]
+    counts = f"{len(device.outputs)} modules, {len(gradients or device.weights[0])} parameters"
     counts += f", buffers: {len(buffers)}" if buffers else ""
-    notes = [f"{counts}; float64, ranks seeded differently, equal means to {s.rtol:g}"]
-    rows = [f"ranks of {' x '.join(own)} have rows of their own"] if own else []
+    has = {"rows of their own": own, "the same rows": [a for a in s.sizes if a not in own]}
+    rows = "; ".join(f"ranks of {' x '.join(has[what])} have {what}" for what in has if has[what])
     if not device.has_whole_batch:
         parts = ", ".join(f"{one.share:.0%}" for one in s.seen)
-        rows.append(f"shares(batch, mesh) gives the ranks {parts} of the numbers of a batch")
-    if (shared := [axis for axis in s.sizes if axis not in own]) and device.has_whole_batch:
-        rows.append(f"ranks of {' x '.join(shared)} have the same rows")
-    notes += ["; ".join(rows)] if rows else []
-    is_norm = partial(math.isclose, device.own_norms[0], rel_tol=max(1e-9, s.rtol))
-    has_pieces = not all(is_norm(one.own_norms[0]) for one in s.seen)
-    elsewhere = [
-        name
-        for name, theirs in device.gradients[0].items()
-        if theirs is not None and all(one.gradients[0].get(name) is None for one in s.seen)
-    ]
-    if not device.gradients[0]:
+        rows = f"shares(batch, mesh) gives the ranks {parts} of the numbers of a batch"
+    notes = [f"{counts}; float64, ranks seeded differently, equal means to {s.rtol:g}", rows]
+    if not gradients:
         notes.append("gradients and their norms were not compared: step() reduces them")
-    elif is_equal and has_pieces and s.seen[0].norms[0] is None:
+    if not is_equal:
+        return notes
+    if gradients and s.seen[0].norms[0] is None:
         notes.append("gradient norms were not compared; clip(model) in the file returns them")
-    if is_equal and is_loose:
-        notes.append("clip(model) never changed a gradient: prove it with a lower bound as well")
-    if is_equal and device.noise:
+    if device.noise:
         few = f"{len(device.noise)} weights, such as {next(iter(device.noise))}"
         notes.append(f"{few}, were not compared where their gradient is rounding alone")
-    if is_equal and elsewhere:
+    held = {n for one in s.seen for n, gradient in one.gradients[0].items() if gradient is not None}
+    if elsewhere := [n for n, g in gradients.items() if g is not None and n not in held]:
         notes.append(f"{len(elsewhere)} gradients are not in .grad: their updates were compared")
     return notes
 
 
 # ---------------------------------------------------------------------- stage by stage
-def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
-    """Return the first difference of any rank; and the modules, each equal or not."""
-    outputs, kinds = s.device.outputs, s.device.kinds
+def _parts(s: Parting) -> bool:
+    """Fill in the first difference of any rank, and its cause. False if there is none."""
+    outputs = s.device.outputs
     for (stage, step), expected in s.device.stages():
         if odd := differing(expected, expected):  # NaN is close to nothing
             of = f"{stage} of {next(iter(odd))}".removesuffix(" of ")
@@ -199,15 +164,18 @@ def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
         if any(told):
             break
     else:
-        return None, [(name, kinds.get(name, ""), "equal") for name in outputs]
+        return False
+    others = "no parameters"
+    if stage in ("loss", "gradient norm"):
+        others = "equal" if (stage, step) == ("loss", 0) else "not compared"  # its outputs were
+    bad = [name for name in outputs if s.form_of(name) is None]
+    if bad and others == "equal" and not s.trial.is_joined:
+        stage, expected = "output", {name: outputs[name] for name in bad}
+        joined = [whole([one.outputs[n] for one in s.seen], s.sizes, outputs[n]) for n in bad]
+        found = [dict(zip(bad, tensors, strict=True)) for tensors in zip(*joined, strict=True)]
+        told = [differing(state, expected, s.rtol) for state in found]
     wrong = [name for name in expected if any(name in one for one in told)]
     owner = {name: _owner(name, outputs) for name in expected}
-    bad = [name for name in outputs if s.form_of(name) is None]
-    if bad and stage == "loss" and step == 0 and not s.trial.is_joined:
-        stage, expected, wrong, owner = "output", outputs, bad, {name: name for name in outputs}
-        joined = whole([one.outputs[bad[0]] for one in s.seen], s.sizes, outputs[bad[0]])
-        found = [{bad[0]: tensor} for tensor in joined]
-        told = [differing(state, {bad[0]: outputs[bad[0]]}, s.rtol) for state in found]
     order = {module: i for i, module in enumerate(outputs)}
     last_first = -1 if stage == "gradient" else 1
     ones = {n for n, t in expected.items() if t is not None and t.numel() == 1}
@@ -216,30 +184,28 @@ def _parting(s: Suspect) -> tuple[Parting | None, list[Module]]:
     tensors = [expected[name], *(state.get(name) for state in found)]
     nothing = torch.zeros_like(next(t for t in tensors if t is not None))
     s.expected, *s.found = (nothing if t is None else t for t in tensors)
-    s.stage, s.step, s.name = stage, step or 0, name
+    s.stage, s.step, s.name, s.module = stage, step or 0, name, owner[name]
     s.ranks = [rank for rank, one in enumerate(told) if name in one]
-    where = stage, s.step + 1, name, owner[name], s.ranks, told[s.ranks[0]][name], len(wrong)
-    others = "equal" if stage == "loss" and step == 0 else "not compared"  # its outputs were
-    if stage in ("initial weights", "gradient", "weights", "buffer"):
-        others = "no parameters"
+    s.words, s.wrong = told[s.ranks[0]][name], len(wrong)
     states = dict.fromkeys(outputs, others) | dict.fromkeys(owner.values(), "equal")
     states |= {owner[name]: "differs" for name in wrong} | {owner[name]: "parts here"}
-    modules = [(name, kinds.get(name, ""), states[name]) for name in outputs]
-    return Parting(s.trial.name, *where, *cause_of(s)), modules
+    s.modules = [(name, states[name]) for name in outputs]
+    s.cause = cause_of(s)
+    return True
 
 
 def _owner(name: str, modules: State) -> str:
     """Return the innermost module around a parameter that was called: others read its weights."""
-    owner = name.rpartition(".")[0]
-    while owner and owner not in modules:
-        owner = owner.rpartition(".")[0]
-    return owner
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
 
 
-def _assembled(s: Suspect, stage: str, step: int | None, expected: State) -> list[State]:
+def _assembled(s: Parting, stage: str, step: int | None, expected: State) -> list[State]:
     """Return for each rank what it has as one device would: pieces joined, losses of the batch.
 
     Where a rank holds nothing and need not, as another stage of a pipeline, it has what is right.
+    A gradient that it does not hold is seen in the weights after the step.
     """
     states = [dict(one.stages())[stage, step] for one in s.seen]
     if stage == "loss":
@@ -257,26 +223,16 @@ def _assembled(s: Suspect, stage: str, step: int | None, expected: State) -> lis
         if odd:
             why = f"pieces of {odd[0]} make no {list(theirs.shape)} in rank order; a function "
             why += "gather(name, tensor, mesh) in the file can join them"
-        if odd or not any(name in state for state in states):
+        if odd or not (held or stage == "gradient"):
             raise WrongFile(f"{stage} {name} cannot be compared: {why}")
-        for rank, state in enumerate(states):
-            if own[rank] is None:
-                is_sent = stage == "gradient" and _is_updated(s, step, name, rank)
-                own[rank] = theirs if name not in state or is_sent else None
-            if stage == "weights" and own[rank] is not None and name in s.device.noise:
-                own[rank] = torch.where(s.device.noise[name], theirs, own[rank])
-            found[rank][name] = own[rank]
+        for rank, tensor in enumerate(own):
+            if tensor is not None and stage == "weights" and name in s.device.noise:
+                tensor = torch.where(s.device.noise[name], theirs, tensor)
+            found[rank][name] = theirs if tensor is None else tensor
     return found
 
 
-def _is_updated(s: Suspect, step: int, name: str, rank: int) -> bool:
-    """Return True if a rank without this gradient has the right weight after the step."""
-    theirs = s.device.weights[step][name]
-    own = whole([one.weights[step].get(name) for one in s.seen], s.sizes, theirs)[rank]
-    return own is not None and is_close(own, theirs, s.rtol)
-
-
-def _losses(s: Suspect, own: list[Tensor], expected: State, step: int) -> list[State]:
+def _losses(s: Parting, own: list[Tensor], expected: State, step: int) -> list[State]:
     """Return what the ranks' losses are: of the batch, summands of it, or of each rank's share.
 
     Whether shares are weighed rightly is seen in the gradients.
