@@ -177,50 +177,6 @@ def panels(
     return paper
 
 
-# ---------------------------------------------------------------------- a procedure for people
-STEPS = {
-    "1. Fit one step": (
-        (
-            "Does one GPU hold weights, gradients, optimizer?",
-            "dp: copies (or ZeRO 1, for the same bytes)",
-        ),
-        ("No, but all GPUs together do?", "FSDP, and recompute if activations need it"),
-        ("Still too large, or too few tokens to hide FSDP?", "tp inside a node, then pp; long: cp"),
-    ),
-    "2. Reach the batch": (
-        ("Which ranks are left?", "dp = GPUs / (tp pp cp)"),
-        ("How often does each of them work?", "microbatches = batch / (dp x microbatch)"),
-        ("Fewer sequences than dp ranks?", "more tp, pp or cp, and fewer dp"),
-    ),
-    "3. Optimise": (
-        ("dp waits?", "a larger microbatch, or whole nodes in dp's ring"),
-        ("tp waits, or the bubble?", "smaller tp; more microbatches or stages"),
-        ("Memory is left?", "recompute less, then shard less"),
-    ),
-}
-"""Three steps, each of questions with what to take if the answer is yes."""
-
-
-def tree(title: str = "") -> Figure:
-    """Draw `STEPS`: questions on the left, what to do on the right, one step below the other."""
-    row, wide, head = 0.36, (4.1, 4.35), 0.45
-    height = 0.55 + sum(head + row * len(lines) for lines in STEPS.values())
-    paper, ax = pen.sheet(pen.WIDTH, height, title)
-    y, taken = height - 0.5, pen.KIND["forward"]
-    for step, lines in STEPS.items():
-        pen.text(ax, 0.2, y - 0.14, step, weight="bold", size=11)
-        y -= head
-        for question, answer in lines:
-            x, low, at = 0.4 + wide[0], y - row + 0.1, y - row / 2 + 0.06
-            pen.rounded(ax, 0.4, low, wide[0], row - 0.08, 0.05, fc=pen.GRID, ec="none")
-            pen.text(ax, 0.5, at, question)
-            pen.arrow(ax, (x + 0.05, at), (x + 0.45, at), 9, color=pen.MUTED, lw=1.2)
-            pen.rounded(ax, x + 0.5, low, wide[1], row - 0.08, 0.05, fc=taken, ec="none")
-            pen.text(ax, x + 0.6, at, answer)
-            y -= row
-    return paper
-
-
 def placements(
     groups: Mapping[str, tuple[int, int, float]], *, title: str = "", note: str = ""
 ) -> Figure:

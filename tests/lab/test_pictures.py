@@ -192,7 +192,6 @@ PICTURES = {
     ),
     "heads": (lambda: heads(TINY, [2, 4], title="a title of many words " * 3), "tp = 4; queries"),
     "swap": (lambda: swap(TINY, 4), "| 0 1 |; | 2 3 |; all-to-all; -| 0 2 |"),
-    "procedure": (lambda: choosing.tree("t"), "; ".join(choosing.STEPS)),
     "nodes": (lambda: choosing.placements({"far": (8, 2, 48e9)}), "48 GB/s each"),
 }
 
