@@ -15,7 +15,7 @@ from PIL import Image
 
 from minipar.comm.plans import ALL_REDUCE
 from minipar.emulate.link import Topology
-from minipar.lab import choosing, draw
+from minipar.lab import draw
 from minipar.lab.draw import compression, context, expert, llama, meshes, numbers, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
@@ -192,7 +192,6 @@ PICTURES = {
     ),
     "heads": (lambda: heads(TINY, [2, 4], title="a title of many words " * 3), "tp = 4; queries"),
     "swap": (lambda: swap(TINY, 4), "| 0 1 |; | 2 3 |; all-to-all; -| 0 2 |"),
-    "nodes": (lambda: choosing.placements({"far": (8, 2, 48e9)}), "48 GB/s each"),
 }
 
 

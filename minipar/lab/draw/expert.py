@@ -103,8 +103,8 @@ def heat(
 ) -> Figure:
     """Draw tables `{name: table}`, `across` of them side by side: the larger a number, the darker.
 
-    With `sums`, the sums of rows and columns stand at the margins. The cells `marked`, (row,
-    column), are framed in each table.
+    A row may be shorter. With `sums`, the sums of rows and columns stand at the margins. The cells
+    `marked`, (row, column), are framed in each table.
     """
     most = max(max(line) for table in panels.values() for line in table) or 1
     shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, KIND["forward"]])
@@ -117,12 +117,14 @@ def heat(
         words = {"ha": "center", "color": MUTED, "size": 8}
         for j, column in enumerate([*columns, "sum"][: len(columns) + sums]):
             pen.text(ax, x + wide * (j + 0.5), top + 0.13, column, **words)
-        lines = [*table, [sum(column) for column in zip(*table, strict=True)]]
+        if sums:
+            table = [*table, [sum(column) for column in zip(*table, strict=True)]]
+            table = [[*line, sum(line)] for line in table]
         for i, row in enumerate([*rows, "sum"][: len(rows) + sums]):
             y = top - tall * (i + 0.5)
             if number % across == 0:
                 pen.text(ax, x - 0.1, y, row, ha="right", color=MUTED)
-            for j, value in enumerate([*lines[i], sum(lines[i])][: len(columns) + sums]):
+            for j, value in enumerate(table[i]):
                 said = form.format(value)
                 if i < len(rows) and j < len(columns):
                     box, fill = (x + wide * j, y - tall / 2, wide, tall), shade(value / most)
