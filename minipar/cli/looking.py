@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from minipar.lab import draw
 from minipar.lab.draw import hang as draw_hang
-from minipar.lab.draw.proof import proof
 from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import Ranks, check_fits_here
@@ -74,8 +73,6 @@ class Prove:
     timeout: float = 30.0
     """Seconds after which a collective fails that not all ranks join; a run may take 20 times as
     long."""
-    out: str = "prove.png"
-    """Where to draw the model and the point where it parts, if it does."""
 
 
 MOST_DRAWN = 256  # ranks in one picture: more would take gigabytes
@@ -131,7 +128,7 @@ def hang(command: Hang) -> None:
 
 
 def prove(command: Prove) -> None:
-    """Print whether a training equals one device; where it parts, draw that and exit with 1."""
+    """Print whether a training equals one device; exit with 1 where it parts."""
     check_file(command.file)
     sizes = parse_mesh(command.mesh)
     check_numbers(command, {"timeout": 1})
@@ -151,8 +148,6 @@ def prove(command: Prove) -> None:
             sys.exit(2)
     print(verdict)
     if verdict.parting is not None:
-        if command.out:
-            print(f"drawn into {draw.save(proof(verdict), command.out)}")
         sys.exit(1)
 
 

@@ -21,7 +21,6 @@ from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
 from minipar.lab.draw.mechanism import Box, mechanism
 from minipar.lab.draw.plan import explanation, placement
-from minipar.lab.draw.proof import MOST, proof
 from minipar.lab.draw.tensor import Matrix, formula, heads, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
@@ -31,7 +30,6 @@ from minipar.parallel.explain import explain
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs
 from minipar.parallel.plan import Plan
-from minipar.tools.prove.prove import Parting, Verdict
 from tests.lab.figures import step, texts
 
 TINY, MB = PRESETS["tiny"], 10**6
@@ -76,13 +74,6 @@ def plans(name, size):
     return {name: [ALL_REDUCE[name](24, rank, size) for rank in range(size)]}
 
 
-def verdict(count: int, at: int) -> Verdict:
-    states = ["equal"] * at + ["parts here"] + ["differs"] * (count - at - 1)
-    modules = [(f"layers.{i}", "Linear", state) for i, state in enumerate(states)]
-    parting = Parting("3 steps", "output", 1, "x", f"layers.{at}", [1], "off by 1", 2, "zero", "")
-    return Verdict("mine.py", {"dp": 2}, [], parting, modules, [])
-
-
 def explained(text):
     return explain(Plan.parse(text), TINY)
 
@@ -100,7 +91,6 @@ SHORT = [Span("compute", "step", rank, 0.5, 0.5 + 1e-5) for rank in range(4)]
 HOST = Span("comm", "to_host", 0, 0.0, 0.03, "host", 8)
 EXPERTS = [[[0, 3], [3, 2]], [[1, 3], [2, 3]]]  # two ranks, two tokens each; 4 experts
 PHASE = Phase("step", "whole", "own", "own", "reduce-scatter dp")
-EQUAL = Verdict("mine.py", {"dp": 2}, ["3 steps"], None, [("", "Net", "equal")], [])
 HALF = torch.tensor([0.0, 2.0**-25, 1.01 * 2.0**-25, 1.0, 65504.0, 65519.0, 65520.5, torch.inf])
 
 # name -> (how it is drawn, what it says; what it does not say)
@@ -181,11 +171,6 @@ PICTURES = {
         "all-reduce\n2,304 bytes; 8 x k, v",  # 9 norms of 128 numbers of 4 bytes, cut over dp = 2
     ),
     "placement": (lambda: placement(dict(pp=2, tp=4), Topology(2, 4)), "leaves the node; node 1"),
-    "proof": (
-        lambda: proof(verdict(3, 2)),
-        "dp=2 parts from one device at layers.2; zero, in the output; ranks 1: off by 1",
-    ),
-    "equal": (lambda: proof(EQUAL), "dp=2: equal to one device; the model; -parts"),
     "formula": (
         lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
         "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
@@ -214,12 +199,6 @@ def test_a_picture(name):
     pixels = np.asarray(Image.open(io.BytesIO(drawn)).convert("RGB"))
     for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
         assert (edge == 255).all()
-
-
-@pytest.mark.parametrize("at", [0, 50, 99])
-def test_of_a_long_proof_the_point_is_in_the_picture(at):
-    said = f"| {texts(proof(verdict(100, at)))}"
-    assert f"| layers.{at} |" in said and said.count("layers.") == MOST + 1  # and the title
 
 
 def test_what_cannot_be_drawn_is_named():

@@ -30,7 +30,6 @@ def test_the_example_in_readme_is_found_out(tmp_path, monkeypatch, capsys):
     Path("mine.py").write_text(FILE, encoding="utf-8")
     assert proved("mine.py", "--mesh", "dp=2") == 1
     assert capsys.readouterr().out.split() == PAGE.split("\n", 1)[1].split()
-    assert Path("prove.png").stat().st_size > 5000
     right = FILE.replace("mesh.dp.group)", "mesh.dp.group)\n            p.grad /= mesh.dp.size")
     Path("mine.py").write_text(right, encoding="utf-8")
     assert proved("mine.py", "--mesh", "dp=2") == 0
