@@ -9,13 +9,13 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Arc, FancyArrowPatch, FancyBboxPatch
 
 from minipar.emulate.link import Topology
-from minipar.lab.draw import AXIS, EXPOSED, GRID, KIND, RANK, compression, llama, pen, pipeline
+from minipar.lab.draw import AXIS, EXPOSED, KIND, RANK, compression, llama, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.context import causal, mask, pieces, quarters
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
 from minipar.lab.draw.mechanism import mechanism
 from minipar.lab.draw.numbers import bits_of
-from minipar.lab.draw.plan import crossing, explanation, families, placement
+from minipar.lab.draw.plan import crossing, placement
 from minipar.lab.draw.tensor import SAME, Matrix, formula, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
@@ -23,7 +23,7 @@ from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs
 from tests.lab.figures import boxes, fills, shapes, texts, words
-from tests.lab.test_pictures import BOXES, HISTORY, MB, TINY, explained
+from tests.lab.test_pictures import BOXES, HISTORY, MB, TINY
 
 # ---------------------------------------------------------------------- compression
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
@@ -206,20 +206,6 @@ def test_a_forward_and_the_backward_beside_it_share_a_frame():
 
 
 # ---------------------------------------------------------------------- plans
-THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")
-
-
-def test_a_box_in_the_colour_of_the_axis_is_a_sum_and_grey_needs_nothing():
-    """Mutant: boxes of what is cut in place of what is summed."""
-    figure, count = explanation(THREE), len(families(THREE))
-    inks, said = fills(figure, FancyBboxPatch), words(figure)
-    assert inks.count(AXIS["dp"]) == count  # of every parameter
-    assert inks.count(AXIS["tp"]) == inks.count(AXIS["pp"]) == 1  # norms; the embedding
-    assert said.count("a piece each") == said.count("on one stage") == count - 1
-    # Without sequence parallelism all ranks of tp have the same gradient of a norm.
-    assert fills(explanation(explained("dp=2,tp=2")), FancyBboxPatch).count(GRID) == 1
-
-
 @pytest.mark.parametrize("sizes, out", [({"tp": 2, "dp": 2, "pp": 2}, "tp"), ({"dp": 8}, "dp")])
 def test_the_axis_that_leaves_a_node_is_loud(sizes, out):
     """Mutant: columns of the mesh numbered the other way round."""

@@ -20,16 +20,14 @@ from minipar.lab.draw import compression, context, expert, llama, meshes, number
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
 from minipar.lab.draw.mechanism import Box, mechanism
-from minipar.lab.draw.plan import explanation, placement
+from minipar.lab.draw.plan import placement
 from minipar.lab.draw.tensor import Matrix, formula, heads, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
-from minipar.parallel.explain import explain
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs
-from minipar.parallel.plan import Plan
 from tests.lab.figures import step, texts
 
 TINY, MB = PRESETS["tiny"], 10**6
@@ -72,10 +70,6 @@ def ring(size):
 
 def plans(name, size):
     return {name: [ALL_REDUCE[name](24, rank, size) for rank in range(size)]}
-
-
-def explained(text):
-    return explain(Plan.parse(text), TINY)
 
 
 def fp16(tensor):
@@ -165,10 +159,6 @@ PICTURES = {
             title="a",
         ),
         "zb v, interleaved zb",
-    ),
-    "explanation": (
-        lambda: explanation(explained("dp=2,tp=2,sequence_parallel,zero=1"), title="t"),
-        "all-reduce\n2,304 bytes; 8 x k, v",  # 9 norms of 128 numbers of 4 bytes, cut over dp = 2
     ),
     "placement": (lambda: placement(dict(pp=2, tp=4), Topology(2, 4)), "leaves the node; node 1"),
     "formula": (
