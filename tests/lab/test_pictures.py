@@ -108,7 +108,6 @@ PICTURES = {
     "6 ranks": (lambda: draw.collective("all_reduce", 6), "every rank gets the sum; Σ5"),
     "rounds": (lambda: draw.rounds(ring(3), title="A ring"), "A ring; round 2; rank 2; -rank 3"),
     "plans": (lambda: meshes.schedules(plans("ring", 4), numel=24), "6 rounds; rank 3; passed on"),
-    "shares": (lambda: draw.shares(range(24), 4, 8), "dealt out to 4 ranks; step 2"),
     # ------------------------------------------------------------------ curves, bars
     "curves": (lambda: draw.curves({"a long name, it is": LINE}, title="t"), "a long name, it is"),
     "bars": (lambda: draw.bars({"ours": 717}, unit="ms", title="A"), "717 ms; | A"),
