@@ -121,10 +121,6 @@ PICTURES = {
     "steps": (lambda: context.steps({"d": [[1.0, 4.0], [3.0, 1.0]]}), "7 ms; waits"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
     "heat": (lambda: expert.heat({"": [[1, 2], [3, 40]]}, **AB, sums=True), "| 3 |; | 43; | 42"),
-    "groups": (
-        lambda: expert.groups({"a": [[0, 1]]}, {"a": ["e0", "e1"]}, title="t"),
-        "rank 1; e1",
-    ),
     "holdings": (lambda: holdings({"s": [PHASE]}), "reduce-scatter | dp"),
     "model": (
         lambda: llama.model(TINY),

@@ -1,4 +1,4 @@
-"""Pictures of experts: the way of a token, tables of loads and choices, who sums what."""
+"""Pictures of experts: the way of a token, tables of loads and choices."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,7 +6,7 @@ import matplotlib.colors as colors
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import GRID, INK, KIND, MUTED, PAPER, RANK, SAME
+from minipar.lab.draw.pen import GRID, INK, KIND, MUTED, PAPER, RANK
 
 TOKEN, SLOT, ROW = 0.25, 0.19, 0.74  # inches: a token, a slot that has travelled, a rank
 Cell, Table = tuple[int, int], Sequence[Sequence[float]]
@@ -134,34 +134,4 @@ def heat(
                 elif i < len(rows) or j < len(columns):
                     style = {"ha": "center", "size": 8.5, "weight": "bold"}
                     pen.text(ax, x + wide * (j + 0.5), y, said, **style)
-    return pen.cut(ax, title, note)
-
-
-# ---------------------------------------------------------------------- who sums a gradient
-def groups(
-    found: Mapping[str, Sequence[Sequence[int]]],
-    held: Mapping[str, Sequence[str]],
-    *,
-    title: str = "",
-    note: str = "",
-) -> Figure:
-    """Draw a line for each kind of weights: boxes of ranks, of one colour where ranks sum.
-
-    `found` has the groups of ranks by kind; `held` has what each rank holds of that kind.
-    """
-    ax, wide = pen.paper(), 1.55
-    for i, (kind, sets) in enumerate(found.items()):
-        y = -0.95 * i
-        pen.text(ax, -0.15, y + 0.24, kind, ha="right", weight="bold")
-        for number, ranks in enumerate(sets):
-            ink = RANK[number] if len(sets) > 1 else SAME
-            for rank in ranks:
-                said = f"rank {rank}\n{held[kind][rank]}"
-                pen.cell(ax, (wide * rank, y, wide - 0.2, 0.48), said, ink, radius=0.06, ec="none")
-            middle = [wide * (rank + 0.5) - 0.1 for rank in ranks]
-            low = y - 0.1 - 0.1 * number
-            line = {"color": pen.readable(ink), "lw": 1.6}
-            ax.plot([middle[0], middle[-1]], [low, low], **line)
-            for x in middle:
-                ax.plot([x, x], [low, y], **line)
     return pen.cut(ax, title, note)
