@@ -118,7 +118,6 @@ PICTURES = {
     "seconds": (lambda: compression.convergence(ROWS), "PowerSGD rank 4; emulated 1 GbE; -sign"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
     "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
-    "steps": (lambda: context.steps({"d": [[1.0, 4.0], [3.0, 1.0]]}), "7 ms; waits"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
     "heat": (lambda: expert.heat({"": [[1, 2], [3, 40]]}, **AB, sums=True), "| 3 |; | 43; | 42"),
     "holdings": (lambda: holdings({"s": [PHASE]}), "reduce-scatter | dp"),
