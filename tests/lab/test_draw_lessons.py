@@ -19,7 +19,6 @@ from minipar.lab.draw.plan import crossing, placement
 from minipar.lab.draw.tensor import SAME, Matrix, formula, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
-from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs
 from tests.lab.figures import boxes, fills, shapes, texts, words
@@ -188,21 +187,6 @@ def test_a_cell_says_its_microbatch_and_stands_where_it_runs():
     rank_1 = {("0", 1.5, 1.5), ("0", 3.0, 1.5), ("1", 4.5, 1.5), ("1", 6.0, 1.5)}
     assert rank_0 | rank_1 <= found
     assert ax.get_ylim() == (2, 0)  # rank 0 on top
-
-
-def test_a_forward_and_the_backward_beside_it_share_a_frame():
-    """Catches frames around all neighbours, or around two actions of one stage."""
-
-    def frames(plan):
-        figure = pipeline.schedule(plan, pairs=True)
-        found = [box for box in panels(figure)[0].patches if box.get_linewidth() > 1]
-        return sorted((round(box.get_x(), 3), round(box.get_width(), 3)) for box in found)
-
-    assert frames(make("1f1b", 2, 4)) == []  # a stage per rank
-    plan = Schedule.parse("a: microbatches 1; stages on ranks 0 0\nrank 0: 0F0 1F0 1B0 0B0")
-    assert frames(plan) == []
-    text = "a: microbatches 2; stages on ranks 0 0\nrank 0: 0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1"
-    assert frames(Schedule.parse(text)) == [(1.0, 1.5)]  # 0F1 1B0
 
 
 # ---------------------------------------------------------------------- plans

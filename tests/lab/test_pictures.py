@@ -115,7 +115,6 @@ PICTURES = {
     "shares of 100 %": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; -100 %; -| 0.1"),
     # ------------------------------------------------------------------ pictures of one lesson
     "methods": (lambda: compression.accuracy(ROWS), compression.finding(ROWS)),
-    "seconds": (lambda: compression.convergence(ROWS), "PowerSGD rank 4; emulated 1 GbE; -sign"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
     "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),

@@ -8,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, LogLocator
-from matplotlib.transforms import Bbox
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER, SERIES, Point, colour
+from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER, SERIES, colour
 
 
 def curves(
@@ -115,25 +114,6 @@ def loss_curves(
     """Draw losses by step `{name: [loss of step 0, ...]}`; equal curves stay visible."""
     lines = {name: (range(len(values)), list(values)) for name, values in losses.items()}
     return curves(lines, xlabel="step", ylabel="loss", title=title, note=note, nested=True)
-
-
-def label_points(
-    ax: Axes, points: Sequence[Point], names: Sequence[str], inks: Sequence[str]
-) -> None:
-    """Write each name beside its point, where it covers no point and no other name."""
-    dots = ax.transData.transform(points)  # pixels
-    taken = [Bbox.from_bounds(x - 10, y - 10, 20, 20) for x, y in dots]
-    spots = [(across, up) for up in (0, 12, -12, 22, -22) for across in (7, -7)]
-    for i in sorted(range(len(names)), key=lambda i: -dots[i][1]):
-        style = {"size": 8.5, "color": pen.readable(inks[i]), "va": "center"}
-        text = ax.annotate(names[i], points[i], spots[0], textcoords="offset points", **style)
-        for across, up in spots:
-            text.set(position=(across, up), ha="left" if across > 0 else "right")
-            box = text.get_window_extent()
-            inside = ax.bbox.x0 < box.x0 and box.x1 < ax.bbox.x1 + 30
-            if inside and not box.count_overlaps(taken):
-                break
-        taken.append(box)
 
 
 def bars(
