@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_hex
-from matplotlib.patches import Arc, FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from minipar.emulate.link import Topology
-from minipar.lab.draw import AXIS, EXPOSED, KIND, RANK, compression, llama, pen, pipeline
+from minipar.lab.draw import EXPOSED, KIND, RANK, compression, llama, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.context import causal, mask, pieces, quarters
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
 from minipar.lab.draw.mechanism import mechanism
 from minipar.lab.draw.numbers import bits_of
-from minipar.lab.draw.plan import crossing, placement
 from minipar.lab.draw.tensor import SAME, Matrix, formula, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
@@ -187,18 +185,6 @@ def test_a_cell_says_its_microbatch_and_stands_where_it_runs():
     rank_1 = {("0", 1.5, 1.5), ("0", 3.0, 1.5), ("1", 4.5, 1.5), ("1", 6.0, 1.5)}
     assert rank_0 | rank_1 <= found
     assert ax.get_ylim() == (2, 0)  # rank 0 on top
-
-
-# ---------------------------------------------------------------------- plans
-@pytest.mark.parametrize("sizes, out", [({"tp": 2, "dp": 2, "pp": 2}, "tp"), ({"dp": 8}, "dp")])
-def test_the_axis_that_leaves_a_node_is_loud(sizes, out):
-    """Mutant: columns of the mesh numbered the other way round."""
-    nodes = Topology(2, 4)
-    assert [axis for axis, crosses in crossing(sizes, nodes).items() if crosses] == [out]
-    bows = [to_hex(bow.get_edgecolor()) for bow in shapes(placement(sizes, nodes), Arc)]
-    assert bows.count(EXPOSED) == 8 // sizes[out] * (sizes[out] - 1)
-    for axis, size in sizes.items():  # the colour of a bow is its axis, inside of a node or not
-        assert bows.count(AXIS[axis]) == 8 // size * (size - 1)
 
 
 # ---------------------------------------------------------------------- cut matrices

@@ -14,13 +14,11 @@ import torch
 from PIL import Image
 
 from minipar.comm.plans import ALL_REDUCE
-from minipar.emulate.link import Topology
 from minipar.lab import draw
 from minipar.lab.draw import compression, context, expert, llama, meshes, numbers, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
 from minipar.lab.draw.mechanism import Box, mechanism
-from minipar.lab.draw.plan import placement
 from minipar.lab.draw.tensor import Matrix, formula, heads, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
@@ -153,7 +151,6 @@ PICTURES = {
         ),
         "zb v, interleaved zb",
     ),
-    "placement": (lambda: placement(dict(pp=2, tp=4), Topology(2, 4)), "leaves the node; node 1"),
     "formula": (
         lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
         "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
