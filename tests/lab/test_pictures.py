@@ -112,7 +112,7 @@ PICTURES = {
     "stacked": (lambda: draw.bars(STACKED, unit="GB"), "14 GB; 0.5 GB; | weights; | 2 |; -→"),
     "shares of 100 %": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; -100 %; -| 0.1"),
     # ------------------------------------------------------------------ pictures of one lesson
-    "methods": (lambda: compression.accuracy(ROWS), compression.finding(ROWS)),
+    "methods": (lambda: compression.accuracy(ROWS, title="t"), "5.23 % of the bytes; | low rank"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
     "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),

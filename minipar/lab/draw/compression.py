@@ -23,24 +23,7 @@ FAMILY = {
 FREE = 0.01  # nats per token: 1 % of perplexity, which few would pay for
 
 
-def finding(rows: Sequence[Row]) -> str:
-    """Return the sentence that the rows say: who sends least at (nearly) no cost in every run."""
-    free = [
-        row
-        for row in rows
-        if row["share"] < 1
-        and max(abs(row["gap_low"]), abs(row["gap_high"])) < FREE
-        and "no feedback" not in row["method"]
-    ]
-    if not free:
-        return f"every method that sends less than fp32 loses more than {FREE:g} nats per token"
-    best = min(free, key=lambda r: (r["num_bytes"], abs(r["gap"])))
-    return (
-        f"{best['method']}: {100 * best['share']:.2g} % of the bytes, within {FREE:g} nats of fp32"
-    )
-
-
-def accuracy(rows: Sequence[Row]) -> Figure:
+def accuracy(rows: Sequence[Row], *, title: str = "") -> Figure:
     """Draw a row per method: its loss minus fp32's as a dot, and the bytes that it sends.
 
     A bar spans the runs from different weights. A hollow dot is the same method without error
@@ -51,7 +34,7 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     note += f" tokens, {first['ranks']} ranks. Hollow: no error feedback. Grey: within {FREE:g}"
     share = {r["method"]: r["share"] for r in rows if "no feedback" not in r["method"]}
     names, tall = sorted(share, key=share.__getitem__, reverse=True), 0.27 * len(share)
-    figure = pen.figure(pen.WIDTH, tall + 1.5, finding(rows), note)
+    figure = pen.figure(pen.WIDTH, tall + 1.5, title, note)
     ax = pen.panel(figure, 1.85, 0.95, pen.WIDTH - 3.6, tall)
     ax.set_xscale("symlog", linthresh=FREE, linscale=0.5)
     ax.set(ylim=(len(names) - 0.5, -0.5))
