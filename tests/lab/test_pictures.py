@@ -32,7 +32,6 @@ TINY, MB = PRESETS["tiny"], 10**6
 MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.json"
 ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))
 HISTORY = MemoryHistory(
-    1,
     [10.0, 10.01, 10.02, 10.03],
     {
         "activations": [0, 30 * MB, 5 * MB, 0],
@@ -116,7 +115,7 @@ PICTURES = {
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
     "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
-    "heat": (lambda: expert.heat({"": [[1, 2], [3, 40]]}, **AB, sums=True), "| 3 |; | 43; | 42"),
+    "heat": (lambda: expert.heat({"": [[1, 2], [3]]}, **AB), "| 2 |; | 3 |; | b |; | d"),
     "holdings": (lambda: holdings({"s": [PHASE]}), "reduce-scatter | dp"),
     "model": (
         lambda: llama.model(TINY),

@@ -98,40 +98,30 @@ def heat(
     note: str = "",
     form: str = "{:.0f}",
     across: int = 1,
-    sums: bool = False,
     marked: Collection[Cell] = (),
 ) -> Figure:
     """Draw tables `{name: table}`, `across` of them side by side: the larger a number, the darker.
 
-    A row may be shorter. With `sums`, the sums of rows and columns stand at the margins. The cells
-    `marked`, (row, column), are framed in each table.
+    A row may be shorter. The cells `marked`, (row, column), are framed in each table.
     """
     most = max(max(line) for table in panels.values() for line in table) or 1
     shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, KIND["forward"]])
     wide, tall = 0.075 * max(2, *(len(form.format(most)), *map(len, columns))) + 0.2, 0.34
     ax = pen.paper()
     for number, (name, table) in enumerate(panels.items()):
-        x = number % across * (wide * (len(columns) + sums) + 0.3)
-        top = -(number // across) * (tall * (len(rows) + sums) + 0.65)
+        x = number % across * (wide * len(columns) + 0.3)
+        top = -(number // across) * (tall * len(rows) + 0.65)
         pen.text(ax, x, top + 0.38, name)
         words = {"ha": "center", "color": MUTED, "size": 8}
-        for j, column in enumerate([*columns, "sum"][: len(columns) + sums]):
+        for j, column in enumerate(columns):
             pen.text(ax, x + wide * (j + 0.5), top + 0.13, column, **words)
-        if sums:
-            table = [*table, [sum(column) for column in zip(*table, strict=True)]]
-            table = [[*line, sum(line)] for line in table]
-        for i, row in enumerate([*rows, "sum"][: len(rows) + sums]):
+        for i, row in enumerate(rows):
             y = top - tall * (i + 0.5)
             if number % across == 0:
                 pen.text(ax, x - 0.1, y, row, ha="right", color=MUTED)
             for j, value in enumerate(table[i]):
-                said = form.format(value)
-                if i < len(rows) and j < len(columns):
-                    box, fill = (x + wide * j, y - tall / 2, wide, tall), shade(value / most)
-                    edge = {"ec": GRID, "lw": 0.8}
-                    edge = {"ec": INK, "lw": 2.2, "zorder": 2} if (i, j) in marked else edge
-                    pen.cell(ax, box, said, colors.to_hex(fill), **edge)
-                elif i < len(rows) or j < len(columns):
-                    style = {"ha": "center", "size": 8.5, "weight": "bold"}
-                    pen.text(ax, x + wide * (j + 0.5), y, said, **style)
+                box, fill = (x + wide * j, y - tall / 2, wide, tall), shade(value / most)
+                edge = {"ec": GRID, "lw": 0.8}
+                edge = {"ec": INK, "lw": 2.2, "zorder": 2} if (i, j) in marked else edge
+                pen.cell(ax, box, form.format(value), colors.to_hex(fill), **edge)
     return pen.cut(ax, title, note)

@@ -1,7 +1,7 @@
 """Cut matrices: which rank has which piece, which sum is pending, and heads that change ranks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,27 +40,20 @@ class Matrix:
         return f"{self.name}[{rows}, {columns}]" + " {partial tp}" * self.pending
 
 
-def formula(
-    parts: Sequence[Matrix | str],
-    size: int = 2,
-    *,
-    lengths: Mapping[str, float] | None = None,
-    title: str = "",
-) -> Figure:
+def formula(parts: Sequence[Matrix | str], size: int = 2, *, title: str = "") -> Figure:
     """Draw matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
 
     A colour is a rank, grey what all have alike. A pending sum is a pile of sheets of full size,
-    one per rank, marked with Σ. `lengths` gives other inches for some letters than `LENGTHS`.
+    one per rank, marked with Σ.
     """
-    inches = {**LENGTHS, **(lengths or {})}
     ax, x = pen.paper(), 0.0
-    low = -max(inches[part.rows] for part in parts if isinstance(part, Matrix)) / 2
+    low = -max(LENGTHS[part.rows] for part in parts if isinstance(part, Matrix)) / 2
     for part in parts:
         if isinstance(part, str):
             room = 0.16 + 0.085 * max(2, *map(len, part.split("\n")))
             pen.text(ax, x + room / 2, 0, part, ha="center", size=12 if len(part) < 3 else 9)
         else:
-            across, down = inches[part.columns], inches[part.rows]
+            across, down = LENGTHS[part.columns], LENGTHS[part.rows]
             sheets = SHEET * (size - 1) * part.pending
             room = max(across + 2 * sheets, 0.073 * len(part.label)) + 0.16
             _matrix(ax, part, size, x + (room - across) / 2, -down / 2, across, down)
