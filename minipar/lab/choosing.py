@@ -1,7 +1,7 @@
 """Choosing a plan: a calculator, and where the rest of a step goes.
 
     calculator("llama-3-8b", "dp=8,tp=8", tokens=8192)    # GB by part, ms by part, MFU: a Figure
-    waterfall(calculate("llama-3-8b", "dp=8,tp=8"))       # from the peak down to the step
+    waterfall(calculate("llama-3-8b", "dp=8,tp=8"), "8B")  # from the peak down to the step
 
 All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measured here.
 """
@@ -121,12 +121,11 @@ def losses(found: Ranked) -> dict[str, float]:
     return added
 
 
-def waterfall(found: Ranked, title: str = "") -> Figure:
+def waterfall(found: Ranked, title: str) -> Figure:
     """Draw `losses`: each bar begins where the one above ends."""
     added = {k: v for k, v in losses(found).items() if abs(v) > SHOWN * found.step}
     left, row = 2.35, 0.34
     height = 0.6 + row * (len(added) + 1) + 0.4
-    title = title or f"MFU is {found.mfu(False):.0%}: where the rest of the step goes"
     paper = pen.figure(pen.WIDTH, height, title, f"predicted: {found.job.plan}")
     ax = pen.panel(paper, left, 0.4, pen.WIDTH - left - 0.2, row * (len(added) + 1))
     names = [f"{name}, exposed" if name in cost.AXES else name for name in added]

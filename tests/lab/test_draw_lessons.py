@@ -118,11 +118,10 @@ def test_the_area_is_what_was_measured():
     """Mutant: layers that are not stacked."""
     (area,) = (ax for ax in memory_of.ladder({"": HISTORY}).axes if ax.collections)
     tops = [c.get_paths()[0].get_extents().y1 for c in area.collections]
-    assert tops == pytest.approx([8, 16, 16, 40])  # parameters, + gradients, + echo, + activations
+    assert tops == pytest.approx([8, 10, 16, 40])  # weights, + gathered, + gradients, + activations
     inks = [to_hex(c.get_facecolor()[0]) for c in area.collections]
     known = memory_of.CATEGORY
-    assert (inks[0], inks[1]) == (known["parameters"], known["gradients"])
-    assert inks[3] == known["activations"]
+    assert inks == [known[c] for c in ("parameters", "gathered", "gradients", "activations")]
     names = (tick.get_text() for tick in area.get_xticklabels())
     ticks = dict(zip(names, area.get_xticks(), strict=True))
     assert ticks == {"forward": 0.25, "backward": 0.75}  # equally wide

@@ -37,7 +37,7 @@ HISTORY = MemoryHistory(
         "activations": [0, 30 * MB, 5 * MB, 0],
         "parameters": [8 * MB] * 4,
         "gradients": [0, 0, 8 * MB, 8 * MB],
-        "echo": [0, 2 * MB, 0, 0],
+        "gathered": [0, 2 * MB, 0, 0],
     },
     {"optimizer": [0, 0, 16 * MB, 16 * MB]},
     ["forward", "forward", "backward", "backward"],
@@ -126,7 +126,7 @@ PICTURES = {
     "mechanism": (lambda: mechanism(BOXES, [("g", "sum", "then")], title="A"), "a gradient; then"),
     "memory": (
         lambda: memory_of.ladder({"": HISTORY}, note="measured"),
-        "at most 40 MB, 30 MB of it activations; the host holds 16 MB; Measured.; echo; -closed",
+        "at most 40 MB, 30 MB of it activations; the host holds 16 MB; Measured.; gathered weights",
     ),
     "closed form": (
         lambda: memory_of.ladder({"ddp": HISTORY}, closed_forms={"ddp": {"optimizer": 24.0 * MB}}),

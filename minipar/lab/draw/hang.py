@@ -40,9 +40,7 @@ def hang(report: Report, *, title: str = "") -> Figure:
         pen.text(ax, 1.45, y + ROW / 2, call[:90], size=7, color=pen.ink_on(EXPOSED))
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
     title = title or (said if len(said) < 90 else said[:87] + "...")
-    rest = len(report.findings) - 1
-    more = f"and {rest} more finding{'s' * (rest > 1)}" if rest > 0 else ""
-    return pen.cut(ax, title, more, [*LEGEND, ODD])
+    return pen.cut(ax, title, legend=[*LEGEND, ODD])
 
 
 def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:

@@ -59,11 +59,8 @@ def ladder(
 
 def _inks(held: list[Mapping]) -> dict[str, str]:
     """Return the colours of all categories that are ever there, from bottom to top."""
-    seen = {c: None for each in held for c, values in each.items() if np.any(values)}
-    others = [category for category in seen if category not in CATEGORY]
-    inks = CATEGORY | {c: HELD_OTHERS[2 + i % 2] for i, c in enumerate(others)}
-    inks["activations"] = inks.pop("activations")  # on top
-    return {category: ink for category, ink in inks.items() if category in seen}
+    seen = {c for each in held for c, values in each.items() if np.any(values)}
+    return {c: CATEGORY[c] for c in sorted(seen, key=[*CATEGORY].index)}
 
 
 # ---------------------------------------------------------------------- the axis
