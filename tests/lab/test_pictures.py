@@ -109,7 +109,7 @@ PICTURES = {
     "curves": (lambda: draw.curves({"a long name, it is": LINE}, title="t"), "a long name, it is"),
     "bars": (lambda: draw.bars({"ours": 717}, unit="ms", title="A"), "717 ms; | A"),
     "stacked": (lambda: draw.bars(STACKED, unit="GB"), "14 GB; 0.5 GB; | weights; | 2 |; -→"),
-    "shares of 100 %": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; -100 %; -| 0.1"),
+    "narrow parts": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; 100 %; -| 0.1"),
     # ------------------------------------------------------------------ pictures of one lesson
     "methods": (lambda: compression.accuracy(ROWS, title="t"), "5.23 % of the bytes; | low rank"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),

@@ -128,8 +128,7 @@ def bars(
     """Draw horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`.
 
     Parts named as a kind of work, an axis or a part of memory ("weights") have its colour, unless
-    `colours` has one for them. A part says its value where there is room. Bars that are all 100 %
-    do not say so.
+    `colours` has one for them. A part says its value where there is room.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
     parts = list(dict.fromkeys(part for each in stacked.values() for part in each if part))
@@ -144,8 +143,6 @@ def bars(
     ax = pen.panel(figure, left, foot, width - left - 0.2, row * len(stacked))
     sums = {name: sum(each.values()) for name, each in stacked.items()}
     labels = {name: f"{pen.number(total)} {unit}".strip() for name, total in sums.items()}
-    if unit == "%" and parts and {*labels.values()} == {"100 %"}:
-        labels = dict.fromkeys(labels, "")
     end = max(sums.values(), default=0) or 1.0
     widest = max(map(len, labels.values()), default=0)
     inch = (width - left - 0.45 - 0.085 * widest) / end  # of a unit; the rest is for the values
