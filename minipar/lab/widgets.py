@@ -48,9 +48,7 @@ class Explorer(ipywidgets.VBox):
         for name, slider in self.sliders.items():
             slider.description, slider.continuous_update = name, False
             slider.observe(lambda _: self.redraw(), "value")
-        columns = ipywidgets.Layout(grid_template_columns="repeat(2, max-content)")
-        grid = ipywidgets.GridBox(list(self.sliders.values()), layout=columns)
-        super().__init__([grid, self.image, self.text])
+        super().__init__([*self.sliders.values(), self.image, self.text])
         self.redraw()
         if self.error is not None:
             raise self.error
