@@ -128,7 +128,7 @@ def hang(command: Hang) -> None:
 
 
 def prove(command: Prove) -> None:
-    """Print whether a training equals one device, or where it parts, and exit with 1."""
+    """Print whether a training equals one device; exit with 1 where it parts."""
     sizes = parse_mesh(command.mesh)
     check_numbers(command, {"timeout": 1})
     if not 0 < command.rtol < 1:

@@ -1,12 +1,12 @@
-"""Choosing a plan: a calculator, where the rest of a step goes, and strategies on networks.
+"""Choosing a plan: a calculator, and where the rest of a step goes.
 
     calculator("llama-3-8b", "dp=8,tp=8", tokens=8192)    # GB by part, ms by part, MFU: a Figure
-    waterfall(calculate("llama-3-8b", "dp=8,tp=8"))       # from the peak down to the step
+    waterfall(calculate("llama-3-8b", "dp=8,tp=8"), "8B")  # from the peak down to the step
 
 All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measured here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from matplotlib.figure import Figure
@@ -121,12 +121,11 @@ def losses(found: Ranked) -> dict[str, float]:
     return added
 
 
-def waterfall(found: Ranked, title: str = "") -> Figure:
+def waterfall(found: Ranked, title: str) -> Figure:
     """Draw `losses`: each bar begins where the one above ends."""
     added = {k: v for k, v in losses(found).items() if abs(v) > SHOWN * found.step}
     left, row = 2.35, 0.34
     height = 0.6 + row * (len(added) + 1) + 0.4
-    title = title or f"MFU is {found.mfu(False):.0%}: where the rest of the step goes"
     paper = pen.figure(pen.WIDTH, height, title, f"predicted: {found.job.plan}")
     ax = pen.panel(paper, left, 0.4, pen.WIDTH - left - 0.2, row * (len(added) + 1))
     names = [f"{name}, exposed" if name in cost.AXES else name for name in added]
@@ -142,131 +141,4 @@ def waterfall(found: Ranked, title: str = "") -> Figure:
             ax.plot([end, end], [i + 0.31, i + 0.69], color=pen.MUTED, lw=0.7)
         share = f"{seconds:+.2f} s" if i and name else f"{seconds:.2f} s"
         pen.text(ax, max(start, end) + 0.01 * found.step, i, f"{share}, {seconds / found.step:.0%}")
-    return paper
-
-
-# ---------------------------------------------------------------------- side by side
-def panels(
-    lines: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
-    *,
-    inks: Mapping[str, str],
-    xlabel: str,
-    ylabel: str,
-    title: str,
-    note: str = "",
-) -> Figure:
-    """Draw curves `{panel: {name: (x, y)}}` side by side: x by its logarithm, y from 0, one key."""
-    paper = pen.figure(pen.WIDTH, 3.9, title, note)
-    wide = (pen.WIDTH - 0.8) / len(lines)
-    top = 1.05 * max(max(y) for panel in lines.values() for _, y in panel.values())
-    for i, (name, curves) in enumerate(lines.items()):
-        ax = pen.panel(paper, 0.65 + i * wide, 1.0, wide - 0.3, 2.0)
-        ax.set_xscale("log", base=2)
-        ax.set_ylim(0, top)
-        ax.grid(axis="y", color=pen.GRID, lw=0.8)
-        ax.tick_params(labelleft=i == 0)
-        ticks = sorted({v for x, _ in curves.values() for v in x})
-        ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
-        for curve, (x, y) in curves.items():
-            ax.plot(x, y, color=inks[curve], lw=2, marker="o", ms=3.5)
-        ax.text(0, 1.06, name, size=9.5, color=pen.INK, weight="bold", transform=ax.transAxes)
-    pen.label(ax, xlabel)
-    style = {"size": 9, "color": pen.MUTED}
-    paper.text(0.15 / pen.WIDTH, 1 - 0.5 / 3.9, ylabel, va="top", **style)
-    pen.key(paper, [(ink, name) for name, ink in inks.items()], 0.65, 0.32, pen.WIDTH)
-    return paper
-
-
-# ---------------------------------------------------------------------- a procedure for people
-STEPS = {
-    "1. Fit one step": (
-        (
-            "Does one GPU hold weights, gradients, optimizer?",
-            "dp: copies (or ZeRO 1, for the same bytes)",
-        ),
-        ("No, but all GPUs together do?", "FSDP, and recompute if activations need it"),
-        ("Still too large, or too few tokens to hide FSDP?", "tp inside a node, then pp; long: cp"),
-    ),
-    "2. Reach the batch": (
-        ("Which ranks are left?", "dp = GPUs / (tp pp cp)"),
-        ("How often does each of them work?", "microbatches = batch / (dp x microbatch)"),
-        ("Fewer sequences than dp ranks?", "more tp, pp or cp, and fewer dp"),
-    ),
-    "3. Optimise": (
-        ("dp waits?", "a larger microbatch, or whole nodes in dp's ring"),
-        ("tp waits, or the bubble?", "smaller tp; more microbatches or stages"),
-        ("Memory is left?", "recompute less, then shard less"),
-    ),
-}
-"""Three steps, each of questions with what to take if the answer is yes."""
-
-
-def tree(title: str = "") -> Figure:
-    """Draw `STEPS`: questions on the left, what to do on the right, one step below the other."""
-    row, wide, head = 0.36, (4.1, 4.35), 0.45
-    height = 0.55 + sum(head + row * len(lines) for lines in STEPS.values())
-    paper, ax = pen.sheet(pen.WIDTH, height, title)
-    y, taken = height - 0.5, pen.KIND["forward"]
-    for step, lines in STEPS.items():
-        pen.text(ax, 0.2, y - 0.14, step, weight="bold", size=11)
-        y -= head
-        for question, answer in lines:
-            x, low, at = 0.4 + wide[0], y - row + 0.1, y - row / 2 + 0.06
-            pen.rounded(ax, 0.4, low, wide[0], row - 0.08, 0.05, fc=pen.GRID, ec="none")
-            pen.text(ax, 0.5, at, question)
-            pen.arrow(ax, (x + 0.05, at), (x + 0.45, at), 9, color=pen.MUTED, lw=1.2)
-            pen.rounded(ax, x + 0.5, low, wide[1], row - 0.08, 0.05, fc=taken, ec="none")
-            pen.text(ax, x + 0.6, at, answer)
-            y -= row
-    return paper
-
-
-def placements(
-    groups: Mapping[str, tuple[int, int, float]], *, title: str = "", note: str = ""
-) -> Figure:
-    """Draw which GPUs a ring joins: `{name: (distance of neighbours, size, bytes/s)}`.
-
-    Four nodes of eight GPUs are drawn for each ring.
-    """
-    nodes, gpus, side, left, row = 4, 8, 0.17, 2.35, 0.42
-    wide = side * gpus + 0.14
-    height = 0.85 + row * len(groups)
-    figure, ax = pen.sheet(left + nodes * wide + 1.35, height, title, note)
-    for line, (name, (distance, size, speed)) in enumerate(groups.items()):
-        y = height - 0.9 - row * line
-        pen.text(ax, left - 0.12, y + side / 2, name, ha="right")
-        members = {distance * rank for rank in range(size)}
-        for gpu in range(nodes * gpus):
-            x = left + gpu // gpus * wide + gpu % gpus * side
-            ink = pen.AXIS["dp"] if gpu in members else pen.KIND["idle"]
-            pen.rectangle(ax, x, y, side - 0.03, side, fc=ink)
-        for node in range(nodes):
-            frame = (left + node * wide - 0.04, y - 0.05, side * gpus + 0.05, side + 0.1)
-            pen.rectangle(ax, *frame, fc="none", ec=pen.MUTED, lw=0.8)
-        pen.text(ax, left + nodes * wide + 0.05, y + side / 2, f"{speed / 1e9:.0f} GB/s each")
-    return figure
-
-
-def beside(found: Mapping[str, Mapping[str, float]], *, title: str = "", note: str = "") -> Figure:
-    """Draw bars in % of what was published, a panel for each system, with a line at 100."""
-    row, left, head = 0.3, 2.1, 0.42
-    paper = pen.figure(
-        7.2, 0.7 + sum(head + row * len(bars) for bars in found.values()), title, note
-    )
-    top = paper.get_figheight() - 0.45
-    most = max(value for bars in found.values() for value in bars.values())
-    for system, bars in found.items():
-        tall = row * len(bars)
-        ax = pen.panel(paper, left, top - head - tall, 7.2 - left - 0.3, tall)
-        pen.bar_rows(ax, bars, 1.15 * max(most, 100))
-        for i, value in enumerate(bars.values()):
-            ax.barh(i, value, height=0.62, color=pen.KIND["forward"])
-            if 80 < value < 100:  # beside its bar, the label would lie on the line at 100
-                pen.text(ax, value - 1.5, i, f"{value:.0f} %", ha="right")
-            else:
-                above = {"bbox": {"fc": pen.PAPER, "lw": 0, "pad": 1}, "zorder": 5}
-                pen.text(ax, value + 1.5, i, f"{value:.0f} %", **above)
-        ax.axvline(100, color=pen.INK, lw=1.3)
-        pen.text(ax, 0, -0.85, system, weight="bold")
-        top -= head + tall
     return paper

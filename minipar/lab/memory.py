@@ -31,7 +31,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -134,7 +133,6 @@ class MemoryHistory:
     forward, backward or the optimizer. The inside of operations and of libraries is not seen.
     """
 
-    rank: int
     seconds: list[float]
     device: dict[str, list[int]]
     host: dict[str, list[int]] = field(default_factory=dict)
@@ -185,7 +183,6 @@ class MemoryLedger(LiveBytes):
     def __init__(self, model: nn.Module | None = None, *, budget: float | None = None) -> None:
         super().__init__()
         self.model, self.budget = model, math.inf if budget is None else budget
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._changes: list[tuple[float, Holding, int, str]] = []  # when, of what, bytes, phase
         self._phase, self._start = "forward", 0.0
         self._parameters: dict[nn.Parameter, None] = {}
@@ -227,7 +224,7 @@ class MemoryLedger(LiveBytes):
                 for column in columns:
                     column.append(column[-1])
             places[holding.on_host][holding.category][-1] += num_bytes
-        return MemoryHistory(self.rank, seconds, *places, [*phases[:1], *phases])
+        return MemoryHistory(seconds, *places, [*phases[:1], *phases])
 
     # ------------------------------------------------------------------ categories
     def _watch_parameter(self, parameter: nn.Parameter) -> None:

@@ -8,7 +8,6 @@ import pytest
 from minipar.lab.bench import compression as bench
 from minipar.lab.bench import race
 from minipar.lab.bench.compression import METHODS, CompressionConfig, Learned
-from minipar.lab.draw import compression as draw_compression
 
 pytestmark = pytest.mark.trains
 
@@ -44,15 +43,6 @@ def test_a_row_compares_with_fp32_from_the_same_weights():
 def test_a_run_of_no_step_is_refused():
     with pytest.raises(ValueError, match="--steps 0 must be 1 or more"):
         bench.run(CompressionConfig(steps=0))
-
-
-def test_the_finding_is_what_the_rows_say():
-    """Mutants: the mean gap (int8's is 0), the fewest bytes at any price, fp32 itself."""
-    costly = {"sign": (1e5, [0.5, 0.5]), "int8": (1e6, [-0.02, 0.02])}
-    assert draw_compression.finding(rows_of(**costly)).startswith("every method that sends less")
-    free = {"fp16": (2e6, [0.0, 0.001]), "bf16": (2e6, [0.005, 0.002])}
-    said = draw_compression.finding(rows_of(**costly, **free))
-    assert said == "fp16: 50 % of the bytes, within 0.01 nats of fp32"
 
 
 def test_the_committed_numbers_are_of_all_methods():

@@ -61,7 +61,7 @@ def test_the_figures_bear_the_numbers():
     assert choosing.calculate(plan="dp=8,checkpointing=full").job.plan.checkpointing == "full"
     large = texts(choosing.calculator("llama-3-70b", "dp=8"))
     assert "it does not fit" in large and "90 % of published runs lie within 15 %" in large
-    fall = choosing.waterfall(found)
+    fall = choosing.waterfall(found, "t")
     assert f"{found.step:.2f} s, 100%" in texts(fall) and "tp, exposed" in rows(fall)
 
 

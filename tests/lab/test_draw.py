@@ -17,8 +17,6 @@ from minipar.comm.plans import ALL_REDUCE
 from minipar.lab import draw
 from minipar.lab.draw import meshes, pen
 from minipar.observe.timeline import Span, Timeline
-from minipar.train.data import epoch_order, share
-from tests.lab.figures import boxes as cells_of
 from tests.lab.figures import shapes, step, words
 
 
@@ -178,20 +176,6 @@ def test_every_message_is_a_line(name):
     assert len(shapes(figure, FancyArrowPatch)) == len(sent)
     busy = sum(any(one.sends for one in each) for each in zip(*each, strict=True))
     assert f"{busy} round{'s' * (busy > 1)}" in words(figure)
-
-
-def test_shares_are_those_that_training_deals_out():
-    """Every cell has the colour of the rank that `train.data.share` gives its sample to."""
-    order = epoch_order(22, seed=0, epoch=0)
-    figure = draw.shares(order.tolist(), size=4, batch_size=8)
-    cells = cells_of(figure, *draw.RANK)
-    numbers = [int(word) for word in words(figure) if word.isdigit()]
-    shown = {number: cell[0] for number, cell in zip(numbers, cells, strict=True)}
-    assert len(shown) == 22
-    for batch in order.split(8):
-        for rank in range(4):
-            for sample in share(batch, rank, 4).tolist():
-                assert shown[sample] == draw.RANK[rank]
 
 
 # ---------------------------------------------------------------------- curves and bars

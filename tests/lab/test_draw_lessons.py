@@ -6,24 +6,21 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_hex
-from matplotlib.patches import Arc, FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from minipar.emulate.link import Topology
-from minipar.lab.draw import AXIS, EXPOSED, GRID, KIND, RANK, compression, llama, pen, pipeline
+from minipar.lab.draw import EXPOSED, KIND, RANK, compression, llama, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.context import causal, mask, pieces, quarters
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
 from minipar.lab.draw.mechanism import mechanism
 from minipar.lab.draw.numbers import bits_of
-from minipar.lab.draw.plan import crossing, explanation, families, placement
 from minipar.lab.draw.tensor import SAME, Matrix, formula, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
-from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs
 from tests.lab.figures import boxes, fills, shapes, texts, words
-from tests.lab.test_pictures import BOXES, HISTORY, MB, TINY, explained
+from tests.lab.test_pictures import BOXES, HISTORY, MB, TINY
 
 # ---------------------------------------------------------------------- compression
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
@@ -121,11 +118,10 @@ def test_the_area_is_what_was_measured():
     """Mutant: layers that are not stacked."""
     (area,) = (ax for ax in memory_of.ladder({"": HISTORY}).axes if ax.collections)
     tops = [c.get_paths()[0].get_extents().y1 for c in area.collections]
-    assert tops == pytest.approx([8, 16, 16, 40])  # parameters, + gradients, + echo, + activations
+    assert tops == pytest.approx([8, 10, 16, 40])  # weights, + gathered, + gradients, + activations
     inks = [to_hex(c.get_facecolor()[0]) for c in area.collections]
     known = memory_of.CATEGORY
-    assert (inks[0], inks[1]) == (known["parameters"], known["gradients"])
-    assert inks[3] == known["activations"]
+    assert inks == [known[c] for c in ("parameters", "gathered", "gradients", "activations")]
     names = (tick.get_text() for tick in area.get_xticklabels())
     ticks = dict(zip(names, area.get_xticks(), strict=True))
     assert ticks == {"forward": 0.25, "backward": 0.75}  # equally wide
@@ -136,7 +132,8 @@ def test_a_peak_of_a_moment_is_not_lost():
     n = 200_000
     spike = [MB] * n
     spike[77_777] = 50 * MB
-    history = MemoryHistory(0, [i / n for i in range(n)], {"activations": spike})
+    times = [i / n for i in range(n)]
+    history = MemoryHistory(times, {"activations": spike}, phases=["forward"] * n)
     [area] = [ax for ax in memory_of.ladder({"": history}).axes if ax.collections]
     path = area.collections[0].get_paths()[0]
     assert path.get_extents().y1 == pytest.approx(50) and len(path.vertices) < 20_000
@@ -188,47 +185,6 @@ def test_a_cell_says_its_microbatch_and_stands_where_it_runs():
     rank_1 = {("0", 1.5, 1.5), ("0", 3.0, 1.5), ("1", 4.5, 1.5), ("1", 6.0, 1.5)}
     assert rank_0 | rank_1 <= found
     assert ax.get_ylim() == (2, 0)  # rank 0 on top
-
-
-def test_a_forward_and_the_backward_beside_it_share_a_frame():
-    """Catches frames around all neighbours, or around two actions of one stage."""
-
-    def frames(plan):
-        figure = pipeline.schedule(plan, pairs=True)
-        found = [box for box in panels(figure)[0].patches if box.get_linewidth() > 1]
-        return sorted((round(box.get_x(), 3), round(box.get_width(), 3)) for box in found)
-
-    assert frames(make("1f1b", 2, 4)) == []  # a stage per rank
-    plan = Schedule.parse("a: microbatches 1; stages on ranks 0 0\nrank 0: 0F0 1F0 1B0 0B0")
-    assert frames(plan) == []
-    text = "a: microbatches 2; stages on ranks 0 0\nrank 0: 0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1"
-    assert frames(Schedule.parse(text)) == [(1.0, 1.5)]  # 0F1 1B0
-
-
-# ---------------------------------------------------------------------- plans
-THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")
-
-
-def test_a_box_in_the_colour_of_the_axis_is_a_sum_and_grey_needs_nothing():
-    """Mutant: boxes of what is cut in place of what is summed."""
-    figure, count = explanation(THREE), len(families(THREE))
-    inks, said = fills(figure, FancyBboxPatch), words(figure)
-    assert inks.count(AXIS["dp"]) == count  # of every parameter
-    assert inks.count(AXIS["tp"]) == inks.count(AXIS["pp"]) == 1  # norms; the embedding
-    assert said.count("a piece each") == said.count("on one stage") == count - 1
-    # Without sequence parallelism all ranks of tp have the same gradient of a norm.
-    assert fills(explanation(explained("dp=2,tp=2")), FancyBboxPatch).count(GRID) == 1
-
-
-@pytest.mark.parametrize("sizes, out", [({"tp": 2, "dp": 2, "pp": 2}, "tp"), ({"dp": 8}, "dp")])
-def test_the_axis_that_leaves_a_node_is_loud(sizes, out):
-    """Mutant: columns of the mesh numbered the other way round."""
-    nodes = Topology(2, 4)
-    assert [axis for axis, crosses in crossing(sizes, nodes).items() if crosses] == [out]
-    bows = [to_hex(bow.get_edgecolor()) for bow in shapes(placement(sizes, nodes), Arc)]
-    assert bows.count(EXPOSED) == 8 // sizes[out] * (sizes[out] - 1)
-    for axis, size in sizes.items():  # the colour of a bow is its axis, inside of a node or not
-        assert bows.count(AXIS[axis]) == 8 // size * (size - 1)
 
 
 # ---------------------------------------------------------------------- cut matrices

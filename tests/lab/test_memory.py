@@ -158,12 +158,12 @@ def test_a_model_that_does_not_fit():
 
 
 def test_a_history_says_what_there_is_at_its_peak():
-    history = MemoryHistory(3, [0.0, 1.0, 2.0], {"a": [1, 5, 2], "b": [7, 4, 0]}, {"c": [0, 1, 9]})
+    history = MemoryHistory([0.0, 1.0, 2.0], {"a": [1, 5, 2], "b": [7, 4, 0]}, {"c": [0, 1, 9]})
     assert history.totals == [8, 9, 2] and history.peak == 9
     assert list(history.at_peak.items()) == [("a", 5), ("b", 4)]
     assert history.peak_of("a") == 5 and history.peak_of("a", "b") == 9
     assert history.peak_of("c") == 0 and history.peak_of("c", "d", host=True) == 9
-    assert MemoryHistory(0, [], {}).at_peak == {}
+    assert MemoryHistory([], {}).at_peak == {}
     assert pickle.loads(pickle.dumps(history)) == history  # ranks send it
 
 

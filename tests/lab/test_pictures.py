@@ -14,35 +14,30 @@ import torch
 from PIL import Image
 
 from minipar.comm.plans import ALL_REDUCE
-from minipar.emulate.link import Topology
-from minipar.lab import choosing, draw
+from minipar.lab import draw
 from minipar.lab.draw import compression, context, expert, llama, meshes, numbers, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
 from minipar.lab.draw.mechanism import Box, mechanism
-from minipar.lab.draw.plan import explanation, placement
-from minipar.lab.draw.tensor import Matrix, formula, heads, swap
+from minipar.lab.draw.tensor import Matrix, formula, swap
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
-from minipar.parallel.explain import explain
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs
-from minipar.parallel.plan import Plan
 from tests.lab.figures import step, texts
 
 TINY, MB = PRESETS["tiny"], 10**6
 MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.json"
 ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))
 HISTORY = MemoryHistory(
-    1,
     [10.0, 10.01, 10.02, 10.03],
     {
         "activations": [0, 30 * MB, 5 * MB, 0],
         "parameters": [8 * MB] * 4,
         "gradients": [0, 0, 8 * MB, 8 * MB],
-        "echo": [0, 2 * MB, 0, 0],
+        "gathered": [0, 2 * MB, 0, 0],
     },
     {"optimizer": [0, 0, 16 * MB, 16 * MB]},
     ["forward", "forward", "backward", "backward"],
@@ -72,10 +67,6 @@ def ring(size):
 
 def plans(name, size):
     return {name: [ALL_REDUCE[name](24, rank, size) for rank in range(size)]}
-
-
-def explained(text):
-    return explain(Plan.parse(text), TINY)
 
 
 def fp16(tensor):
@@ -114,24 +105,17 @@ PICTURES = {
     "6 ranks": (lambda: draw.collective("all_reduce", 6), "every rank gets the sum; Σ5"),
     "rounds": (lambda: draw.rounds(ring(3), title="A ring"), "A ring; round 2; rank 2; -rank 3"),
     "plans": (lambda: meshes.schedules(plans("ring", 4), numel=24), "6 rounds; rank 3; passed on"),
-    "shares": (lambda: draw.shares(range(24), 4, 8), "dealt out to 4 ranks; step 2"),
     # ------------------------------------------------------------------ curves, bars
     "curves": (lambda: draw.curves({"a long name, it is": LINE}, title="t"), "a long name, it is"),
     "bars": (lambda: draw.bars({"ours": 717}, unit="ms", title="A"), "717 ms; | A"),
     "stacked": (lambda: draw.bars(STACKED, unit="GB"), "14 GB; 0.5 GB; | weights; | 2 |; -→"),
-    "shares of 100 %": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; -100 %; -| 0.1"),
+    "narrow parts": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; 100 %; -| 0.1"),
     # ------------------------------------------------------------------ pictures of one lesson
-    "methods": (lambda: compression.accuracy(ROWS), compression.finding(ROWS)),
-    "seconds": (lambda: compression.convergence(ROWS), "PowerSGD rank 4; emulated 1 GbE; -sign"),
+    "methods": (lambda: compression.accuracy(ROWS, title="t"), "5.23 % of the bytes; | low rank"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
     "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
-    "steps": (lambda: context.steps({"d": [[1.0, 4.0], [3.0, 1.0]]}), "7 ms; waits"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
-    "heat": (lambda: expert.heat({"": [[1, 2], [3, 40]]}, **AB, sums=True), "| 3 |; | 43; | 42"),
-    "groups": (
-        lambda: expert.groups({"a": [[0, 1]]}, {"a": ["e0", "e1"]}, title="t"),
-        "rank 1; e1",
-    ),
+    "heat": (lambda: expert.heat({"": [[1, 2], [3]]}, **AB), "| 2 |; | 3 |; | b |; | d"),
     "holdings": (lambda: holdings({"s": [PHASE]}), "reduce-scatter | dp"),
     "model": (
         lambda: llama.model(TINY),
@@ -142,7 +126,7 @@ PICTURES = {
     "mechanism": (lambda: mechanism(BOXES, [("g", "sum", "then")], title="A"), "a gradient; then"),
     "memory": (
         lambda: memory_of.ladder({"": HISTORY}, note="measured"),
-        "at most 40 MB, 30 MB of it activations; the host holds 16 MB; Measured.; echo; -closed",
+        "at most 40 MB, 30 MB of it activations; the host holds 16 MB; Measured.; gathered weights",
     ),
     "closed form": (
         lambda: memory_of.ladder({"ddp": HISTORY}, closed_forms={"ddp": {"optimizer": 24.0 * MB}}),
@@ -166,19 +150,11 @@ PICTURES = {
         ),
         "zb v, interleaved zb",
     ),
-    "explanation": (
-        lambda: explanation(explained("dp=2,tp=2,sequence_parallel,zero=1"), title="t"),
-        "all-reduce\n2,304 bytes; 8 x k, v",  # 9 norms of 128 numbers of 4 bytes, cut over dp = 2
-    ),
-    "placement": (lambda: placement(dict(pp=2, tp=4), Topology(2, 4)), "leaves the node; node 1"),
     "formula": (
         lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
         "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
     ),
-    "heads": (lambda: heads(TINY, [2, 4], title="a title of many words " * 3), "tp = 4; queries"),
     "swap": (lambda: swap(TINY, 4), "| 0 1 |; | 2 3 |; all-to-all; -| 0 2 |"),
-    "procedure": (lambda: choosing.tree("t"), "; ".join(choosing.STEPS)),
-    "nodes": (lambda: choosing.placements({"far": (8, 2, 48e9)}), "48 GB/s each"),
 }
 
 

@@ -23,7 +23,7 @@ def bars(height: int = 4, colour: str = "black"):
 def test_picture_and_text_follow_the_sliders():
     """A widget that draws once and never again would fail."""
     box = widgets.explore(bars, height=(1, 32), colour=["black", "red"])
-    assert repr(box) == str(box) == "Controls, in Jupyter only: height=4, colour='black'"
+    assert repr(box) == str(box) == "Controls, in Jupyter only: height, colour"
     first = picture(box)
     assert first.startswith(PNG) and box.text.value == "height 4"
     box.sliders["height"].value = 12
@@ -33,7 +33,6 @@ def test_picture_and_text_follow_the_sliders():
     assert picture(box) != second
     box.sliders["height"].value, box.sliders["colour"].value = 4, "black"
     assert picture(box) == first
-    assert box.values == {"height": 4, "colour": "black"}
 
 
 def test_an_error_while_drawing_is_seen():

@@ -6,7 +6,7 @@ What one subject alone needs (pipelines, memory, attention ...) has a module of 
 # ruff: noqa: F401
 from minipar.lab.draw.charts import bars, curves, loss_curves
 from minipar.lab.draw.display import DRAWN, register
-from minipar.lab.draw.meshes import blocks_of, collective, mesh, rounds, shares
+from minipar.lab.draw.meshes import blocks_of, collective, mesh, rounds
 from minipar.lab.draw.pen import (
     AXIS,
     EXPOSED,

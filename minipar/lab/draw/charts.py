@@ -8,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, LogLocator
-from matplotlib.transforms import Bbox
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER, SERIES, Point, colour
+from minipar.lab.draw.pen import AXIS, GRID, KIND, MUTED, PAPER, SERIES, colour
 
 
 def curves(
@@ -117,25 +116,6 @@ def loss_curves(
     return curves(lines, xlabel="step", ylabel="loss", title=title, note=note, nested=True)
 
 
-def label_points(
-    ax: Axes, points: Sequence[Point], names: Sequence[str], inks: Sequence[str]
-) -> None:
-    """Write each name beside its point, where it covers no point and no other name."""
-    dots = ax.transData.transform(points)  # pixels
-    taken = [Bbox.from_bounds(x - 10, y - 10, 20, 20) for x, y in dots]
-    spots = [(across, up) for up in (0, 12, -12, 22, -22) for across in (7, -7)]
-    for i in sorted(range(len(names)), key=lambda i: -dots[i][1]):
-        style = {"size": 8.5, "color": pen.readable(inks[i]), "va": "center"}
-        text = ax.annotate(names[i], points[i], spots[0], textcoords="offset points", **style)
-        for across, up in spots:
-            text.set(position=(across, up), ha="left" if across > 0 else "right")
-            box = text.get_window_extent()
-            inside = ax.bbox.x0 < box.x0 and box.x1 < ax.bbox.x1 + 30
-            if inside and not box.count_overlaps(taken):
-                break
-        taken.append(box)
-
-
 def bars(
     values: Mapping[str, float | Mapping[str, float]],
     *,
@@ -144,15 +124,11 @@ def bars(
     note: str = "",
     highlight: str | None = None,
     colours: Mapping[str, str] | None = None,
-    longest: float | None = None,
-    mark: float | None = None,
 ) -> Figure:
     """Draw horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`.
 
     Parts named as a kind of work, an axis or a part of memory ("weights") have its colour, unless
-    `colours` has one for them. A part says its value where there is room. Bars that are all 100 %
-    do not say so. A bar longer than `longest` is cut off there, with an arrow. At `mark` there is a
-    line.
+    `colours` has one for them. A part says its value where there is room.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
     parts = list(dict.fromkeys(part for each in stacked.values() for part in each if part))
@@ -162,23 +138,19 @@ def bars(
     inks |= {part: colour(part) for part in parts if part in {*KIND, *AXIS, "exposed"}}
     inks |= colours or {}
     left = 0.3 + 0.075 * max(map(len, stacked), default=0)
-    width, row, foot = 7.2, 0.36, 0.3 + 0.3 * bool(parts) + 0.2 * (mark is not None)
+    width, row, foot = 7.2, 0.36, 0.3 + 0.3 * bool(parts)
     figure = pen.figure(width, 0.55 + row * len(stacked) + foot, title, note)
     ax = pen.panel(figure, left, foot, width - left - 0.2, row * len(stacked))
     sums = {name: sum(each.values()) for name, each in stacked.items()}
     labels = {name: f"{pen.number(total)} {unit}".strip() for name, total in sums.items()}
-    if unit == "%" and parts and {*labels.values()} == {"100 %"}:
-        labels = dict.fromkeys(labels, "")
-    end = longest or max(sums.values(), default=0) or 1.0
-    labels = {name: "→ " * (sums[name] > end) + said for name, said in labels.items()}
-    widest = max(10 if longest else 0, *map(len, labels.values()))
+    end = max(sums.values(), default=0) or 1.0
+    widest = max(map(len, labels.values()), default=0)
     inch = (width - left - 0.45 - 0.085 * widest) / end  # of a unit; the rest is for the values
     pen.bar_rows(ax, stacked, (width - left - 0.2) / inch)
-    above = {"bbox": {"fc": PAPER, "lw": 0, "pad": 1}, "zorder": 5} if mark is not None else {}
     for i, (name, each) in enumerate(stacked.items()):
         start = 0.0
         for part, value in each.items():
-            said, value = pen.number(value), min(value, end - start)
+            said = pen.number(value)
             ink = inks.get(part, KIND["forward" if highlight not in (None, name) else "backward"])
             ax.barh(i, value, left=start, height=0.62, color=ink, edgecolor=PAPER, lw=0.7)
             if len(each) > 1 and value * inch > 0.08 * len(said) + 0.06:
@@ -186,9 +158,6 @@ def bars(
                 pen.text(ax, start + value / 2, i, said, **style)
             start += value
         weight = "bold" if name == highlight else "normal"
-        pen.text(ax, start + 0.012 * end, i, labels[name], weight=weight, **above)
-    if mark is not None:
-        ax.axvline(mark, color=INK, lw=1.5, zorder=4)
-        ax.set_xticks([mark], [f"{pen.number(mark)} {unit}".strip()], color=INK, fontsize=9)
+        pen.text(ax, start + 0.012 * end, i, labels[name], weight=weight)
     pen.key(figure, [(inks[part], part.replace("_", " ")) for part in parts], left, 0.3)
     return figure

@@ -3,7 +3,7 @@
 The blocks are those that the library multiplies (`context.blocks_of`), not drawn by a second rule.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,21 +93,6 @@ def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
         total = f"{_duration(work):g} quarters of a block"
         pen.text(ax, x, -SIDE - 0.39, total, weight="bold")
     return pen.cut(ax, title, note, [*pen.of_ranks(size), MASKED, WAITS, STEP])
-
-
-def steps(
-    work: Mapping[str, Sequence[Sequence[float]]], *, title: str = "", note: str = ""
-) -> Figure:
-    """Draw rings in lockstep, ``work[name][rank][step]`` in ms: a step waits for its slowest."""
-    ax, ranks = pen.paper(), max(len(rows) for rows in work.values())
-    scale = 6.2 / max(map(_duration, work.values()))
-    for i, (name, rows) in enumerate(work.items()):
-        y = -(ROW * ranks + 0.44) * i
-        _steps(ax, 0, y, rows, scale)
-        top, said = y + ROW * ranks + 0.14, f"{_duration(rows):.3g} ms"
-        pen.text(ax, 0, top, name, weight="bold")
-        pen.text(ax, _duration(rows) * scale, top, said, ha="right")
-    return pen.cut(ax, title, note, [*pen.of_ranks(ranks), WAITS, STEP])
 
 
 # ---------------------------------------------------------------------- parts

@@ -1,4 +1,4 @@
-"""Pictures of experts: the way of a token, tables of loads and choices, who sums what."""
+"""Pictures of experts: the way of a token, tables of loads and choices."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,7 +6,7 @@ import matplotlib.colors as colors
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import GRID, INK, KIND, MUTED, PAPER, RANK, SAME
+from minipar.lab.draw.pen import GRID, INK, KIND, MUTED, PAPER, RANK
 
 TOKEN, SLOT, ROW = 0.25, 0.19, 0.74  # inches: a token, a slot that has travelled, a rank
 Cell, Table = tuple[int, int], Sequence[Sequence[float]]
@@ -98,68 +98,30 @@ def heat(
     note: str = "",
     form: str = "{:.0f}",
     across: int = 1,
-    sums: bool = False,
     marked: Collection[Cell] = (),
 ) -> Figure:
     """Draw tables `{name: table}`, `across` of them side by side: the larger a number, the darker.
 
-    With `sums`, the sums of rows and columns stand at the margins. The cells `marked`, (row,
-    column), are framed in each table.
+    A row may be shorter. The cells `marked`, (row, column), are framed in each table.
     """
     most = max(max(line) for table in panels.values() for line in table) or 1
     shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, KIND["forward"]])
     wide, tall = 0.075 * max(2, *(len(form.format(most)), *map(len, columns))) + 0.2, 0.34
     ax = pen.paper()
     for number, (name, table) in enumerate(panels.items()):
-        x = number % across * (wide * (len(columns) + sums) + 0.3)
-        top = -(number // across) * (tall * (len(rows) + sums) + 0.65)
+        x = number % across * (wide * len(columns) + 0.3)
+        top = -(number // across) * (tall * len(rows) + 0.65)
         pen.text(ax, x, top + 0.38, name)
         words = {"ha": "center", "color": MUTED, "size": 8}
-        for j, column in enumerate([*columns, "sum"][: len(columns) + sums]):
+        for j, column in enumerate(columns):
             pen.text(ax, x + wide * (j + 0.5), top + 0.13, column, **words)
-        lines = [*table, [sum(column) for column in zip(*table, strict=True)]]
-        for i, row in enumerate([*rows, "sum"][: len(rows) + sums]):
+        for i, row in enumerate(rows):
             y = top - tall * (i + 0.5)
             if number % across == 0:
                 pen.text(ax, x - 0.1, y, row, ha="right", color=MUTED)
-            for j, value in enumerate([*lines[i], sum(lines[i])][: len(columns) + sums]):
-                said = form.format(value)
-                if i < len(rows) and j < len(columns):
-                    box, fill = (x + wide * j, y - tall / 2, wide, tall), shade(value / most)
-                    edge = {"ec": GRID, "lw": 0.8}
-                    edge = {"ec": INK, "lw": 2.2, "zorder": 2} if (i, j) in marked else edge
-                    pen.cell(ax, box, said, colors.to_hex(fill), **edge)
-                elif i < len(rows) or j < len(columns):
-                    style = {"ha": "center", "size": 8.5, "weight": "bold"}
-                    pen.text(ax, x + wide * (j + 0.5), y, said, **style)
-    return pen.cut(ax, title, note)
-
-
-# ---------------------------------------------------------------------- who sums a gradient
-def groups(
-    found: Mapping[str, Sequence[Sequence[int]]],
-    held: Mapping[str, Sequence[str]],
-    *,
-    title: str = "",
-    note: str = "",
-) -> Figure:
-    """Draw a line for each kind of weights: boxes of ranks, of one colour where ranks sum.
-
-    `found` has the groups of ranks by kind; `held` has what each rank holds of that kind.
-    """
-    ax, wide = pen.paper(), 1.55
-    for i, (kind, sets) in enumerate(found.items()):
-        y = -0.95 * i
-        pen.text(ax, -0.15, y + 0.24, kind, ha="right", weight="bold")
-        for number, ranks in enumerate(sets):
-            ink = RANK[number] if len(sets) > 1 else SAME
-            for rank in ranks:
-                said = f"rank {rank}\n{held[kind][rank]}"
-                pen.cell(ax, (wide * rank, y, wide - 0.2, 0.48), said, ink, radius=0.06, ec="none")
-            middle = [wide * (rank + 0.5) - 0.1 for rank in ranks]
-            low = y - 0.1 - 0.1 * number
-            line = {"color": pen.readable(ink), "lw": 1.6}
-            ax.plot([middle[0], middle[-1]], [low, low], **line)
-            for x in middle:
-                ax.plot([x, x], [low, y], **line)
+            for j, value in enumerate(table[i]):
+                box, fill = (x + wide * j, y - tall / 2, wide, tall), shade(value / most)
+                edge = {"ec": GRID, "lw": 0.8}
+                edge = {"ec": INK, "lw": 2.2, "zorder": 2} if (i, j) in marked else edge
+                pen.cell(ax, box, form.format(value), colors.to_hex(fill), **edge)
     return pen.cut(ax, title, note)

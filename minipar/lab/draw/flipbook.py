@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterable
 from html import escape
 from itertools import product
-from typing import Any
 
 from IPython.display import display
 from matplotlib import rc_context
@@ -68,16 +67,14 @@ PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
 class Flipbook:
     """The pictures of `draw_fn` for all combinations of values; sliders turn from one to another.
 
-    `draw_fn` returns a figure, or a figure and a text (which is left out), as for
-    `widgets.explore`. Controls start at its defaults. `frames` are in the order of
+    Controls start at the defaults of `draw_fn`. `frames` are in the order of
     `itertools.product(*choices.values())`. `html` is a part of a page that needs nothing else.
     """
 
-    def __init__(self, draw_fn: Callable[..., Any], **choices: Iterable) -> None:
+    def __init__(self, draw_fn: Callable[..., Figure], **choices: Iterable) -> None:
         self.choices = choices = {name: list(values) for name, values in choices.items()}
         every = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-        drawn = [draw_fn(**values) for values in every]
-        self.frames = frames = [one[0] if isinstance(one, tuple) else one for one in drawn]
+        self.frames = frames = [draw_fn(**values) for values in every]
         defaults = {n: p.default for n, p in inspect.signature(draw_fn).parameters.items()}
         start = {  # the number of a value, by name
             n: v.index(defaults[n]) if defaults[n] in v else 0 for n, v in choices.items()

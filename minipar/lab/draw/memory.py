@@ -25,7 +25,6 @@ CATEGORY = {
 }
 """From the bottom of the stack to its top: what stays, then what comes and goes."""
 NAMES = {"parameters": "weights", "optimizer": "optimizer state", "gathered": "gathered weights"}
-MOST_PHASES = 8  # of which each has a name; more are not drawn
 
 
 def ladder(
@@ -45,9 +44,8 @@ def ladder(
     top = 1.08e-6 * max([*peaks, *(sum(form.values()) for form in forms.values())])  # megabytes
     inks = _inks([history.device for history in histories.values()] + [*forms.values()])
     legend = [(inks[c], NAMES.get(c, c)) for c in reversed(inks)]
-    phased = all(len(_phases(history)) > 1 for history in histories.values())
-    label = "each phase with its allocations in order" if phased else "% of the allocations"
     heights = [1.9 if len(histories) == 1 else 1.25] * len(histories)  # inches
+    label = "each phase with its allocations in order"
     figure, axes = pen.stack(heights, legend, label, [note])
     end = 1.18 if forms else 1.0  # the step is from 0 to 1; on its right stands the closed form
     for ax, (name, history) in zip(axes, histories.items(), strict=True):
@@ -61,21 +59,17 @@ def ladder(
 
 def _inks(held: list[Mapping]) -> dict[str, str]:
     """Return the colours of all categories that are ever there, from bottom to top."""
-    seen = {c: None for each in held for c, values in each.items() if np.any(values)}
-    others = [category for category in seen if category not in CATEGORY]
-    inks = CATEGORY | {c: HELD_OTHERS[2 + i % 2] for i, c in enumerate(others)}
-    inks["activations"] = inks.pop("activations")  # on top
-    return {category: ink for category, ink in inks.items() if category in seen}
+    seen = {c for each in held for c, values in each.items() if np.any(values)}
+    return {c: CATEGORY[c] for c in sorted(seen, key=[*CATEGORY].index)}
 
 
 # ---------------------------------------------------------------------- the axis
 def _phases(history: MemoryHistory) -> list[tuple[str, int]]:
-    """Return the phases of a step, such as ("forward", samples), in order; one if there are many.
+    """Return the phases of a step, such as ("forward", samples), in order.
 
     Allocations before the first forward belong to it.
     """
-    found = [(name, len([*samples])) for name, samples in groupby(history.phases)]
-    return found if 1 < len(found) <= MOST_PHASES else [("", len(history.seconds))]
+    return [(name, len([*samples])) for name, samples in groupby(history.phases)]
 
 
 def _places(history: MemoryHistory) -> np.ndarray:
@@ -103,12 +97,9 @@ def _area(ax: Axes, history: MemoryHistory, inks: dict[str, str]) -> None:
     ax.grid(axis="y", color=pen.GRID, lw=0.8)
     ax.yaxis.set_major_locator(MaxNLocator(4))
     phases = [name.replace("optimizer", "optimizer step") for name, _ in _phases(history)]
-    if len(phases) > 1:  # a line between phases, and their names below the axis
-        for i in range(1, len(phases)):
-            ax.axvline(i / len(phases), color=INK, lw=0.8, ls=":", zorder=4)
-        ax.set_xticks([(i + 0.5) / len(phases) for i in range(len(phases))], phases)
-    else:
-        ax.set_xticks([i / 5 for i in range(6)], [str(20 * i) for i in range(6)])
+    for i in range(1, len(phases)):  # a line between phases, and their names below the axis
+        ax.axvline(i / len(phases), color=INK, lw=0.8, ls=":", zorder=4)
+    ax.set_xticks([(i + 0.5) / len(phases) for i in range(len(phases))], phases)
     ax.text(-0.012, 1.02, "MB", transform=ax.transAxes, size=9, color=MUTED, ha="right")
 
 

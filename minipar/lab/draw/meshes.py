@@ -1,4 +1,4 @@
-"""Meshes, and the work of collectives, samplers, plans on them: who has which data, who sends."""
+"""Meshes, and the work of collectives and plans on them: who has which data, who sends."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -166,22 +166,6 @@ def _ranks(
             pen.striped(ax, box, fills, f"Σ{block}" if len(sources) > 1 else block)
             if before and slot in contents and contents[slot] != before[rank].get(slot):
                 pen.rectangle(ax, *box, fill=False, ec=INK, lw=1.6, zorder=4)
-
-
-# ---------------------------------------------------------------------- shares of the data
-def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
-    """Draw an epoch: a row per batch, its samples in order, coloured by their rank.
-
-    Sample i of a batch belongs to rank i mod `size`, as `train.data.share` deals them out.
-    """
-    ax, cell = pen.paper(), 0.46  # inches
-    for i, sample in enumerate(order):
-        row, column = divmod(i, batch_size)
-        box = cell * column + 0.025, -cell * row + 0.025, cell - 0.05, cell - 0.05
-        pen.cell(ax, box, int(sample), RANK[column % size], 9)
-        if column == 0:
-            pen.text(ax, -0.12, -cell * (row - 0.5), f"step {row}", color=MUTED, ha="right")
-    return pen.cut(ax, f"Every sample once, dealt out to {size} ranks", legend=pen.of_ranks(size))
 
 
 # ---------------------------------------------------------------------- plans of messages

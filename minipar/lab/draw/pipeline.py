@@ -7,15 +7,13 @@ that imports this module, schedules draw themselves.
 """
 
 from collections.abc import Collection, Mapping
-from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minipar.lab.draw import display, pen
-from minipar.lab.draw.charts import label_points
-from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.lab.draw.pen import AXIS, GRID, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
@@ -24,27 +22,12 @@ from minipar.parallel.pipeline.simulate import SPAN_KIND, Costs, bubble, simulat
 LETTERS = 6.0  # points; smaller numbers are left out
 
 
-def schedule(
-    schedule: Schedule, costs: Costs | None = None, *, title: str | None = None, pairs: bool = False
-) -> Figure:
+def schedule(schedule: Schedule, costs: Costs | None = None, *, title: str | None = None) -> Figure:
     """Draw one schedule; `costs` are of a rank's whole share of the model.
 
-    With `pairs`, a forward and the whole backward of another stage right after it share a frame.
     Raises ValueError if the schedule deadlocks.
     """
-    figure = compare({title or schedule.name: schedule}, costs)
-    if not pairs:
-        return figure
-    t = simulate(schedule, (costs or Costs()).per_rank(schedule))
-    for rank in t.ranks:
-        row = [s for s in t.select(rank=rank) if s.kind != "comm"]
-        for one, other in pairwise(row):
-            f, b = Action.parse(one.name), Action.parse(other.name)
-            touch = other.start - one.end < 1e-9
-            if touch and (f.kind, b.kind) == ("F", "B") and f.stage != b.stage:
-                box = one.start, rank + 0.06, other.end - one.start, 0.88
-                pen.rectangle(figure.axes[0], *box, fc="none", ec=INK, lw=1.3, zorder=5)
-    return figure
+    return compare({title or schedule.name: schedule}, costs)
 
 
 def compare(
@@ -98,28 +81,23 @@ def finding(schedule: Schedule, timeline: Timeline) -> str:
 def memory_against_bubble(schedules: Mapping[str, Schedule], *, title: str) -> Figure:
     """Draw a point per schedule: activations held at most, and its bubble in percent.
 
-    Activations of one microbatch in 1/p of the model count as one. The line joins the schedules
-    that no other beats in both.
+    Activations of one microbatch in 1/p of the model count as one.
     """
     points: dict[tuple[float, float], list[str]] = {}
     for name, plan in schedules.items():
-        t = simulate(plan, Costs().per_rank(plan))
-        points.setdefault((_held(plan), round(100 * bubble(t), 6)), []).append(name)
-    width, height = 7.2, 4.4
-    figure = pen.figure(width, height, title)
-    ax = pen.panel(figure, 0.75, 0.62, width - 1.0, height - 1.3)
+        share = bubble(simulate(plan, Costs().per_rank(plan)))
+        at = _held(plan), round(100 * share, 6)
+        points.setdefault(at, []).append(name.replace("_", " "))
+    figure = pen.figure(7.2, 4.4, title)
+    ax = pen.panel(figure, 0.75, 0.62, 6.2, 3.1)
     ax.grid(color=GRID, lw=0.8)
-    ax.set_xlim(0, 1.32 * max(x for x, _ in points))
-    ax.set_ylim(0, 1.12 * max(y for _, y in points) or 1.0)
-    front, least = [], float("inf")
-    for x, y in sorted(points):
-        if y < least:
-            front, least = [*front, (x, y)], y
-    ax.plot(*zip(*front, strict=True), color=KIND["forward"], lw=1.5, zorder=2)
-    for x, y in points:
-        ax.plot(x, y, "o", color=KIND["backward"], ms=7, mec=PAPER, mew=1, zorder=4, clip_on=False)
-    said = [", ".join(names).replace("_", " ") for names in points.values()]
-    label_points(ax, [*points], said, [INK] * len(points))
+    least, most = min(points)[0], max(points)[0]
+    ax.set_xlim(0.6 * least, 1.15 * most)
+    for (x, y), names in points.items():
+        ax.plot(x, y, "o", color=KIND["backward"], ms=7, mec=PAPER, mew=1, zorder=4)
+        side, gap = ("right", -0.12) if x == least else ("left", 0.12)
+        pen.text(ax, x + gap, y, ", ".join(names), ha=side)
+    ax.set_ylim(0)
     held = "activations held, in microbatches of a rank's share of the model"
     pen.label(ax, held, "bubble, % of computing", above=1.03)
     return figure

@@ -1,7 +1,7 @@
-"""Cut matrices: which rank has which piece, which sum is pending, and heads by rank."""
+"""Cut matrices: which rank has which piece, which sum is pending, and heads that change ranks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import INK, MUTED, PAPER, RANK, SAME
+from minipar.lab.draw.pen import INK, PAPER, RANK, SAME
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.matrices import by_heads
 
 LENGTHS = {"T": 0.95, "D": 0.75, "F": 1.5, "V": 1.9}  # inches
 SHEET = 0.13  # inches between the sheets of a pending sum
@@ -41,27 +40,20 @@ class Matrix:
         return f"{self.name}[{rows}, {columns}]" + " {partial tp}" * self.pending
 
 
-def formula(
-    parts: Sequence[Matrix | str],
-    size: int = 2,
-    *,
-    lengths: Mapping[str, float] | None = None,
-    title: str = "",
-) -> Figure:
+def formula(parts: Sequence[Matrix | str], size: int = 2, *, title: str = "") -> Figure:
     """Draw matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
 
     A colour is a rank, grey what all have alike. A pending sum is a pile of sheets of full size,
-    one per rank, marked with Σ. `lengths` gives other inches for some letters than `LENGTHS`.
+    one per rank, marked with Σ.
     """
-    inches = {**LENGTHS, **(lengths or {})}
     ax, x = pen.paper(), 0.0
-    low = -max(inches[part.rows] for part in parts if isinstance(part, Matrix)) / 2
+    low = -max(LENGTHS[part.rows] for part in parts if isinstance(part, Matrix)) / 2
     for part in parts:
         if isinstance(part, str):
             room = 0.16 + 0.085 * max(2, *map(len, part.split("\n")))
             pen.text(ax, x + room / 2, 0, part, ha="center", size=12 if len(part) < 3 else 9)
         else:
-            across, down = inches[part.columns], inches[part.rows]
+            across, down = LENGTHS[part.columns], LENGTHS[part.rows]
             sheets = SHEET * (size - 1) * part.pending
             room = max(across + 2 * sheets, 0.073 * len(part.label)) + 0.16
             _matrix(ax, part, size, x + (room - across) / 2, -down / 2, across, down)
@@ -94,29 +86,6 @@ def _matrix(
         box = {"boxstyle": "round,pad=0.2", "fc": PAPER, "ec": "none", "alpha": 0.9}
         style = {"size": 10.9, "weight": "bold", "ha": "center", "bbox": box}
         pen.text(ax, x + across / 2, y + down / 2, "Σ", **style)
-
-
-def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figure:
-    """Draw which rank has which heads, for some numbers of ranks.
-
-    A head of several colours has a copy on each of these ranks.
-    """
-    rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
-    ax, cell = pen.paper(), 0.52  # inches of a head
-    panel = 1.35 + cell * config.num_heads
-    across = max(1, int(pen.WIDTH / panel))
-    for i, size in enumerate(sizes):
-        left, top = i % across * panel, -1.28 * (i // across)
-        pen.text(ax, left, top, f"tp = {size}", weight="bold")
-        for row, (name, count) in enumerate(rows.items()):
-            y, wide = top - 0.59 - 0.48 * row, cell * config.num_heads / count
-            pen.text(ax, left - 0.12, y + 0.18, name, color=MUTED, ha="right")
-            spans = by_heads(count, 1, size)
-            for head in range(count):
-                owners = [RANK[r] for r, (start, stop) in enumerate(spans) if start <= head < stop]
-                box = left + wide * head + 0.03, y, wide - 0.06, 0.36
-                pen.striped(ax, box, owners, head, size=9)
-    return pen.cut(ax, title, legend=pen.of_ranks(max(sizes)))
 
 
 def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> Figure:
