@@ -4,9 +4,15 @@
 says what ranks do, and it starts no process. Under zero=3 a tied embedding that is a unit of its
 own is reduced twice, for the embedding and for the head; the table counts it once.
 
+Use::
+
+    plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
+    print(explain(plan, config))
+
 Proved by tests/parallel/test_compose.py: what `explain` says, beside what ranks hold and send.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +23,7 @@ from minipar.parallel import expert, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
 from minipar.parallel.plan import Plan
+from minipar.text import aligned
 
 STATE = ("weights", "gradients", "optimizer")
 
@@ -38,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows of a plan; `lab/draw/plan.py` draws them."""
+    """The rows of a plan. Prints as a table, in which equal layers share a line."""
 
     plan: Plan
     rows: tuple[Row, ...]
@@ -53,6 +60,34 @@ class Explanation:
         rows = [row for row in self.rows if stage_rank in row.stage_ranks]
         axes = dict.fromkeys(axis for row in rows for axis in row.sent)
         return {axis: sum(row.sent.get(axis, 0) for row in rows) for axis in axes}
+
+    def __str__(self) -> str:
+        alike: dict[tuple[str, ...], list[str]] = {}  # cells that layers share -> their numbers
+        for row in self.rows:
+            before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", row.name).groups()
+            shapes = ("x".join(map(str, shape)) for shape in (row.full_shape, row.shape))
+            summed = [f"{axis} ({verb})" for axis, verb in row.summed.items()]
+            sent = [f"{axis} {num_bytes:,}" for axis, num_bytes in row.sent.items()]
+            lists = (map(str, row.stage_ranks), row.cut_over, summed, sent)
+            cells = (before, after, *shapes, *(", ".join(cell) or "-" for cell in lists))
+            alike.setdefault(cells, []).append(number)
+        lines = [("parameter", "shape", "on a rank", "pp", "cut over", "summed over", "bytes sent")]
+        for (before, after, *cells), numbers in alike.items():
+            lines.append((f"{before}{_runs(numbers)}{after}", *cells))
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.plan.mesh_sizes().items())
+        title = f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}"
+        return "\n".join([title, *aligned(lines)])
+
+
+def _runs(numbers: list[str]) -> str:
+    """Return "0-2,5" for "0", "1", "2", "5"."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and number and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(run) for run in runs)
 
 
 # ---------------------------------------------------------------------- 2. how it is found

@@ -194,6 +194,10 @@ def test_a_plan_explains_itself():
     assert norm.summed == {"dp": "reduce-scatter", "tp": "all-reduce"}
     assert norm.sent == {"dp": 32, "tp": 32}  # of its 64 bytes; half of it, there and back
     assert norm.num_bytes == {"weights": 64, "gradients": 64, "optimizer": 64}
+    text = str(explained)
+    assert len(text.splitlines()) == 2 + 1 + 9 + 9 + 1  # title and header; per stage, a layer
+    assert "model.layers.2-3.self_attn.q_proj.weight" in text
+    assert "dp (reduce-scatter), tp (all-reduce)" in text
     with pytest.raises(ValueError, match="does not divide num_heads"):
         explain(replace(plan, tp=3), TIED)
 
