@@ -50,7 +50,6 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from IPython import get_ipython
 from IPython.display import Code, display
 
 from minipar.comm.collectives import standing_for
@@ -184,7 +183,6 @@ def check(
                 f"{guess}What counts as good: {asked.good}.\nThe same inputs again: {again}",
                 error.criterion,
             ) from None
-    note(number)
     passed[number] = answer
     print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}.\n{asked.praise}")
     if asked.drawn is not None:
@@ -192,22 +190,6 @@ def check(
     if asked.bonuses and not bonus:
         harder = f'check("{number}", {name}, bonus=True)'
         print(f"Want more? {harder}: {', '.join(asked.bonuses)}")
-
-
-SOLVED = "solved.txt"  # a line for each; nothing is sent, and who deletes the file starts anew
-
-
-def note(number: str) -> None:
-    """Remember in the notebook's folder that an exercise is solved; elsewhere do nothing."""
-    if get_ipython() is not None and number not in solved():
-        with suppress(OSError), Path(SOLVED).open("a", encoding="utf-8") as file:
-            file.write(f"{number}\n")
-
-
-def solved() -> list[str]:
-    """Return the numbers of solved exercises, in the order in which they were solved."""
-    path = Path(SOLVED)
-    return path.read_text(encoding="utf-8").split() if path.is_file() else []
 
 
 def _diagnose(asked: Exercise, name: str) -> None:

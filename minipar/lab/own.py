@@ -76,12 +76,6 @@ def _state(piece: str) -> str:
     return "proved" if is_proved(piece) else "changed since its check"
 
 
-def kept() -> dict[str, tuple[int, str]]:
-    """Return the pieces that were kept: lines of code, and how they stand, "proved" at best."""
-    names = [name for name in PIECES if _file(name).is_file()]
-    return {n: (_num_lines(_file(n).read_text(encoding="utf-8")), _state(n)) for n in names}
-
-
 def _known(piece: str) -> tuple[str, str]:
     if piece not in PIECES:
         raise ValueError(f"there is no piece {piece!r}; there are {', '.join(PIECES)}")
