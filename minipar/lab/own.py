@@ -2,12 +2,10 @@
 
 Some exercises are a strategy in its smallest form. `keep` writes an answer that has passed into
 ``my/ddp.py`` beside the notebook, with the imports and helpers that the answer needs. `piece` gives
-it to another notebook, or the stored answer where nothing was kept. The first line of a file says
-of which exercise it is, and has a digest of the rest: a file that was changed later is not proved.
+it to another notebook, or the stored answer where nothing was kept.
 """
 
 import ast
-import hashlib
 import linecache
 import re
 from collections.abc import Callable
@@ -28,7 +26,6 @@ PIECES = {  # by the name of the file: which exercise it is, and what others cal
     "experts": ("11.2", "dispatch_and_combine"),
     "trainer": ("12.4", "Trainer"),
 }
-HEAD = '"""{name}: exercise {number}, which it has passed. {digest}"""\n\n'
 
 
 def keep(piece: str, answer: Callable | None = None) -> None:
@@ -36,23 +33,20 @@ def keep(piece: str, answer: Callable | None = None) -> None:
 
     An answer that did not pass its check yet is checked first. Raises `CheckFailed` if it does not
     pass, and `ValueError` for an unknown piece, where a host has left the stored answer out, and
-    where the file holds what would be lost: edited code, or an answer in place of the stored one.
+    where the file holds another answer.
     """
     number, name = _known(piece)
-    file = _file(piece)
-    if file.is_file() and (answer is None or not is_proved(piece)):
-        why = "is kept already" if is_proved(piece) else "was changed since its check"
-        raise ValueError(f"{file.as_posix()} {why}; rename or delete it to keep another answer")
-    whose = "your answer" if answer is not None else "the stored answer"
+    file, whose = _file(piece), "your answer" if answer is not None else "the stored answer"
     if answer is None:
         answer = _stored(piece)
     elif exercises.passed.get(number) is not answer:
         exercises.check(number, answer)
-    text = written(answer, name)
+    text = f'"""{name}: exercise {number}, which it has passed."""\n\n{written(answer, name)}'
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{file.as_posix()} holds another answer: rename or delete it first")
     file.parent.mkdir(exist_ok=True)
-    head = HEAD.format(name=name, number=number, digest=_digest(text))
-    file.write_text(head + text, encoding="utf-8")
-    print(f"Kept: {file.as_posix()}, {whose} to exercise {number}, {_num_lines(text)} lines.")
+    file.write_text(text, encoding="utf-8")
+    print(f"Kept: {file.as_posix()}, {whose} to exercise {number}.")
 
 
 def piece(name: str) -> Any:
@@ -62,18 +56,8 @@ def piece(name: str) -> Any:
     if not file.is_file():
         print(f"{name}: the stored answer to exercise {number}")
         return _stored(name)
-    print(f"{name}: {file.as_posix()}, {_state(name)}")
+    print(f"{name}: {file.as_posix()}")
     return getattr(exercises.load(file), called)
-
-
-def is_proved(piece: str) -> bool:
-    """True if the file is as it was when its answer had passed."""
-    head, _, text = _file(piece).read_text(encoding="utf-8").partition("\n")
-    return _digest(text.lstrip("\n")) in head
-
-
-def _state(piece: str) -> str:
-    return "proved" if is_proved(piece) else "changed since its check"
 
 
 def _known(piece: str) -> tuple[str, str]:
@@ -93,15 +77,6 @@ def _stored(piece: str) -> Any:
 
 def _file(piece: str) -> Path:
     return Path(FOLDER) / f"{piece}.py"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _num_lines(text: str) -> int:
-    """Count lines of code: neither empty lines, nor the line that `keep` writes above."""
-    return sum(bool(line.strip()) and not line.startswith('"""') for line in text.splitlines())
 
 
 # ---------------------------------------------------------------------- source
