@@ -81,15 +81,14 @@ def _file(piece: str) -> Path:
 
 # ---------------------------------------------------------------------- source
 def written(answer: Callable, name: str) -> str:
-    """Return a file that defines `answer` as `name`: imports, constants, helpers, the answer.
+    """Return a file that defines `answer` as `name`: its imports, its helpers, the answer.
 
-    Raises `ValueError` for a global that a file cannot hold, such as a tensor of the notebook.
+    Raises `ValueError` for a global that is no module, function or class.
     """
     imports: set[str] = set()
     parts: dict[str, str] = {}
     _add(answer, name, imports, parts)
-    texts = ["\n".join(sorted(imports)), *parts.values()]
-    return "\n\n\n".join(text for text in texts if text) + "\n"
+    return "\n\n\n".join(["\n".join(sorted(imports)), *parts.values()]).lstrip() + "\n"
 
 
 def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -> None:
@@ -99,17 +98,16 @@ def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -
             continue
         value = space[other]
         module = str(getattr(value, "__module__", ""))
+        called = "" if getattr(value, "__name__", "") == other else f" as {other}"
         if isinstance(value, ModuleType):
-            said = "" if value.__name__ == other else f" as {other}"
-            imports.add(f"import {value.__name__}{said}")
+            imports.add(f"import {value.__name__}{called}")
         elif not hasattr(value, "__qualname__"):
-            parts[other] = f"{other} = {_constant(value, other, thing)}"
+            what = f"{thing.__name__} uses {other!r}, a {type(value).__name__} of the notebook"
+            raise ValueError(f"{what}: make it an argument, or create it inside")
         elif module == "__main__" or module.startswith("minipar_solutions_"):
             _add(value, other, imports, parts)
         else:
-            imports.add(f"from {module} import {value.__name__}")
-            if value.__name__ != other:
-                parts[other] = f"{other} = {value.__name__}"
+            imports.add(f"from {module} import {value.__name__}{called}")
     parts[name] = re.sub(rf"\b{thing.__name__}\b", name, text)
 
 
@@ -124,12 +122,3 @@ def _source(thing: Callable) -> tuple[str, dict[str, Any]]:
     if not nodes:
         raise ValueError(f"{thing.__name__} is not defined at the top of a cell or a file")
     return "".join(lines[nodes[-1].lineno - 1 : nodes[-1].end_lineno]).rstrip(), method.__globals__
-
-
-def _constant(value: Any, name: str, thing: Callable) -> str:
-    if isinstance(value, int | float | str | bool | tuple | None):
-        return repr(value)
-    raise ValueError(
-        f"{thing.__name__} uses {name!r}, a {type(value).__name__} of the notebook, which no file "
-        f"can hold: make it an argument, or create it inside of {thing.__name__}"
-    )
