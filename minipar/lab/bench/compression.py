@@ -10,11 +10,13 @@ its own is chance. Ranks share the cores of one machine: compressing takes time 
 which an accelerator would have to spare. Losses are of a short run of a small model.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,7 +149,9 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
             print(f"{name}: loss {loss:.3f} after {config.steps} steps", flush=True)
     rows = [row(config, name, learned) for name in METHODS]
     print("\n" + race.table(rows, COLUMNS))
-    race.save(rows, config.json)
+    if config.json:
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        Path(config.json).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return rows
 
 
