@@ -17,7 +17,7 @@ import hashlib
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbconvert.preprocessors import ClearOutputPreprocessor, CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
-from minipar.lab import exercises, problems, slips
+from minipar.lab import exercises, slips
 from minipar.lab.minutes import show_minutes
 
 MAX_FIGURE_BYTES = 100_000
@@ -126,32 +126,22 @@ def _complaints(cell: NotebookNode) -> Iterator[str]:
 
 
 # ====================================================================== handing out
-def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
-    """Copy `notebooks` without outputs, and the exercises beside them without answers.
+def hand_out(notebooks: Path, folder: Path) -> None:
+    """Copy a folder of notebooks without outputs, with its exercises without answers.
 
-    Headings of the copies, in a new `folder`, say at which minute they begin. The sentences that a
-    check may say of a wrong answer go along, by how it fails. Returns the files written. Raises
-    `FileExistsError` if the folder is there already.
+    Problems go along as they are, and so do the sentences that a check may say of a wrong answer.
+    Raises `FileExistsError` if the new `folder` is there already.
     """
-    solutions = folder / "solutions"
-    solutions.mkdir(parents=True)
-    texts, known = {}, {}
-    for path in notebooks:
+    (folder / "solutions").mkdir(parents=True)
+    for path in notebooks.glob("*.ipynb"):
         notebook = nbformat.read(path, as_version=4)
         show_minutes(notebook)
         ClearOutputPreprocessor().preprocess(notebook, {})
-        texts[folder / path.name] = nbformat.writes(notebook) + "\n"
-        given, number = path.parent / "solutions", int(path.stem[:2])
-        told = slips.read(given)
-        for file in sorted(given.glob(f"ex_{number}_*.py")):
-            texts[solutions / file.name] = without_answers(file.read_text(encoding="utf-8"))
-            known |= {n: told[n] for n in [exercises.id_of(file)] if n in told}
-        if any("check_number(" in cell.source for cell in notebook.cells):
-            for file in given.glob("problems_*.py"):
-                texts[solutions / file.name] = without_ways(file)
-    for file, text in texts.items():
-        file.write_text(text, encoding="utf-8")
-    return [*texts, slips.write(solutions, known)]
+        nbformat.write(notebook, folder / path.name)
+    for file in notebooks.glob("solutions/*.*"):
+        text = file.read_text(encoding="utf-8")
+        text = without_answers(text) if file.name.startswith("ex_") else text
+        (folder / "solutions" / file.name).write_text(text, encoding="utf-8")
 
 
 def learn_slips(asked: exercises.Exercise) -> dict[str, Any]:
@@ -202,20 +192,6 @@ def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
     return _name(part).startswith("_") and not used
 
 
-def without_ways(file: Path) -> str:
-    """Return a file of problems with numbers in the place of what works them out."""
-    module = ast.parse(file.read_text(encoding="utf-8"))
-    functions = [part for part in module.body if isinstance(part, ast.FunctionDef)]
-    for function, asked in zip(functions, problems.of(file).values(), strict=True):
-        function.body[1:] = ast.parse(f"return {asked.right!r}").body
-        for keyword in function.decorator_list[0].keywords:
-            if keyword.arg == "slips":
-                keyword.value = ast.parse(repr(asked.slips), mode="eval").body
-    head = [module.body[0], *ast.parse(f"from {problems.__name__} import problem").body]
-    module.body = [*head, *functions]
-    return ast.unparse(module) + "\n"
-
-
 # ====================================================================== the command
 def publish(path: Path) -> list[str]:
     """Execute a notebook in a fresh kernel, normalise and write it; return its faults.
@@ -244,13 +220,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run as a command; the exit code is 1 if there is something to complain about."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
-    parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
+    parser.add_argument("--handout", type=Path, help="only copy a folder, without answers")
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     asked = parser.parse_args(arguments)
     files = [[path] if path.is_file() else sorted(path.glob("*.ipynb")) for path in asked.paths]
     notebooks = sum(files, [])
     if asked.handout is not None:
-        print(*hand_out(notebooks, asked.handout), sep="\n")
+        hand_out(asked.paths[0], asked.handout)
         return 0
     if asked.slips:
         for folder in {path.parent / "solutions" for path in notebooks}:

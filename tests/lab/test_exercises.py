@@ -127,7 +127,7 @@ def test_the_hosts_page_tells_of_every_exercise_and_its_minutes():
 @pytest.fixture(scope="module")
 def handout(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("handout") / "course"
-    publish.hand_out(sorted((ROOT / "notebooks").glob("*.ipynb")), folder)
+    publish.hand_out(ROOT / "notebooks", folder)
     return folder
 
 
