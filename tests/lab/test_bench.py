@@ -1,5 +1,6 @@
 """`minipar bench`: the arithmetic of rows, and that all contenders do the same work."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -78,16 +79,17 @@ def test_all_contenders_take_the_same_steps(ranks, strategy):
 
 
 @pytest.mark.slow
-def test_bench_prints_a_table(capfd):
+def test_bench_writes_rows(tmp_path, capfd):
+    path = tmp_path / "rows.json"
     with pytest.raises(SystemExit) as stop:
-        main.main(["bench", "ddp", "--rounds", "2", "--links", "gloo"])
+        main.main(["bench", "ddp", "--rounds", "2", "--links", "gloo", "--json", str(path)])
     out, err = capfd.readouterr()
     assert stop.value.code == 0, err
-    rows = [line.split() for line in out.splitlines()[-2:]]
-    assert [row[3] for row in rows] == ["overlapped", "tuned"]
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["ours"] for row in rows] == ["overlapped", "tuned"]
     for row in rows:
-        low, ratio, high = (float(number.strip("[,]")) for number in (row[-2], row[-3], row[-1]))
-        assert 0 < low <= ratio <= high
+        assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["ours_ms"] > 0 and f"{row['ratio']:.3f}" in out
 
 
 # ---------------------------------------------------------------------- experts

@@ -10,13 +10,11 @@ its own is chance. Ranks share the cores of one machine: compressing takes time 
 which an accelerator would have to spare. Losses are of a short run of a small model.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,9 +138,7 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
             print(f"{name}: loss {loss:.3f} after {STEPS} steps", flush=True)
     rows = [row(name, learned) for name in METHODS]
     print("\n" + race.table(rows, COLUMNS))
-    if config.json:
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        Path(config.json).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    race.save(rows, config.json)
     return rows
 
 

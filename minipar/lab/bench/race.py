@@ -7,12 +7,14 @@ shows the median of all rounds and its quartiles. A step takes as long as its sl
 All ranks compute on the CPU. Who races against whom: strategies.py.
 """
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from unittest import mock
 
@@ -39,6 +41,8 @@ class RaceConfig:
     times."""
     rounds: int = 12
     """Steps of each contender on each link."""
+    json: str = ""
+    """Also write the rows to this file; the book shows those of notebooks/assets/measured."""
 
 
 def label(link_name: str) -> str:
@@ -125,3 +129,10 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] = COLUMN
     """
     lines = [[template.format_map(row) for template in columns.values()] for row in rows]
     return "\n".join(aligned([[*columns], *lines]))
+
+
+def save(rows: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Write the rows as JSON, a line for each; an empty `path` writes nothing."""
+    if path:
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")

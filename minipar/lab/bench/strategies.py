@@ -105,6 +105,7 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
                 rows.append(race.row(link_name, ours, torchs, seconds))
                 print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
     print("\n" + race.table(rows))
+    race.save(rows, config.json)
     return rows
 
 
