@@ -28,7 +28,6 @@ from nbconvert.preprocessors import ClearOutputPreprocessor, CoalesceStreamsPrep
 from nbformat import NotebookNode
 
 from minipar.lab import exercises, slips
-from minipar.lab.minutes import show_minutes
 
 MAX_FIGURE_BYTES = 100_000
 CELL_TIMEOUT = 120  # seconds
@@ -135,7 +134,6 @@ def hand_out(notebooks: Path, folder: Path) -> None:
     (folder / "solutions").mkdir(parents=True)
     for path in notebooks.glob("*.ipynb"):
         notebook = nbformat.read(path, as_version=4)
-        show_minutes(notebook)
         ClearOutputPreprocessor().preprocess(notebook, {})
         nbformat.write(notebook, folder / path.name)
     for file in notebooks.glob("solutions/*.*"):
