@@ -1,6 +1,6 @@
-"""Execute the notebooks, and make their files the same on every machine.
+"""Make the files of executed notebooks the same on every machine (``make notebooks``).
 
-    python -m minipar.lab.publish notebooks/            # execute, normalise, write, check
+    python -m minipar.lab.publish notebooks/            # normalise, write, check
     python -m minipar.lab.publish notebooks/ --handout course/  # copies without the answers
     python -m minipar.lab.publish notebooks/ --slips    # learn how wrong answers fail
 
@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbconvert.preprocessors import ClearOutputPreprocessor, CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
 from minipar.lab import exercises, slips
 
 MAX_FIGURE_BYTES = 100_000
-CELL_TIMEOUT = 120  # seconds
 RAISES = "raises-exception"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -192,23 +189,8 @@ def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
 
 # ====================================================================== the command
 def publish(path: Path) -> list[str]:
-    """Execute a notebook in a fresh kernel, normalise and write it; return its faults.
-
-    A notebook whose execution fails is left as it was: by an error outside of the cells tagged
-    ``raises-exception``, or by a cell that takes longer than `CELL_TIMEOUT` seconds.
-    """
+    """Normalise a notebook that was executed, in place; return its faults."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT,
-        kernel_name="python3",
-        extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
-        resources={"metadata": {"path": str(path.parent)}},
-    )
-    try:
-        client.execute()
-    except (CellExecutionError, CellTimeoutError) as error:
-        return [f"execution failed: {error}"]
     normalise(notebook, path.resolve().parents[1])
     nbformat.write(notebook, path)
     return complaints(notebook)
@@ -217,26 +199,22 @@ def publish(path: Path) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run as a command; the exit code is 1 if there is something to complain about."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
-    parser.add_argument("--handout", type=Path, help="only copy a folder, without answers")
+    parser.add_argument("notebooks", type=Path, help="a folder of notebooks")
+    parser.add_argument("--handout", type=Path, help="only copy the folder, without answers")
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     asked = parser.parse_args(arguments)
-    files = [[path] if path.is_file() else sorted(path.glob("*.ipynb")) for path in asked.paths]
-    notebooks = sum(files, [])
     if asked.handout is not None:
-        hand_out(asked.paths[0], asked.handout)
+        hand_out(asked.notebooks, asked.handout)
         return 0
     if asked.slips:
-        for folder in {path.parent / "solutions" for path in notebooks}:
-            known = map(exercises.Exercise, sorted(folder.glob("ex_*.py")))
-            print(slips.write(folder, {asked.id: learn_slips(asked) for asked in known}))
+        solutions = asked.notebooks / "solutions"
+        known = map(exercises.Exercise, sorted(solutions.glob("ex_*.py")))
+        print(slips.write(solutions, {asked.id: learn_slips(asked) for asked in known}))
         return 0
-    is_wrong = False
-    for path in notebooks:
-        wrong = publish(path)
-        is_wrong |= bool(wrong)
-        print("\n".join([f"{path}:" if wrong else f"{path}: ok", *wrong]), flush=True)
-    return int(is_wrong)
+    faults = {path: publish(path) for path in sorted(asked.notebooks.glob("*.ipynb"))}
+    for path, wrong in faults.items():
+        print("\n".join([f"{path}:" if wrong else f"{path}: ok", *wrong]))
+    return int(any(faults.values()))
 
 
 if __name__ == "__main__":
