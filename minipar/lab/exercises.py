@@ -33,7 +33,6 @@ The tests prove every file found there: the solution passes, each wrong answer f
 
 import dis
 import importlib.util
-import inspect
 import math
 import re
 import secrets
@@ -50,7 +49,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from IPython.display import Code, display
+from IPython.display import display
 
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
@@ -229,17 +228,6 @@ def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed
 def _on(sizes: tuple[int, ...]) -> str:
     """Say on how many ranks, where there is more than one."""
     return "" if sizes == (1,) else f" on {' and '.join(map(str, sizes))} ranks"
-
-
-def solution(number: str) -> Code:
-    """Return the stored answer, as highlighted source.
-
-    Raises `ValueError` where a host has left it out.
-    """
-    answer = exercise(number).solution
-    if answer is None:
-        raise ValueError(f"the answer to exercise {number} was left out of this copy")
-    return Code(inspect.getsource(answer), language="python")
 
 
 def examine(
