@@ -228,22 +228,10 @@ class Ranks(Watched):
                 if advice:
                     print(advice)
 
-    def restart(self) -> None:
-        """End all ranks and start fresh ones, with empty namespaces."""
-        with self.lock:
-            super().restart()
-            self._prepare()
-
-    @property
-    def label(self) -> str:
-        """Return the words that a figure must say about devices and link."""
-        wire = self.link.label if self.backend == "link" else f"backend {self.backend}"
-        return wire if self.device is None else f"emulated {self.device}; {wire}"
-
     def __repr__(self) -> str:
-        is_plain = self.backend == "link" and self.device is None
-        state = "closed" if self.closed else f"{'gloo, ' * is_plain}{self.label}"
-        return f"Ranks({self.size})  # {state}"
+        wire = f"gloo, {self.link.label}" if self.backend == "link" else f"backend {self.backend}"
+        device = "" if self.device is None else f"emulated {self.device}; "
+        return f"Ranks({self.size})  # {'closed' if self.closed else device + wire}"
 
     # ------------------------------------------------------------------ after a failure
     def _prepare(self) -> None:
