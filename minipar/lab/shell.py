@@ -183,10 +183,7 @@ def run_cell(code: str, number: int) -> None:
     shell.history_manager.input_hist_parsed.append(shell.transform_cell(code))
     result = shell.run_cell(code, store_history=False)
     worker.shield()
-    for name, value in _facts.items():
-        if (left := shell.user_ns.get(name)) is not value:  # as after: for rank in range(4)
-            shell.user_ns[name] = value
-            print(f"`{name}` was {left!r} after this cell, and is {value} again")
+    shell.user_ns.update(_facts)  # as after: for rank in range(4)
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
         error.report = shell.traceback_text

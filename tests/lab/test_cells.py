@@ -86,7 +86,7 @@ def test_errors_pictures_and_tables_have_streams_of_their_own(nb):
     assert nb.run("%%ranks -r 0,1\nimport sys\nprint('to err', file=sys.stderr)").stderr == (
         "[0] to err\n[1] to err\n"
     )
-    html = nb.run("%%ranks -r 0-1\nfrom IPython.display import HTML\nHTML(f'<b>{rank}</b>')")
+    html = nb.run("%%ranks -r 0,1\nfrom IPython.display import HTML\nHTML(f'<b>{rank}</b>')")
     assert html.text == "[0]\n[1]\n"
     assert [shown["text/html"] for shown in html.display] == ["<b>0</b>", "<b>1</b>"]
     figure = nb.run("%%ranks -r 0\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]);")
@@ -173,7 +173,7 @@ def test_slips_are_answered_in_a_line(nb):
     assert nb.run("%%ranks\nexit()").error.splitlines()[-1].startswith("SystemExit")
     untold = "all 4 ranks alike:\nthe result cannot be sent back: cannot pickle 'generator' object"
     assert nb.run("ranks['(_ for _ in ())']").error == untold
-    assert "-r 4: the ranks are 0 to 3; write 0,2 or 1-3" in nb.run("%%ranks -r 4\n1").error
+    assert "-r 4: the ranks are 0 to 3; write 0,2" in nb.run("%%ranks -r 4\n1").error
     assert "unrecognized arguments: --lives" in nb.run("%%ranks --lives\n1").stderr
     for name, why in (("ranks", "did you mean `rank`?"), ("quit", "pickle")):
         nb.run(f"def slip():\n    return {name}")
@@ -184,8 +184,7 @@ def test_slips_are_answered_in_a_line(nb):
 
 def test_a_rank_has_its_own_number_after_every_cell(nb):
     """Mutant: after this loop all are rank 3, in silence."""
-    shown = nb.run("%%ranks -r 0,3\nfor rank in range(4): pass")
-    assert shown.text == "[0] `rank` was 3 after this cell, and is 0 again\n"
+    assert nb.run("%%ranks -r 0,3\nfor rank in range(4): pass").error == ""
     assert nb.run("ranks['rank']").value == "[0, 1, 2, 3]"
 
 
@@ -427,9 +426,9 @@ def test_a_race_in_a_cell_is_caught_with_its_line():
                 ranks.cell(code, number=number)
 
 
-def test_ranks_are_chosen_by_number_and_by_range():
+def test_ranks_are_chosen_by_number():
     assert chosen_ranks("0,2", 4) == [0, 2]
-    assert chosen_ranks("1-3", 4) == chosen_ranks("3, 1, 2", 4) == [1, 2, 3]
-    for wrong in ("4", "0-9", "a", "", "-1", "1,,2"):
+    assert chosen_ranks("3, 1, 2", 4) == [1, 2, 3]
+    for wrong in ("4", "0-3", "a", "", "-1", "1,,2"):
         with pytest.raises(ValueError, match="the ranks are 0 to 3"):
             chosen_ranks(wrong, 4)
