@@ -28,16 +28,18 @@ def test_rehearsal_goes_through_all_checks(tmp_path, capsys):
     assert "on the CPU: nothing of a GPU; failed: nothing" in capsys.readouterr().out
 
 
-def test_a_failure_is_a_row_and_does_not_end_the_check():
-    """Mutant: memory that is full counts as a failure."""
+def test_a_failure_is_a_row_and_does_not_end_the_check(tmp_path, monkeypatch, capsys):
+    """Mutant: the first error ends it."""
 
-    def fails(words):
-        raise RuntimeError(words)
+    def fails(*_):
+        raise RuntimeError("no such kernel")
 
-    failed = {"message": "no such kernel", "ok": False}
-    assert gpu_check.outcome(fails, "no such kernel") == failed
-    full = gpu_check.outcome(fails, "torch.OutOfMemoryError: CUDA")
-    assert full == {"message": "does not fit into memory"}
+    monkeypatch.setattr(gpu_check, "calibrated", fails)
+    monkeypatch.setattr(gpu_check, "measure", lambda *_: {"ok": True})
+    assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 1
+    _, failed, *others = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert failed == {"check": "calibrate", "message": "no such kernel", "ok": False}
+    assert len(others) == 3 and "failed: calibrate" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -48,11 +50,14 @@ def test_the_simulator_knows_what_was_measured_on_a_gpu(monkeypatch):
     monkeypatch.setattr(gpu_check.backends, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(gpu_check, "name_of", lambda _: told[0]["device"])
     done = 0
-    for setting in gpu_check.ALONE:
+    for recompute, preset, *size in gpu_check.ALONE:
         for old in told:
-            same = all(old.get(k) == v for k, v in setting._asdict().items())
+            known = zip(gpu_check.KEYS, (recompute, preset, *size), strict=True)
+            same = all(old.get(k) == v for k, v in known)
             if same and "simulated_ms" in old and not old.get("loss_chunk"):
-                new = gpu_check.simulated(setting, MEASURED / "gpu_machine.toml")
+                plan = gpu_check.plan_of("dp=1", recompute)
+                machine = MEASURED / "gpu_machine.toml"
+                new = gpu_check.simulated(plan, PRESETS[preset], *size, machine)
                 assert new["simulated_bytes"] == pytest.approx(old["peak_bytes"], rel=0.02)
                 assert new["simulated_ms"] == pytest.approx(old["step_ms"], rel=0.03)
                 assert new["data_sheet_ms"] == pytest.approx(old["step_ms"], rel=0.08)
