@@ -13,7 +13,7 @@ from minipar.lab.problems import Problem, check_number, worked
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "notebooks/16_problems.ipynb"
 CELLS = nbformat.read(PAGE, as_version=4).cells
-ALL = problems.problems()
+ALL = {n: p for number in range(15) for n, p in problems.problems(str(number)).items()}
 each = pytest.mark.parametrize("number", ALL)
 
 
@@ -55,7 +55,11 @@ def test_a_problem_is_complete(number):
     assert re.search(r"\]\(https://[^)]+\)", asked.source)
     assert "?" in text and len(re.findall(r"\d", text)) >= 2 and len(text.split()) <= 110
     (at,) = [i for i, cell in enumerate(CELLS) if cell.source == f'check_number("{number}", ...)']
-    assert CELLS[at - 1].source == asked.markdown(number)
+    shown = CELLS[at - 1].source
+    within = f"to within {100 * asked.within:g} %" if asked.within else "exactly"
+    assert shown.startswith(f"### Problem {number}: {asked.title}\n\n{text}\n\n")
+    assert f"**Asked:** {asked.unit}, {within}. **Source:** {asked.source}.\n" in shown
+    assert f"\n\n{asked.hint}\n</details>" in shown
     assert "raises-exception" in CELLS[at].metadata.tags
 
 
