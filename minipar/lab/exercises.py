@@ -317,15 +317,8 @@ _own: cells.Watched | None = None
 
 
 def _pool(size: int) -> Ranks:
-    """Return the notebook's ranks if they will do, else ranks of our own, kept for the next.
-
-    Emulated GPUs will not: they count the bytes of a larger model, and seconds of their own.
-    """
+    """Return ranks of our own, kept for the next check: a failure leaves the notebook's alone."""
     global _own
-    here = cells.current()
-    suits = here is not None and here.backend == "link" and here.device is None
-    if suits and here.size >= size:
-        return here
     if _own is None or _own.closed or _own.size < size:
         if _own is not None:
             _own.close()
@@ -353,8 +346,6 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         if work.verb not in ("recv", "barrier", _END) and work.exception() is None:
             sent.append(Sent(work.verb, work.num_bytes, work.peer))
 
-    wire = link.current()
-    link.use("none")
     link.observers.append(note)
     try:
         try:
@@ -380,7 +371,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     finally:
         worker.shield()  # an interrupted clean-up would leave torch with half a group
         link.observers.remove(note)
-        link.use(wire)
+        link.use("none")  # an exercise may have used another
         for one in axes:
             with suppress(ValueError):  # the answer may have destroyed it
                 dist.destroy_process_group(one.group)

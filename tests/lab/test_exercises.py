@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import isend, recv
 
 from minipar.emulate import link
-from minipar.lab import cells, exercises, publish
+from minipar.lab import exercises, publish
 from minipar.lab.cases import CheckFailed, Sent
 from minipar.lab.exercises import check, exercise, play
 from minipar.parallel.pipeline import schedules
@@ -394,7 +394,7 @@ def test_an_endless_loop_and_a_wait_in_vain_end(pool, monkeypatch):
 
 
 def test_ranks_of_the_check_itself_notice_a_wait_in_vain(monkeypatch):
-    """Where a notebook has no ranks, or too few, a deadlock would last for the whole time limit."""
+    """Else a deadlock would last for the whole time limit."""
     monkeypatch.setattr(exercises, "_own", None)
 
     def wait_in_vain(tensor, axis):
@@ -420,12 +420,3 @@ def test_what_ranks_have_to_import_does_not_count_as_time_of_an_answer(pool, mon
     monkeypatch.setattr(pool, "run_each", noted)
     check("4.1", exercise("4.1").solution)  # on 4 and on 2 ranks
     assert called == [("_import", None), ("_play", exercises.TIME_LIMIT)] * 2
-
-
-def test_an_answer_does_not_run_on_emulated_gpus(pool):
-    """They have their own count of bytes and seconds, and refuse products of doubles."""
-    with cells.Ranks(2, device="h100/10", magnify=32) as emulated:
-        assert cells.current() is emulated and exercises._pool(2) is pool
-        check("4.1", exercise("4.1").solution)  # on 4 and on 2 ranks
-    with cells.Ranks(2) as plain:
-        assert exercises._pool(2) is plain and exercises._pool(4) is pool
