@@ -38,34 +38,10 @@ def png(num_bytes: int) -> str:
 GOOD = [
     new_markdown_cell(f"# A title, and {HOME}anybody may be named in prose"),
     code("print('a')", text("[0] a\n")),
-    code("1 / 0", error(), tags=(publish.RAISES,)),
+    code("1 / 0", error(), tags=("raises-exception",)),
     code("plot()", shown("image/png", png(99_999), alt="A plot")),
     code("", count=None),
 ]
-
-
-@pytest.mark.parametrize(
-    ("cell", "complaint"),
-    [
-        (code("print(1)", count=None), "was not executed"),
-        (code("1 / 0", error()), "ends in an error, and is not tagged"),
-        (code("warn()", text("x.py:1: UserWarning: old\n", "stderr")), "stderr: x.py:1: UserWar"),
-        (code("f()", shown("text/plain", f"'{HOME}ann/data'")), f"{HOME}ann/data"),
-        (
-            code("plot()", shown("image/png", png(100_001), alt="A plot")),
-            "a figure of 100 kB; at most 100 kB",
-        ),
-        (code("plot()", shown("image/png", png(100))), "a figure without a text that stands for"),
-    ],
-)
-def test_each_fault_is_found(cell, complaint):
-    """In a notebook that has no other."""
-    notebook = new_notebook(cells=GOOD)
-    assert publish.complaints(notebook) == []
-    notebook.metadata, notebook.cells = {"widgets": {"state": {}}}, [*GOOD, cell]
-    widgets, found = publish.complaints(notebook)
-    assert widgets == "widget state is saved"
-    assert complaint in found and found.startswith("cell 5: ")
 
 
 def messy() -> nbformat.NotebookNode:
@@ -128,19 +104,16 @@ def test_paths_of_packages_become_short():
         assert publish.without_paths(f"File {file}:1", root) == "File pytest/__init__.py:1"
 
 
-def test_publishing_writes_all_of_a_folder_and_names_what_is_wrong(tmp_path, capsys):
+def test_publishing_writes_all_of_a_folder(tmp_path):
     folder = tmp_path / "notebooks"
     folder.mkdir()
     path = folder / "a.ipynb"
     nbformat.write(new_notebook(cells=[code("f()", text(f"{folder}/x\n"))]), path)
-    assert publish.main([str(folder)]) == 0 and capsys.readouterr().out.endswith("a.ipynb: ok\n")
+    publish.main([str(folder)])
     first = path.read_bytes()
-    made = nbformat.read(path, as_version=4)
-    assert made.cells[0].outputs[0].text == "notebooks/x\n"
-    assert publish.main([str(folder)]) == 0 and path.read_bytes() == first
-    made.cells.append(code("undefined", count=None))
-    nbformat.write(made, path)
-    assert publish.main([str(folder)]) == 1 and "was not executed" in capsys.readouterr().out
+    assert nbformat.read(path, as_version=4).cells[0].outputs[0].text == "notebooks/x\n"
+    publish.main([str(folder)])
+    assert path.read_bytes() == first
 
 
 EXERCISE = '''"""A title.
@@ -166,7 +139,7 @@ def test_a_copy_for_handing_out_has_exercises_but_no_answers(tmp_path):
     for name, text in (("ex_2_1.py", EXERCISE), ("slips.json", "{}"), ("problems_2.py", "1")):
         (tmp_path / "notebooks/solutions" / name).write_text(text, encoding="utf-8")
     command = [str(tmp_path / "notebooks"), "--handout", str(tmp_path / "course")]
-    assert publish.main(command) == 0
+    publish.main(command)
     copied = {str(p.relative_to(tmp_path / "course")) for p in (tmp_path / "course").rglob("*.*")}
     solutions = {f"solutions/{name}" for name in ("ex_2_1.py", "slips.json", "problems_2.py")}
     assert copied == {"02_a.ipynb"} | solutions
