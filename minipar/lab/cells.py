@@ -263,7 +263,7 @@ def _about_names(failures: dict[int, worker.Failure]) -> str:
     for failure in failures.values():
         name = failure.message.removeprefix("name '").removesuffix("' is not defined")
         if failure.kind == "NameError" and name in getattr(get_ipython(), "user_ns", {}):
-            can = f"define it in a cell with  %%ranks --here, or  ranks.put({name}={name})"
+            can = f"hand it over by  ranks.put({name}={name})"
             can = "here are `rank` and `world_size`" if name == "ranks" else can
             return f"`{name}` is in the notebook: {can}"
     return ""
@@ -333,10 +333,9 @@ def chosen_ranks(text: str, size: int) -> list[int]:
 
 @magic_arguments()
 @argument("-r", "--ranks", help="only these ranks, such as 0,2")
-@argument("--here", action="store_true", help="run the cell in the notebook's own process as well")
 def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
-    asked, ranks, here = parse_argstring(_ranks_magic, line), current(), get_ipython()
+    asked, ranks = parse_argstring(_ranks_magic, line), current()
     if ranks is None:
         raise Misused("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
     try:
@@ -345,12 +344,8 @@ def _ranks_magic(line: str, cell: str) -> None:
         raise Misused(f"%%ranks: {error}") from None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
-    number = max(cell_numbers().values())  # IPython has counted on before it runs the cell
-    ranks.cell(head + cell, on, number=number)
-    if asked.here:
-        code = here.transform_cell(head + cell)
-        name = here.compile.cache(code, number)  # `own.keep` looks its source up
-        exec(compile(code, name, "exec"), here.user_ns)
+    # IPython has counted on before it runs the cell.
+    ranks.cell(head + cell, on, number=max(cell_numbers().values()))
 
 
 def cell_numbers() -> dict[str, int]:

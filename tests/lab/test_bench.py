@@ -10,7 +10,6 @@ from minipar.cli import main
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.lab.bench import race
-from minipar.lab.bench.expert_overlap import skewed
 from minipar.lab.bench.race import RaceConfig, table
 from minipar.lab.bench.strategies import AXES, CONTESTS, Field, run
 from minipar.model.llama import LlamaConfig
@@ -90,12 +89,3 @@ def test_bench_writes_rows(tmp_path, capfd):
     for row in rows:
         assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         assert row["ours_ms"] > 0 and f"{row['ratio']:.3f}" in out
-
-
-# ---------------------------------------------------------------------- experts
-@pytest.mark.parametrize("imbalance", [1, 2, 4])
-def test_routing_is_as_uneven_as_was_asked(imbalance):
-    chosen = skewed(8, 2, imbalance, torch.zeros(800, 8))
-    load = chosen.flatten().bincount(minlength=8)
-    assert load[0] == load.sum() / 8 * imbalance and load[1:].max() < 1.3 * load[1:].min()
-    assert (chosen[:, 0] != chosen[:, 1]).all()

@@ -98,8 +98,8 @@ def test_the_namespace_persists_and_holds_what_is_promised(nb):
     nb.run("%%ranks\ncount = rank\ndef twice(x): return 2 * x")
     assert nb.run("%%ranks -r 2\ncount += 5").error == ""
     assert nb.run("ranks['twice(count)']").value == "[0, 2, 14, 6]"
-    nb.run("%%ranks --here\nwidth = 8\ndef thrice(x): return 3 * x")
-    assert nb.run("thrice(width), ranks['width']").value == "(24, [8, 8, 8, 8])"
+    nb.run("width = 8\ndef thrice(x): return 3 * x\n\nranks.put(width=width, thrice=thrice)")
+    assert nb.run("ranks['thrice(width)']").value == "[24, 24, 24, 24]"
     nb.run("def six_times(x): return 2 * thrice(x)\n\nfrom minipar.lab import own")
     assert "def thrice(x): return" in nb.run("own.written(six_times, 'six_times')").value
     names = nb.run("ranks['(rank, world_size, str(device), mesh.dp.size, dist.get_rank())']").value
@@ -168,7 +168,7 @@ def test_slips_are_answered_in_a_line(nb):
     assert forgotten.error.splitlines()[-1].startswith("`ranks` comes from the first cell")
     assert nb.run("ranks = kept; no_such_name").error.endswith("'no_such_name' is not defined")
     assert "here are `rank` and `world_size`" in nb.run("%%ranks\nranks").error
-    put = "`ours` is in the notebook: define it in a cell with  %%ranks --here, or  ranks.put(ours"
+    put = "`ours` is in the notebook: hand it over by  ranks.put(ours=ours)"
     assert put in nb.run("ours = 1").error + nb.run("%%ranks\nours").error
     assert nb.run("%%ranks\nexit()").error.splitlines()[-1].startswith("SystemExit")
     untold = "all 4 ranks alike:\nthe result cannot be sent back: cannot pickle 'generator' object"
