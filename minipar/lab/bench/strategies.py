@@ -28,7 +28,7 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import RaceConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of, token_loss
-from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
+from minipar.parallel import context, ddp, fsdp, tensor, zero
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.schedules import make
@@ -236,13 +236,10 @@ def tensor_plan(sequence: bool) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- context parallel
-def our_context(on: Field, kind: str, ring: Callable[[], type] | None = None) -> Step:
-    """Return a step of "ring", "gather" or "ulysses"; `ring` makes attention in place of ours."""
+def our_context(on: Field, ring: Callable[[], type] | None = None) -> Step:
+    """Return a step of ring attention; `ring` makes attention in place of ours."""
     model = on.model()
-    if kind == "ulysses":
-        strategy = ulysses.apply(model, on.axis)
-    else:
-        strategy = context.apply(model, on.axis, exchange=kind)
+    strategy = context.apply(model, on.axis)
     if ring:
         strategy.attention = ring()
     data = ddp.apply(model, on.axis)  # sums the gradients of all tokens
@@ -351,7 +348,6 @@ DDP = "DistributedDataParallel", torch_ddp
 ZERO = "ZeroRedundancyOptimizer", partial(torch_ddp, sharded=True)
 TENSOR, CUT = partial(our, apply=tensor.apply), partial(our, apply=tensor.apply, sequence=True)
 SEQUENCE = "with SequenceParallel", partial(torch_tensor, sequence=True)
-RING = "PyTorch's ring", partial(our_context, kind="ring", ring=torch_ring)
 CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
     "ddp": {
         name: (partial(our, apply=ddp.apply, version=name), *DDP)
@@ -367,9 +363,7 @@ CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
         "sequence": (CUT, *SEQUENCE),
         "overlap": (partial(CUT, overlap=True), *SEQUENCE),
     },
-    "context": {
-        kind: (partial(our_context, kind=kind), *RING) for kind in ("ring", "gather", "ulysses")
-    },
+    "context": {"ring": (our_context, "PyTorch's ring", partial(our_context, ring=torch_ring))},
     "pipeline": {
         name: (partial(our_pipeline, name=name), theirs, partial(torch_pipeline, name=name))
         for name, theirs in PIPELINES.items()
