@@ -4,8 +4,8 @@ First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file 
 machine, as `minipar calibrate` does, and trains a real Llama: on one GPU, then by a plan of every
 kind on all GPUs (or on two ranks that share one). It writes rows to
 ``notebooks/assets/measured/gpu.json``. A row says tokens/s, FLOP/s, peak memory, and how much of
-the communication that NCCL reports is hidden; on one GPU also the simulator's answer. A step of
-each plan is drawn.
+the communication that NCCL reports is hidden. A step of each plan is drawn. Notebook 13 simulates
+the steps of one GPU.
 
 The file is written after every row. ``--rehearse`` does all of it on the CPU with a tiny model: to
 test this file, not a GPU.
@@ -33,9 +33,7 @@ from minipar.parallel import compose
 from minipar.parallel.plan import Plan
 from minipar.ranks import backends
 from minipar.ranks.launch import RankError, Ranks
-from minipar.sim import calibrate, hardware
-from minipar.sim.replay import replay
-from minipar.sim.trace import trace
+from minipar.sim import calibrate
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
@@ -121,7 +119,7 @@ def measure(
     kinds = {span.kind for span in step}
     row["ok"] = {"forward", "backward"} <= kinds and (n == 1 or "comm" in kinds)
     if n == 1:
-        return row | simulated(plan, shape, batch_size, seq_len, folder / MACHINE)
+        return row
     step.label = f"measured, {name_of(backends.compute_device())}, {preset}, {text}"
     if 0 < gpus < n:
         step.label += "; ranks share a GPU and talk through the host"
@@ -161,22 +159,6 @@ def train(
     with timeline.record(model) as found:
         step()
     return row, found.gather(mesh.world).shifted()
-
-
-def simulated(
-    plan: Plan, shape: LlamaConfig, batch_size: int, seq_len: int, machine: Path
-) -> dict[str, Any]:
-    """Return the simulated step: on the calibrated machine, and on the data sheet's."""
-    device = backends.compute_device()
-    size = dict(sequences=batch_size, seq_len=seq_len)
-    traces = trace(shape, plan, on_cpu=device.type == "cpu", **size)
-    row = {"simulated_bytes": sum(traces.at_peak().values())}
-    row["simulated_ms"] = 1e3 * replay(traces, hardware.load(machine)).seconds
-    name = name_of(device).lower().replace(" ", "")
-    if known := [node for node in hardware.machines() if node in name]:
-        sheet = hardware.load(max(known, key=len))
-        row["data_sheet_ms"] = 1e3 * replay(traces, sheet).seconds
-    return row
 
 
 def name_of(device: torch.device) -> str:
