@@ -215,8 +215,7 @@ class Ranks(Watched):
                 advice = self._recover(remade, pids)
                 return results
             except RankError as error:
-                said = [_about_names(error.failures), self._recover(remade, pids)]
-                raise CellError(error.failures, "\n".join(filter(None, said))) from None
+                raise CellError(error.failures, self._recover(remade, pids)) from None
             except KeyboardInterrupt:
                 raise Interrupted(f"Interrupted. {self._recover(remade, pids)}") from None
             except TimeoutError as error:
@@ -256,17 +255,6 @@ class Ranks(Watched):
     def _hear(self, rank: int, kind: str, content: Any) -> None:
         if self._transcript is not None:  # else they are being prepared
             self._transcript.hear(rank, kind, content)
-
-
-def _about_names(failures: dict[int, worker.Failure]) -> str:
-    """Say what to do about a name that the notebook knows, and the ranks do not."""
-    for failure in failures.values():
-        name = failure.message.removeprefix("name '").removesuffix("' is not defined")
-        if failure.kind == "NameError" and name in getattr(get_ipython(), "user_ns", {}):
-            can = f"hand it over by  ranks.put({name}={name})"
-            can = "here are `rank` and `world_size`" if name == "ranks" else can
-            return f"`{name}` is in the notebook: {can}"
-    return ""
 
 
 class _Transcript:

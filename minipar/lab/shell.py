@@ -59,9 +59,6 @@ class _Publisher(DisplayPublisher):
         else:
             worker.say("display", (data, metadata or {}))
 
-    def clear_output(self, wait: bool = False) -> None:
-        pass  # the other ranks write to the same place
-
 
 class _LastValue(DisplayHook):
     """Sends the value of a cell's last expression to the notebook."""
@@ -91,6 +88,8 @@ class RankShell(InteractiveShell):
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped):
             worker.add_hint(error)
+            if isinstance(error, NameError):
+                error.add_note("Ranks know names of %%ranks cells, and those of ranks.put(x=x)")
             _cut_plumbing(error)
             super().showtraceback(*args, **kwargs)
 
