@@ -37,8 +37,7 @@ from minipar.emulate import link as links
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
 from minipar.ranks import launch, worker
-from minipar.ranks.backends import check_backend
-from minipar.ranks.launch import RankError, check_fits_here
+from minipar.ranks.launch import RankError
 from minipar.sim import emulate
 
 MAX_LINES = 200  # that a rank may print in a cell; more are only counted
@@ -161,18 +160,16 @@ class Ranks(Watched):
         self._transcript: _Transcript | None = None
         if backend != "link" and (link != "none" or device is not None):
             raise ValueError(f"a link or a device needs backend='link', not {backend!r}")
-        check_fits_here(size)  # now: a refusal must not end the ranks that run
-        check_backend(backend, size)
-        # The notebook's own formulas use that link as well.
-        self.backend, self.link = backend, links.use(link)
+        self.backend, self.link = backend, links.parse(link) if isinstance(link, str) else link
         self.device = device and emulate.device(device, magnify)
-        if _current is not None:
-            _current.close()
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
         known = dict(backend=backend, device=self.device, preload=preload, max_lines=MAX_LINES)
         super().__init__(size, sink=self._hear, **known | options)
         self._prepare()
+        if _current is not None:
+            _current.close()  # now: a refusal must not end the ranks that run
         _current = self
+        links.use(self.link)  # in the notebook's own formulas
         register_magic()
 
     def cell(self, code: str, on: list[int] | None = None, *, number: int = 1) -> None:
