@@ -76,10 +76,7 @@ class Misused(worker.InWords, UsageError):
 
 
 class Watched(launch.Ranks):
-    """Ranks that are stopped, within seconds, when all that are left wait in vain.
-
-    The options are as in `minipar.ranks.launch.Ranks`.
-    """
+    """Ranks that are stopped, within seconds, when all that are left wait in vain."""
 
     def __init__(
         self, size: int, *, sink: launch.OutputSink = launch.prefixed, **options: Any

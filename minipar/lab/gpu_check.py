@@ -6,9 +6,6 @@ kind on all GPUs (or on two ranks that share one). It writes rows to
 ``notebooks/assets/measured/gpu.json``. A row says tokens/s, FLOP/s, peak memory, and how much of
 the communication that NCCL reports is hidden. A step of each plan is drawn. Notebook 13 simulates
 the steps of one GPU.
-
-The file is written after every row. ``--rehearse`` does all of it on the CPU with a tiny model: to
-test this file, not a GPU.
 """
 
 import argparse
@@ -97,17 +94,13 @@ def calibrated(folder: Path) -> dict[str, Any]:
     return {"peak": device.peak, "memory_bandwidth": device.memory_bandwidth}
 
 
-def plan_of(text: str, recompute: str) -> Plan:
-    """Return a plan; a GPU trains in bf16 with float32 masters."""
-    precision = "bf16" if backends.compute_device().type == "cuda" else "float32"
-    return Plan.parse(f"{text},precision={precision},checkpointing={recompute}")
-
-
 def measure(
     text: str, recompute: str, preset: str, batch_size: int, seq_len: int, folder: Path
 ) -> dict[str, Any]:
     """Train by a plan in fresh processes; return how fast, and how much is hidden. Draw a step."""
-    gpus, plan, shape = torch.cuda.device_count(), plan_of(text, recompute), PRESETS[preset]
+    gpus, shape = torch.cuda.device_count(), PRESETS[preset]
+    precision = "bf16" if gpus else "float32"  # bf16 has float32 masters
+    plan = Plan.parse(f"{text},precision={precision},checkpointing={recompute}")
     n = plan.num_ranks
     backend = "nccl" if gpus >= n else "gloo"  # each rank a GPU, if there are as many
     with Ranks(n, backend=backend, timeout=300, sink=None) as ranks:

@@ -147,13 +147,6 @@ def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
 
 
 # ====================================================================== the command
-def publish(path: Path) -> None:
-    """Normalise a notebook that was executed, in place."""
-    notebook = nbformat.read(path, as_version=4)
-    normalise(notebook, path.resolve().parents[1])
-    nbformat.write(notebook, path)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run as a command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -169,7 +162,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(slips.write(solutions, {asked.id: learn_slips(asked) for asked in known}))
     else:
         for path in asked.notebooks.glob("*.ipynb"):
-            publish(path)
+            notebook = nbformat.read(path, as_version=4)
+            normalise(notebook, path.resolve().parents[1])
+            nbformat.write(notebook, path)
 
 
 if __name__ == "__main__":

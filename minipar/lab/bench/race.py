@@ -123,10 +123,7 @@ COLUMNS = {
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS) -> str:
-    """Return the rows as text: `columns` have a template by their head, filled with a row.
-
-    Ratios are ours over theirs: below 1 where ours is faster.
-    """
+    """Return the rows as text: `columns` have a template by their head, filled with a row."""
     lines = [[template.format_map(row) for template in columns.values()] for row in rows]
     return "\n".join(aligned([[*columns], *lines]))
 
