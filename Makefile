@@ -46,7 +46,9 @@ lab: $(READY) ## open JupyterLab on the notebooks
 
 # Execute the notebooks again and normalise them.
 notebooks: $(READY)
-	$(BIN)/python -m minipar.lab.publish notebooks/ $(ARGS)
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.timeout=120 $(or $(ARGS),notebooks/*.ipynb)
+	$(BIN)/python -m minipar.lab.publish notebooks/
 
 # The tools of the book have a place of their own: nothing else needs them, and they need no torch.
 SPHINX := .venv-book/bin/python -m sphinx -n -W --keep-going -q -c book .
@@ -66,7 +68,7 @@ workshop: $(READY)
 	rm -rf build/workshop build/handout
 	mkdir -p build/workshop
 	git archive HEAD | tar -x -C build/workshop
-	$(BIN)/python -m minipar.lab.publish build/workshop/notebooks --handout build/handout > /dev/null
+	$(BIN)/python -m minipar.lab.publish build/workshop/notebooks --handout build/handout
 	rm -r build/workshop/notebooks/solutions
 	cp -r build/handout/. build/workshop/notebooks/
 

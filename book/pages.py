@@ -10,7 +10,6 @@ import nbformat
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from minipar.lab.minutes import show_minutes  # noqa: E402
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -86,7 +85,6 @@ def _words(name: str) -> str:
 def read_notebook(text: str) -> nbformat.NotebookNode:
     """Read a notebook for the book: `%%ranks` is no syntax error, figures keep their alt text."""
     notebook = nbformat.reads(text, as_version=4)
-    show_minutes(notebook)
     notebook.metadata.language_info["pygments_lexer"] = "ipython3"
     for cell in notebook.cells:
         for output in cell.get("outputs", []):

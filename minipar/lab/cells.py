@@ -20,7 +20,6 @@ a cell does, the notebook is usable again within seconds: an error, ranks that d
 what no rank sends, the stop button, a killed process. One line then says what must be run again.
 """
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -76,10 +75,7 @@ class Misused(worker.InWords, UsageError):
 
 
 class Watched(launch.Ranks):
-    """Ranks that are stopped, within seconds, when all that are left wait in vain.
-
-    The options are as in `minipar.ranks.launch.Ranks`.
-    """
+    """Ranks that are stopped, within seconds, when all that are left wait in vain."""
 
     def __init__(
         self, size: int, *, sink: launch.OutputSink = launch.prefixed, **options: Any
@@ -211,8 +207,7 @@ class Ranks(Watched):
                 advice = self._recover(remade, pids)
                 return results
             except RankError as error:
-                said = [_about_names(error.failures), self._recover(remade, pids)]
-                raise CellError(error.failures, "\n".join(filter(None, said))) from None
+                raise CellError(error.failures, self._recover(remade, pids)) from None
             except KeyboardInterrupt:
                 raise Interrupted(f"Interrupted. {self._recover(remade, pids)}") from None
             except TimeoutError as error:
@@ -223,22 +218,10 @@ class Ranks(Watched):
                 if advice:
                     print(advice)
 
-    def restart(self) -> None:
-        """End all ranks and start fresh ones, with empty namespaces."""
-        with self.lock:
-            super().restart()
-            self._prepare()
-
-    @property
-    def label(self) -> str:
-        """Return the words that a figure must say about devices and link."""
-        wire = self.link.label if self.backend == "link" else f"backend {self.backend}"
-        return wire if self.device is None else f"emulated {self.device}; {wire}"
-
     def __repr__(self) -> str:
-        is_plain = self.backend == "link" and self.device is None
-        state = "closed" if self.closed else f"{'gloo, ' * is_plain}{self.label}"
-        return f"Ranks({self.size})  # {state}"
+        wire = f"gloo, {self.link.label}" if self.backend == "link" else f"backend {self.backend}"
+        device = "" if self.device is None else f"emulated {self.device}; "
+        return f"Ranks({self.size})  # {'closed' if self.closed else device + wire}"
 
     # ------------------------------------------------------------------ after a failure
     def _prepare(self) -> None:
@@ -264,17 +247,6 @@ class Ranks(Watched):
     def _hear(self, rank: int, kind: str, content: Any) -> None:
         if self._transcript is not None:  # else they are being prepared
             self._transcript.hear(rank, kind, content)
-
-
-def _about_names(failures: dict[int, worker.Failure]) -> str:
-    """Say what to do about a name that the notebook knows, and the ranks do not."""
-    for failure in failures.values():
-        name = failure.message.removeprefix("name '").removesuffix("' is not defined")
-        if failure.kind == "NameError" and name in getattr(get_ipython(), "user_ns", {}):
-            can = f"define it in a cell with  %%ranks --here, or  ranks.put({name}={name})"
-            can = "here are `rank` and `world_size`" if name == "ranks" else can
-            return f"`{name}` is in the notebook: {can}"
-    return ""
 
 
 class _Transcript:
@@ -332,22 +304,18 @@ def current() -> Ranks | None:
 
 
 def chosen_ranks(text: str, size: int) -> list[int]:
-    """Return the ranks that "0,2" or "1-3" names. Raises `ValueError` if there are none such."""
-    chosen: set[int] = set()
-    for part in text.split(","):
-        ends = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if not ends or not int(ends[1]) <= int(ends[2] or ends[1]) < size:
-            raise ValueError(f"-r {text}: the ranks are 0 to {size - 1}; write 0,2 or 1-3")
-        chosen.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
-    return sorted(chosen)
+    """Return the ranks that "0,2" names. Raises `ValueError` if there are none such."""
+    chosen = {part.strip() for part in text.split(",")}
+    if not chosen <= {str(rank) for rank in range(size)}:
+        raise ValueError(f"-r {text}: the ranks are 0 to {size - 1}; write 0,2")
+    return sorted(map(int, chosen))
 
 
 @magic_arguments()
-@argument("-r", "--ranks", help="only these ranks, such as 0,2 or 1-3")
-@argument("--here", action="store_true", help="run the cell in the notebook's own process as well")
+@argument("-r", "--ranks", help="only these ranks, such as 0,2")
 def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
-    asked, ranks, here = parse_argstring(_ranks_magic, line), current(), get_ipython()
+    asked, ranks = parse_argstring(_ranks_magic, line), current()
     if ranks is None:
         raise Misused("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
     try:
@@ -356,12 +324,8 @@ def _ranks_magic(line: str, cell: str) -> None:
         raise Misused(f"%%ranks: {error}") from None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
-    number = max(cell_numbers().values())  # IPython has counted on before it runs the cell
-    ranks.cell(head + cell, on, number=number)
-    if asked.here:
-        code = here.transform_cell(head + cell)
-        name = here.compile.cache(code, number)  # `own.keep` looks its source up
-        exec(compile(code, name, "exec"), here.user_ns)
+    # IPython has counted on before it runs the cell.
+    ranks.cell(head + cell, on, number=max(cell_numbers().values()))
 
 
 def cell_numbers() -> dict[str, int]:

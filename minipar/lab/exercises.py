@@ -19,9 +19,7 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, with these names:
     def given(size, random): ...        # -> for each rank, the arguments of the learner's function
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
     def check_traffic(case): ...
-    def bonus_one_message(case): ...    # asked for by check("2.1", fn, bonus=True) only
     def solution(tensor, axis): ...     # the learner's function gets the Axis as its last argument
-    def solution_bonus(tensor, axis): ...                # where there are bonus targets
     @fails("traffic", "All is sent.")   # which check refuses it; the words for answers like it
     def wrong_sends_everything(tensor, axis): ...
     def run(answer, axis, *given): ...  # optional: what surrounds the call of the answer on a rank
@@ -33,7 +31,6 @@ The tests prove every file found there: the solution passes, each wrong answer f
 
 import dis
 import importlib.util
-import inspect
 import math
 import re
 import secrets
@@ -50,8 +47,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from IPython import get_ipython
-from IPython.display import Code, display
+from IPython.display import display
 
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
@@ -92,13 +88,11 @@ class Exercise:
         size = math.prod(self.mesh.values()) if self.mesh else 4
         self.sizes: tuple[int, ...] = part("SIZES", (size,))
         self.given, self.run, self.drawn = module.given, part("run", _run), part("drawn")
-        # A host may have left the answers out.
-        self.solution, self.solution_bonus = part("solution"), part("solution_bonus")
+        self.solution = part("solution")  # a host may have left it out
         self.seconds: float | None = part("SECONDS")
         self.by_message: bool = part("BY_MESSAGE", False)
         self.bugs: dict[str, str] = part("BUGS", {})
-        self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
-        self.wrongs = _named(module, "wrong_")
+        self.checks, self.wrongs = _named(module, "check_"), _named(module, "wrong_")
         self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {"seed": 0, "told": {}})
 
 
@@ -151,10 +145,8 @@ def exercise(number: str) -> Exercise:
 passed: dict[str, Callable] = {}  # the answer that passed last, by exercise: `own.keep` asks
 
 
-def check(
-    number: str, answer: Callable | str, *, bonus: bool = False, seed: int | None = None
-) -> None:
-    """Try `answer` on fresh random inputs; with `bonus` against the harder targets as well.
+def check(number: str, answer: Callable | str, *, seed: int | None = None) -> None:
+    """Try `answer` on fresh random inputs.
 
     Where a bug is to be named before it is mended, `answer` may be its name.
 
@@ -169,10 +161,9 @@ def check(
         raise CheckFailed(f"This is no function: {_short(answer)}; {how}", "written")
     seed = secrets.randbelow(10**6) if seed is None else seed
     name = getattr(answer, "__name__", "your_function")
-    criteria = asked.checks | asked.bonuses if bonus else asked.checks
     for size in asked.sizes:
         try:
-            case = examine(asked, answer, size, seed, criteria)
+            case = examine(asked, answer, size, seed)
         except CheckFailed as error:
             if error.criterion == "written":
                 raise
@@ -183,30 +174,10 @@ def check(
                 f"{guess}What counts as good: {asked.good}.\nThe same inputs again: {again}",
                 error.criterion,
             ) from None
-    note(number)
     passed[number] = answer
-    print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}.\n{asked.praise}")
+    print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(asked.checks)}.\n{asked.praise}")
     if asked.drawn is not None:
         display(asked.drawn(case))
-    if asked.bonuses and not bonus:
-        harder = f'check("{number}", {name}, bonus=True)'
-        print(f"Want more? {harder}: {', '.join(asked.bonuses)}")
-
-
-SOLVED = "solved.txt"  # a line for each; nothing is sent, and who deletes the file starts anew
-
-
-def note(number: str) -> None:
-    """Remember in the notebook's folder that an exercise is solved; elsewhere do nothing."""
-    if get_ipython() is not None and number not in solved():
-        with suppress(OSError), Path(SOLVED).open("a", encoding="utf-8") as file:
-            file.write(f"{number}\n")
-
-
-def solved() -> list[str]:
-    """Return the numbers of solved exercises, in the order in which they were solved."""
-    path = Path(SOLVED)
-    return path.read_text(encoding="utf-8").split() if path.is_file() else []
 
 
 def _diagnose(asked: Exercise, name: str) -> None:
@@ -236,7 +207,7 @@ def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
         try:
             with redirect_stdout(StringIO()):  # it has said once which pieces it is made of
-                examine(asked, answer, size, asked.slips["seed"], asked.checks)
+                examine(asked, answer, size, asked.slips["seed"])
         except CheckFailed as known:
             error = known
     sentence = asked.slips["told"].get(error.fingerprint) or general
@@ -248,23 +219,10 @@ def _on(sizes: tuple[int, ...]) -> str:
     return "" if sizes == (1,) else f" on {' and '.join(map(str, sizes))} ranks"
 
 
-def solution(number: str) -> Code:
-    """Return the stored answer, as highlighted source.
-
-    Raises `ValueError` where a host has left it out.
-    """
-    answer = exercise(number).solution
-    if answer is None:
-        raise ValueError(f"the answer to exercise {number} was left out of this copy")
-    return Code(inspect.getsource(answer), language="python")
-
-
-def examine(
-    asked: Exercise, answer: Callable, size: int, seed: int, criteria: dict[str, Callable]
-) -> Case:
-    """Run `answer` and apply `criteria`, by name. Raises `CheckFailed` for the first that fails."""
+def examine(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
+    """Run `answer` and apply all checks. Raises `CheckFailed` for the first that fails."""
     case = play(asked, answer, size, seed)
-    for name, criterion in criteria.items():
+    for name, criterion in asked.checks.items():
         try:
             criterion(case)
         except CheckFailed as error:
@@ -346,15 +304,8 @@ _own: cells.Watched | None = None
 
 
 def _pool(size: int) -> Ranks:
-    """Return the notebook's ranks if they will do, else ranks of our own, kept for the next.
-
-    Emulated GPUs will not: they count the bytes of a larger model, and seconds of their own.
-    """
+    """Return ranks of our own, kept for the next check: a failure leaves the notebook's alone."""
     global _own
-    here = cells.current()
-    suits = here is not None and here.backend == "link" and here.device is None
-    if suits and here.size >= size:
-        return here
     if _own is None or _own.closed or _own.size < size:
         if _own is not None:
             _own.close()
@@ -382,8 +333,6 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         if work.verb not in ("recv", "barrier", _END) and work.exception() is None:
             sent.append(Sent(work.verb, work.num_bytes, work.peer))
 
-    wire = link.current()
-    link.use("none")
     link.observers.append(note)
     try:
         try:
@@ -409,7 +358,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     finally:
         worker.shield()  # an interrupted clean-up would leave torch with half a group
         link.observers.remove(note)
-        link.use(wire)
+        link.use("none")  # an exercise may have used another
         for one in axes:
             with suppress(ValueError):  # the answer may have destroyed it
                 dist.destroy_process_group(one.group)

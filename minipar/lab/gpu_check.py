@@ -4,11 +4,8 @@ First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file 
 machine, as `minipar calibrate` does, and trains a real Llama: on one GPU, then by a plan of every
 kind on all GPUs (or on two ranks that share one). It writes rows to
 ``notebooks/assets/measured/gpu.json``. A row says tokens/s, FLOP/s, peak memory, and how much of
-the communication that NCCL reports is hidden; on one GPU also the simulator's answer. A step of
-each plan is drawn.
-
-The file is written after every row. ``--rehearse`` does all of it on the CPU with a tiny model: to
-test this file, not a GPU.
+the communication that NCCL reports is hidden. A step of each plan is drawn. Notebook 13 simulates
+the steps of one GPU.
 """
 
 import argparse
@@ -19,23 +16,21 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from minipar.comm.clock import synchronise
 from minipar.comm.mesh import Mesh
 from minipar.lab import draw
-from minipar.model.llama import PRESETS, Llama
+from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan
 from minipar.ranks import backends
 from minipar.ranks.launch import RankError, Ranks
-from minipar.sim import calibrate, hardware
-from minipar.sim.replay import replay
-from minipar.sim.trace import trace
+from minipar.sim import calibrate
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
@@ -48,23 +43,9 @@ TALKING = (
 MACHINE = "gpu_machine.toml"
 
 
-class Setting(NamedTuple):
-    """A model and the size of a step, in sequences and tokens of a sequence."""
-
-    preset: str
-    batch_size: int
-    seq_len: int = 2048
-    recompute: str = "none"  # none, selective or full
-
-    def plan(self, text: str = "dp=1") -> Plan:
-        """Return a plan; a GPU trains in bf16 with float32 masters."""
-        on_gpu = backends.compute_device().type == "cuda"
-        precision = "bf16" if on_gpu else "float32"
-        return Plan.parse(f"{text},precision={precision},checkpointing={self.recompute}")
-
-
-ALONE = (Setting("llama-3.2-1b", 4), Setting("llama-3.2-1b", 2, recompute="full"))
+ALONE = (("none", "llama-3.2-1b", 4, 2048), ("full", "llama-3.2-1b", 2, 2048))
 """Runs of one GPU: all that fits, and then half of it with everything recomputed."""
+KEYS = "recompute", "preset", "batch_size", "seq_len"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,42 +58,32 @@ def main(argv: list[str] | None = None) -> int:
     if not gpus and not asked.rehearse:
         parser.error("there is no GPU here; --rehearse runs on the CPU")
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [("dp=1", setting) for setting in ALONE]
+    runs = [("dp=1", *how) for how in ALONE]
     for form in TALKING:
-        text = form.format(max(gpus, 2))
-        plan = Plan.parse(text)
+        plan = Plan.parse(text := form.format(max(gpus, 2)))
         model = "tiny-moe" if plan.ep > 1 else "medium"
-        runs.append((text, Setting(model, 8 * plan.dp * plan.ep, 1024)))
+        runs.append((text, "none", model, 8 * plan.dp * plan.ep, 1024))
     if asked.rehearse:
-        small = {"preset": "tiny", "seq_len": 64}
-        runs = [(text, setting._replace(**small)) for text, setting in runs[:3]]
+        runs = [(text, recompute, "tiny", size, 64) for text, recompute, _, size, _ in runs[:3]]
     name = name_of(backends.compute_device())
     rows = [dict(check="machine", torch=torch.__version__, gpus=gpus, device=name)]
 
     def add(known: dict[str, Any], measure: Callable[..., dict[str, Any]], *given: Any) -> None:
-        rows.append(known | outcome(measure, *given))
+        try:
+            rows.append(known | measure(*given))
+        except (RankError, ValueError, RuntimeError) as failed:  # too little memory, for example
+            rows.append(known | {"message": str(failed), "ok": False})
         (folder / "gpu.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         print(rows[-1], flush=True)
 
     add({"check": "calibrate"}, calibrated, folder)
-    for text, setting in runs:
-        add({"check": "train", "plan": text, **setting._asdict()}, measure, text, setting, folder)
+    for text, *how in runs:
+        known = {"check": "train", "plan": text, **dict(zip(KEYS, how, strict=True))}
+        add(known, measure, text, *how, folder)
     failed = [row.get("plan", row["check"]) for row in rows if row.get("ok") is False]
     where = f"{gpus} GPUs" if gpus else "the CPU: nothing of a GPU"
     print(f"checked on {where}; failed: {'; '.join(failed) or 'nothing'}")
-    if gpus < 2:
-        print("not shown: NCCL, overlap over its links, scaling: these take several GPUs")
     return int(bool(failed))
-
-
-def outcome(measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """Return what `measure` returns, or a row that says why it failed."""
-    try:
-        return measure(*given)
-    except (RankError, ValueError, RuntimeError) as failed:
-        if "OutOfMemory" in f"{failed!r}{failed}":
-            return {"message": "does not fit into memory"}  # an answer, and no failure
-        return {"message": str(failed), "ok": False}
 
 
 def calibrated(folder: Path) -> dict[str, Any]:
@@ -123,22 +94,26 @@ def calibrated(folder: Path) -> dict[str, Any]:
     return {"peak": device.peak, "memory_bandwidth": device.memory_bandwidth}
 
 
-def measure(text: str, setting: Setting, folder: Path) -> dict[str, Any]:
+def measure(
+    text: str, recompute: str, preset: str, batch_size: int, seq_len: int, folder: Path
+) -> dict[str, Any]:
     """Train by a plan in fresh processes; return how fast, and how much is hidden. Draw a step."""
-    gpus, plan = torch.cuda.device_count(), setting.plan(text)
+    gpus, shape = torch.cuda.device_count(), PRESETS[preset]
+    precision = "bf16" if gpus else "float32"  # bf16 has float32 masters
+    plan = Plan.parse(f"{text},precision={precision},checkpointing={recompute}")
     n = plan.num_ranks
     backend = "nccl" if gpus >= n else "gloo"  # each rank a GPU, if there are as many
     with Ranks(n, backend=backend, timeout=300, sink=None) as ranks:
-        row, step = ranks.run(train, setting, plan)[0]
-    flops = PRESETS[setting.preset].flops_per_token(setting.seq_len)  # the model's own count
+        row, step = ranks.run(train, plan, shape, batch_size, seq_len)[0]
+    flops = shape.flops_per_token(seq_len)  # the model's own count
     row["tflops_per_device"] = flops * row["tokens_per_second"] / 1e12 / max(1, min(gpus, n))
     row["communication_ms"] = 1e3 * sum(o.total for o in step.overlap()) / n
     row["hidden_fraction"] = step.hidden_fraction if n > 1 else None
     kinds = {span.kind for span in step}
     row["ok"] = {"forward", "backward"} <= kinds and (n == 1 or "comm" in kinds)
     if n == 1:
-        return row | simulated(setting, folder / MACHINE)
-    step.label = f"measured, {name_of(backends.compute_device())}, {setting.preset}, {text}"
+        return row
+    step.label = f"measured, {name_of(backends.compute_device())}, {preset}, {text}"
     if 0 < gpus < n:
         step.label += "; ranks share a GPU and talk through the host"
     name = f"gpu_timeline_{text.replace(',', '_').replace('=', '')}.png"
@@ -146,18 +121,18 @@ def measure(text: str, setting: Setting, folder: Path) -> dict[str, Any]:
     return row
 
 
-def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
+def train(
+    plan: Plan, shape: LlamaConfig, batch_size: int, seq_len: int
+) -> tuple[dict[str, Any], Timeline]:
     """Train on random tokens; return how fast, and a step. Called on every rank."""
     mesh, device = Mesh(**plan.mesh_sizes()), backends.compute_device()
-    shape = PRESETS[setting.preset]
     model = Llama(shape, seed=0).to(device)
     optimizer = partial(make_optimizer, lr=1e-3, weight_decay=0.1)
     strategy = compose.apply(model, mesh, plan, optimizer)
     stream = torch.Generator().manual_seed(0)
-    size = (setting.batch_size, setting.seq_len + 1)
-    tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
+    tokens = torch.randint(shape.vocab_size, (batch_size, seq_len + 1), generator=stream)
     rows = mesh.joint("dp", "ep")  # its ranks have different sequences
-    parts = tokens.tensor_split(rows.size)[rows.rank].tensor_split(plan.microbatches)
+    parts = tokens.to(device).tensor_split(rows.size)[rows.rank].tensor_split(plan.microbatches)
     batch = [strategy.shard((t[:, :-1], t[:, 1:].contiguous())) for t in parts]
     precision = Precision(plan.autocast, device.type)
 
@@ -171,26 +146,12 @@ def train(setting: Setting, plan: Plan) -> tuple[dict[str, Any], Timeline]:
     seconds = statistics.median([step() for _ in range(11)][3:])  # the first three warm up
     row = {
         "step_ms": 1e3 * seconds,
-        "tokens_per_second": setting.batch_size * setting.seq_len / seconds,
+        "tokens_per_second": batch_size * seq_len / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }
     with timeline.record(model) as found:
         step()
     return row, found.gather(mesh.world).shifted()
-
-
-def simulated(setting: Setting, machine: Path) -> dict[str, Any]:
-    """Return the simulated step: on the calibrated machine, and on the data sheet's."""
-    device = backends.compute_device()
-    size = dict(sequences=setting.batch_size, seq_len=setting.seq_len)
-    traces = trace(PRESETS[setting.preset], setting.plan(), on_cpu=device.type == "cpu", **size)
-    row = {"simulated_bytes": sum(traces.at_peak().values())}
-    row["simulated_ms"] = 1e3 * replay(traces, hardware.load(machine)).seconds
-    name = name_of(device).lower().replace(" ", "")
-    if known := [node for node in hardware.machines() if node in name]:
-        sheet = hardware.load(max(known, key=len))
-        row["data_sheet_ms"] = 1e3 * replay(traces, sheet).seconds
-    return row
 
 
 def name_of(device: torch.device) -> str:

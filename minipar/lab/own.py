@@ -2,12 +2,10 @@
 
 Some exercises are a strategy in its smallest form. `keep` writes an answer that has passed into
 ``my/ddp.py`` beside the notebook, with the imports and helpers that the answer needs. `piece` gives
-it to another notebook, or the stored answer where nothing was kept. The first line of a file says
-of which exercise it is, and has a digest of the rest: a file that was changed later is not proved.
+it to another notebook, or the stored answer where nothing was kept.
 """
 
 import ast
-import hashlib
 import linecache
 import re
 from collections.abc import Callable
@@ -28,7 +26,6 @@ PIECES = {  # by the name of the file: which exercise it is, and what others cal
     "experts": ("11.2", "dispatch_and_combine"),
     "trainer": ("12.4", "Trainer"),
 }
-HEAD = '"""{name}: exercise {number}, which it has passed. {digest}"""\n\n'
 
 
 def keep(piece: str, answer: Callable | None = None) -> None:
@@ -36,23 +33,20 @@ def keep(piece: str, answer: Callable | None = None) -> None:
 
     An answer that did not pass its check yet is checked first. Raises `CheckFailed` if it does not
     pass, and `ValueError` for an unknown piece, where a host has left the stored answer out, and
-    where the file holds what would be lost: edited code, or an answer in place of the stored one.
+    where the file holds another answer.
     """
     number, name = _known(piece)
-    file = _file(piece)
-    if file.is_file() and (answer is None or not is_proved(piece)):
-        why = "is kept already" if is_proved(piece) else "was changed since its check"
-        raise ValueError(f"{file.as_posix()} {why}; rename or delete it to keep another answer")
-    whose = "your answer" if answer is not None else "the stored answer"
+    file, whose = _file(piece), "your answer" if answer is not None else "the stored answer"
     if answer is None:
         answer = _stored(piece)
     elif exercises.passed.get(number) is not answer:
         exercises.check(number, answer)
-    text = written(answer, name)
+    text = f'"""{name}: exercise {number}, which it has passed."""\n\n{written(answer, name)}'
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{file.as_posix()} holds another answer: rename or delete it first")
     file.parent.mkdir(exist_ok=True)
-    head = HEAD.format(name=name, number=number, digest=_digest(text))
-    file.write_text(head + text, encoding="utf-8")
-    print(f"Kept: {file.as_posix()}, {whose} to exercise {number}, {_num_lines(text)} lines.")
+    file.write_text(text, encoding="utf-8")
+    print(f"Kept: {file.as_posix()}, {whose} to exercise {number}.")
 
 
 def piece(name: str) -> Any:
@@ -62,24 +56,8 @@ def piece(name: str) -> Any:
     if not file.is_file():
         print(f"{name}: the stored answer to exercise {number}")
         return _stored(name)
-    print(f"{name}: {file.as_posix()}, {_state(name)}")
+    print(f"{name}: {file.as_posix()}")
     return getattr(exercises.load(file), called)
-
-
-def is_proved(piece: str) -> bool:
-    """True if the file is as it was when its answer had passed."""
-    head, _, text = _file(piece).read_text(encoding="utf-8").partition("\n")
-    return _digest(text.lstrip("\n")) in head
-
-
-def _state(piece: str) -> str:
-    return "proved" if is_proved(piece) else "changed since its check"
-
-
-def kept() -> dict[str, tuple[int, str]]:
-    """Return the pieces that were kept: lines of code, and how they stand, "proved" at best."""
-    names = [name for name in PIECES if _file(name).is_file()]
-    return {n: (_num_lines(_file(n).read_text(encoding="utf-8")), _state(n)) for n in names}
 
 
 def _known(piece: str) -> tuple[str, str]:
@@ -101,26 +79,16 @@ def _file(piece: str) -> Path:
     return Path(FOLDER) / f"{piece}.py"
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _num_lines(text: str) -> int:
-    """Count lines of code: neither empty lines, nor the line that `keep` writes above."""
-    return sum(bool(line.strip()) and not line.startswith('"""') for line in text.splitlines())
-
-
 # ---------------------------------------------------------------------- source
 def written(answer: Callable, name: str) -> str:
-    """Return a file that defines `answer` as `name`: imports, constants, helpers, the answer.
+    """Return a file that defines `answer` as `name`: its imports, its helpers, the answer.
 
-    Raises `ValueError` for a global that a file cannot hold, such as a tensor of the notebook.
+    Raises `ValueError` for a global that is no module, function or class.
     """
     imports: set[str] = set()
     parts: dict[str, str] = {}
     _add(answer, name, imports, parts)
-    texts = ["\n".join(sorted(imports)), *parts.values()]
-    return "\n\n\n".join(text for text in texts if text) + "\n"
+    return "\n\n\n".join(["\n".join(sorted(imports)), *parts.values()]).lstrip() + "\n"
 
 
 def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -> None:
@@ -130,17 +98,16 @@ def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -
             continue
         value = space[other]
         module = str(getattr(value, "__module__", ""))
+        called = "" if getattr(value, "__name__", "") == other else f" as {other}"
         if isinstance(value, ModuleType):
-            said = "" if value.__name__ == other else f" as {other}"
-            imports.add(f"import {value.__name__}{said}")
+            imports.add(f"import {value.__name__}{called}")
         elif not hasattr(value, "__qualname__"):
-            parts[other] = f"{other} = {_constant(value, other, thing)}"
+            what = f"{thing.__name__} uses {other!r}, a {type(value).__name__} of the notebook"
+            raise ValueError(f"{what}: make it an argument, or create it inside")
         elif module == "__main__" or module.startswith("minipar_solutions_"):
             _add(value, other, imports, parts)
         else:
-            imports.add(f"from {module} import {value.__name__}")
-            if value.__name__ != other:
-                parts[other] = f"{other} = {value.__name__}"
+            imports.add(f"from {module} import {value.__name__}{called}")
     parts[name] = re.sub(rf"\b{thing.__name__}\b", name, text)
 
 
@@ -155,12 +122,3 @@ def _source(thing: Callable) -> tuple[str, dict[str, Any]]:
     if not nodes:
         raise ValueError(f"{thing.__name__} is not defined at the top of a cell or a file")
     return "".join(lines[nodes[-1].lineno - 1 : nodes[-1].end_lineno]).rstrip(), method.__globals__
-
-
-def _constant(value: Any, name: str, thing: Callable) -> str:
-    if isinstance(value, int | float | str | bool | tuple | None):
-        return repr(value)
-    raise ValueError(
-        f"{thing.__name__} uses {name!r}, a {type(value).__name__} of the notebook, which no file "
-        f"can hold: make it an argument, or create it inside of {thing.__name__}"
-    )

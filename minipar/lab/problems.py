@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 from IPython.display import Code
@@ -43,21 +42,13 @@ class Problem:
     source: str
     hint: str
     slips: dict[str, float]  # likely wrong answers, by the sentence for them
-    work: Callable[[], float]
+    work: Callable[[], float]  # its docstring is the question
     within: float = 0.02
     lesson: str = ""
 
     @cached_property
     def right(self) -> float:
         return self.work()
-
-    def markdown(self, number: str) -> str:
-        """Return the text above the learner's cell in the notebook."""
-        text = " ".join((self.work.__doc__ or "").split())
-        within = f"to within {100 * self.within:g} %" if self.within else "exactly"
-        asked = f"**Asked:** {self.unit}, {within}. **Source:** {self.source}."
-        hint = f"<details><summary>A hint</summary>\n\n{self.hint}\n</details>"
-        return f"### Problem {number}: {self.title}\n\n{text}\n\n{asked}\n\n{hint}"
 
     def why(self, answer: float) -> str:
         """Say how far off a wrong answer is, and which known slip looks like it."""
@@ -83,17 +74,13 @@ def problem(title: str, **known: Any) -> Callable[[Callable[[], float]], Problem
 
 
 @cache
-def of(file: Path) -> dict[str, Problem]:
-    """Return the problems of one file, by number."""
-    number = file.stem.removeprefix("problems_")
-    here = [p for p in vars(exercises.load(file)).values() if isinstance(p, Problem)]
-    return {f"P{number}.{count}": p for count, p in enumerate(here, 1)}
-
-
-def problems(notebook: str = "*") -> dict[str, Problem]:
-    """Return the problems of a notebook, "6", or of all, by number: "P6.1"."""
+def problems(notebook: str) -> dict[str, Problem]:
+    """Return the problems of a notebook, "6", by number: "P6.1"."""
     folder = next(iter(exercises.exercises().values())).parent
-    return {n: p for file in folder.glob(f"problems_{notebook}.py") for n, p in of(file).items()}
+    files = folder.glob(f"problems_{notebook}.py")
+    known = [p for file in files for p in vars(exercises.load(file)).values()]
+    found = [p for p in known if isinstance(p, Problem)]
+    return {f"P{notebook}.{count}": one for count, one in enumerate(found, 1)}
 
 
 def _named(number: str) -> Problem:

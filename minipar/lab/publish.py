@@ -1,42 +1,30 @@
-"""Execute the notebooks, and make their files the same on every machine.
+"""Make the files of executed notebooks the same on every machine (``make notebooks``).
 
-    python -m minipar.lab.publish notebooks/            # execute, normalise, write, check
+    python -m minipar.lab.publish notebooks/            # normalise
     python -m minipar.lab.publish notebooks/ --handout course/  # copies without the answers
     python -m minipar.lab.publish notebooks/ --slips    # learn how wrong answers fail
 
 A published notebook holds its outputs and figures, but no trace of the machine it ran on: no paths,
-no times of execution, no versions, no widget state. A check lists faults: outputs
-that are missing, an error outside of the cells tagged ``raises-exception`` (or none inside), the
-path of a machine, anything on stderr, a figure too large for the repository.
+no times of execution, no versions, no widget state.
 """
 
 import argparse
 import ast
-import base64
 import hashlib
 import re
-import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbconvert.preprocessors import ClearOutputPreprocessor, CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
-from minipar.lab import exercises, problems, slips
-from minipar.lab.minutes import show_minutes
+from minipar.lab import exercises, slips
 
-MAX_FIGURE_BYTES = 100_000
-CELL_TIMEOUT = 120  # seconds
-RAISES = "raises-exception"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-FOREIGN = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\Users\\)[^\s\"':)]*")
-"""Paths of a particular machine."""
 
 
 # ====================================================================== normalising
@@ -92,66 +80,22 @@ def without_paths(text: str, root: Path) -> str:
     return text
 
 
-# ====================================================================== checking
-def complaints(notebook: NotebookNode) -> list[str]:
-    """Return the faults of a published notebook, a line for each."""
-    found = ["widget state is saved"] * ("widgets" in notebook.metadata)
-    cells = [(n, cell) for n, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
-    return found + [f"cell {n}: {what}" for n, cell in cells for what in _complaints(cell)]
-
-
-def _complaints(cell: NotebookNode) -> Iterator[str]:
-    if cell.source.strip() and cell.execution_count is None:
-        yield "was not executed"
-    raised = any(output.output_type == "error" for output in cell.outputs)
-    tagged = RAISES in cell.metadata.get("tags", [])
-    if raised and not tagged:
-        yield f"ends in an error, and is not tagged {RAISES}"
-    if tagged and not raised:
-        yield f"is tagged {RAISES}, but raises none"
-    for output in cell.outputs:
-        data, about = output.get("data", {}), output.get("metadata", {})
-        if "image/png" in data:
-            size = len(base64.b64decode(data["image/png"]))
-            if size > MAX_FIGURE_BYTES:
-                yield f"a figure of {size / 1000:.0f} kB; at most 100 kB"
-            if not about.get("image/png", {}).get("alt"):
-                yield "a figure without a text that stands for it"
-        texts = [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
-        texts += [content for kind, content in data.items() if kind.startswith("text/")]
-        for path in dict.fromkeys(FOREIGN.findall("\n".join(texts))):
-            yield f"names a path of a machine: {path}"
-        if output.get("name") == "stderr":
-            yield f"writes to stderr: {output.text.strip()[:80]}"
-
-
 # ====================================================================== handing out
-def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
-    """Copy `notebooks` without outputs, and the exercises beside them without answers.
+def hand_out(notebooks: Path, folder: Path) -> None:
+    """Copy a folder of notebooks without outputs, with its exercises without answers.
 
-    Headings of the copies, in a new `folder`, say at which minute they begin. The sentences that a
-    check may say of a wrong answer go along, by how it fails. Returns the files written. Raises
-    `FileExistsError` if the folder is there already.
+    Problems go along as they are, and so do the sentences that a check may say of a wrong answer.
+    Raises `FileExistsError` if the new `folder` is there already.
     """
-    solutions = folder / "solutions"
-    solutions.mkdir(parents=True)
-    texts, known = {}, {}
-    for path in notebooks:
+    (folder / "solutions").mkdir(parents=True)
+    for path in notebooks.glob("*.ipynb"):
         notebook = nbformat.read(path, as_version=4)
-        show_minutes(notebook)
         ClearOutputPreprocessor().preprocess(notebook, {})
-        texts[folder / path.name] = nbformat.writes(notebook) + "\n"
-        given, number = path.parent / "solutions", int(path.stem[:2])
-        told = slips.read(given)
-        for file in sorted(given.glob(f"ex_{number}_*.py")):
-            texts[solutions / file.name] = without_answers(file.read_text(encoding="utf-8"))
-            known |= {n: told[n] for n in [exercises.id_of(file)] if n in told}
-        if any("check_number(" in cell.source for cell in notebook.cells):
-            for file in given.glob("problems_*.py"):
-                texts[solutions / file.name] = without_ways(file)
-    for file, text in texts.items():
-        file.write_text(text, encoding="utf-8")
-    return [*texts, slips.write(solutions, known)]
+        nbformat.write(notebook, folder / path.name)
+    for file in notebooks.glob("solutions/*.*"):
+        text = file.read_text(encoding="utf-8")
+        text = without_answers(text) if file.name.startswith("ex_") else text
+        (folder / "solutions" / file.name).write_text(text, encoding="utf-8")
 
 
 def learn_slips(asked: exercises.Exercise) -> dict[str, Any]:
@@ -171,7 +115,7 @@ def _failure(asked: exercises.Exercise, answer: Callable, seed: int) -> str:
     """Return how an answer fails on the first number of ranks that refuses it; "" if none does."""
     for size in asked.sizes:
         try:
-            exercises.examine(asked, answer, size, seed, asked.checks)
+            exercises.examine(asked, answer, size, seed)
         except exercises.CheckFailed as error:
             return error.fingerprint
     return ""
@@ -202,68 +146,26 @@ def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
     return _name(part).startswith("_") and not used
 
 
-def without_ways(file: Path) -> str:
-    """Return a file of problems with numbers in the place of what works them out."""
-    module = ast.parse(file.read_text(encoding="utf-8"))
-    functions = [part for part in module.body if isinstance(part, ast.FunctionDef)]
-    for function, asked in zip(functions, problems.of(file).values(), strict=True):
-        function.body[1:] = ast.parse(f"return {asked.right!r}").body
-        for keyword in function.decorator_list[0].keywords:
-            if keyword.arg == "slips":
-                keyword.value = ast.parse(repr(asked.slips), mode="eval").body
-    head = [module.body[0], *ast.parse(f"from {problems.__name__} import problem").body]
-    module.body = [*head, *functions]
-    return ast.unparse(module) + "\n"
-
-
 # ====================================================================== the command
-def publish(path: Path) -> list[str]:
-    """Execute a notebook in a fresh kernel, normalise and write it; return its faults.
-
-    A notebook whose execution fails is left as it was: by an error outside of the cells tagged
-    ``raises-exception``, or by a cell that takes longer than `CELL_TIMEOUT` seconds.
-    """
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT,
-        kernel_name="python3",
-        extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
-        resources={"metadata": {"path": str(path.parent)}},
-    )
-    try:
-        client.execute()
-    except (CellExecutionError, CellTimeoutError) as error:
-        return [f"execution failed: {error}"]
-    normalise(notebook, path.resolve().parents[1])
-    nbformat.write(notebook, path)
-    return complaints(notebook)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run as a command; the exit code is 1 if there is something to complain about."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run as a command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
-    parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
+    parser.add_argument("notebooks", type=Path, help="a folder of notebooks")
+    parser.add_argument("--handout", type=Path, help="only copy the folder, without answers")
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     asked = parser.parse_args(arguments)
-    files = [[path] if path.is_file() else sorted(path.glob("*.ipynb")) for path in asked.paths]
-    notebooks = sum(files, [])
     if asked.handout is not None:
-        print(*hand_out(notebooks, asked.handout), sep="\n")
-        return 0
-    if asked.slips:
-        for folder in {path.parent / "solutions" for path in notebooks}:
-            known = map(exercises.Exercise, sorted(folder.glob("ex_*.py")))
-            print(slips.write(folder, {asked.id: learn_slips(asked) for asked in known}))
-        return 0
-    is_wrong = False
-    for path in notebooks:
-        wrong = publish(path)
-        is_wrong |= bool(wrong)
-        print("\n".join([f"{path}:" if wrong else f"{path}: ok", *wrong]), flush=True)
-    return int(is_wrong)
+        hand_out(asked.notebooks, asked.handout)
+    elif asked.slips:
+        solutions = asked.notebooks / "solutions"
+        known = map(exercises.Exercise, sorted(solutions.glob("ex_*.py")))
+        print(slips.write(solutions, {asked.id: learn_slips(asked) for asked in known}))
+    else:
+        for path in asked.notebooks.glob("*.ipynb"):
+            notebook = nbformat.read(path, as_version=4)
+            normalise(notebook, path.resolve().parents[1])
+            nbformat.write(notebook, path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

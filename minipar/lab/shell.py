@@ -60,9 +60,6 @@ class _Publisher(DisplayPublisher):
         else:
             worker.say("display", (data, metadata or {}))
 
-    def clear_output(self, wait: bool = False) -> None:
-        pass  # the other ranks write to the same place
-
 
 class _LastValue(DisplayHook):
     """Sends the value of a cell's last expression to the notebook."""
@@ -91,6 +88,8 @@ class RankShell(InteractiveShell):
         worker.shield()  # being stopped while the error is put into words would lose the words
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped):
+            if isinstance(error, NameError):
+                error.add_note("Ranks know names of %%ranks cells, and those of ranks.put(x=x)")
             _cut_plumbing(error)
             super().showtraceback(*args, **kwargs)
 
@@ -98,14 +97,14 @@ class RankShell(InteractiveShell):
         self.traceback_text = self.InteractiveTB.stb2text(stb)
 
 
-def _cut_plumbing(error: BaseException, plumbing: tuple[str, ...] = PLUMBING) -> None:
-    """Take the frames of `plumbing` but the first out of a traceback, and causes that lie there."""
+def _cut_plumbing(error: BaseException) -> None:
+    """Take the frames of `PLUMBING` but the first out of a traceback, and causes that lie there."""
     first, *others = _links(error)
-    kept = [first, *(tb for tb in others if not _is_in(tb.tb_frame, plumbing))]
+    kept = [first, *(tb for tb in others if not _is_plumbing(tb.tb_frame))]
     for tb, following in zip_longest(kept, kept[1:]):
         tb.tb_next = following
     cause = error.__context__
-    if cause is not None and all(_is_in(tb.tb_frame, plumbing) for tb in _links(cause)):
+    if cause is not None and all(_is_plumbing(tb.tb_frame) for tb in _links(cause)):
         error.__context__ = None
 
 
@@ -117,8 +116,8 @@ def _links(error: BaseException) -> Iterator[TracebackType]:
         tb = tb.tb_next
 
 
-def _is_in(frame: FrameType, files: tuple[str, ...]) -> bool:
-    return frame.f_code.co_filename.startswith(files)
+def _is_plumbing(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(PLUMBING)
 
 
 def _shell() -> RankShell:
@@ -162,7 +161,7 @@ def _look() -> None:
     groups = list(dist.distributed_c10d._world.pg_map)
     moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
     if work.t_start is None and called > PATIENCE and not moves:
-        own = next(frame for frame in callers if not _is_in(frame, PLUMBING))
+        own = next(frame for frame in callers if not _is_plumbing(frame))
         name, line = own.f_code.co_filename, own.f_lineno
         known = RankShell.instance().compile._filename_map if RankShell.initialized() else {}
         number = known.get(name)
@@ -183,10 +182,7 @@ def run_cell(code: str, number: int) -> None:
     shell.history_manager.input_hist_parsed.append(shell.transform_cell(code))
     result = shell.run_cell(code, store_history=False)
     worker.shield()
-    for name, value in _facts.items():
-        if (left := shell.user_ns.get(name)) is not value:  # as after: for rank in range(4)
-            shell.user_ns[name] = value
-            print(f"`{name}` was {left!r} after this cell, and is {value} again")
+    shell.user_ns.update(_facts)  # as after: for rank in range(4)
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
         error.report = shell.traceback_text
@@ -268,12 +264,9 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
     try:
         return fn(*args, **kwargs)
     except (Exception, SystemExit) as error:
-        own = [tb for tb in _links(error) if _is_in(tb.tb_frame, (source.filename,))]
-        around = getattr(code_of(fn), "co_filename", source.filename)
-        # What surrounds a learner's function tells little, if one of its lines is there to see.
-        is_around = own and around != source.filename
-        _cut_plumbing(error, (*PLUMBING, around) if is_around else PLUMBING)
-        shown = traceback.TracebackException(type(error), error, own[0] if own else None)
-        text = "".join(shown.format() if own else shown.format_exception_only()).rstrip()
+        shown = traceback.TracebackException.from_exception(error)
+        shown.__cause__ = shown.__context__ = None
+        shown.stack[:] = [line for line in shown.stack if line.filename == source.filename]
+        text = "".join(shown.format() if shown.stack else shown.format_exception_only()).rstrip()
         error.report = text.replace(f'File "{source.filename}"', source.title)
         raise

@@ -334,8 +334,8 @@ def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
     x = torch.ones(5, 4)
     return [
         (lambda: comm.all_reduce(x.long(), axis, "avg"), "avg.*does not fit torch.int64; use"),
-        (lambda: comm.reduce_scatter(x, axis), r"dp=3 does not divide dim 0 of shape \(5, 4\); pad it to 6"),
-        (lambda: comm.reduce_scatter(x, axis, -1), r"dp=3 does not divide dim -1 of shape \(5, 4\)"),
+        (lambda: comm.reduce_scatter(x, axis), r"dp=3 does not divide dim 0 of .*; pad it to 6"),
+        (lambda: comm.reduce_scatter(x, axis, -1), r"dp=3 does not divide dim -1 of shape"),
         (lambda: comm.all_gather(x, axis, 1, out=x), "out= needs dim=0, not dim=1"),
         (lambda: comm.all_gather(x, axis, out=x), r"shape \(15, 4\).*not \(5, 4\)"),
         (lambda: comm.all_reduce(x[0], axis, out=x), r"shape \(4,\) and torch.float32"),

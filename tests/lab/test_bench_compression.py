@@ -7,7 +7,7 @@ import pytest
 
 from minipar.lab.bench import compression as bench
 from minipar.lab.bench import race
-from minipar.lab.bench.compression import METHODS, CompressionConfig, Learned
+from minipar.lab.bench.compression import METHODS, Learned
 
 pytestmark = pytest.mark.trains
 
@@ -22,8 +22,7 @@ def rows_of(**gaps: tuple[float, list[float]]) -> list[dict]:
         for loss, gap in zip((2.0, 3.0), values, strict=True):
             run = Learned([8 - loss, loss + gap], loss + gap, num_bytes, seconds, seconds[2] / 10)
             learned[name].append(run)
-    config = CompressionConfig(steps=2)
-    return [bench.row(config, name, learned) for name in learned]
+    return [bench.row(name, learned) for name in learned]
 
 
 def test_a_row_compares_with_fp32_from_the_same_weights():
@@ -38,11 +37,6 @@ def test_a_row_compares_with_fp32_from_the_same_weights():
     head, _, line = race.table([exact, row], bench.COLUMNS).splitlines()
     assert line[head.index("gap") :] == "+0.200 [+0.100, +0.300]"
     assert line.split()[1:3] == ["1,000,000", "25.0%"]
-
-
-def test_a_run_of_no_step_is_refused():
-    with pytest.raises(ValueError, match="--steps 0 must be 1 or more"):
-        bench.run(CompressionConfig(steps=0))
 
 
 def test_the_committed_numbers_are_of_all_methods():

@@ -31,7 +31,6 @@ from minipar.parallel import ddp, local_sgd
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression import codecs
 from minipar.parallel.compression.feedback import Compressed
-from minipar.train.config import check_numbers
 from minipar.train.corpus import load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
@@ -40,6 +39,8 @@ from minipar.train.tokenizer import ByteTokenizer
 
 RANKS, SHAPE = 2, PRESETS["tiny"]
 BATCH_SIZE, SEQ_LEN = 4, 64  # sequences per rank and step, tokens per sequence
+STEPS, SEEDS = 96, 2  # of a run; runs of each method, from other weights, in another order of text
+LINK = "1gbe*4"  # slowed 4 times, to sit beside cores that are slow, too
 PEAK_LR = 1e-3
 """The learning rate of AdamW. With 2e-3, runs that differ by one part in a million at the start end
 as far apart as methods."""
@@ -117,27 +118,19 @@ METHODS: dict[str, tuple[str, Attach]] = {
 class CompressionConfig:
     """Compare every way to send less: bytes, exposed communication, step time, loss beside fp32."""
 
-    steps: int = 96
-    """Training steps before losses are compared."""
-    seeds: int = 2
-    """Runs of each method, from other weights and with the batches in another order."""
-    link: str = "1gbe*4"
-    """The link to emulate; 1gbe*4 is slowed 4 times, to sit beside cores that are slow, too."""
     json: str = ""
     """Also write the rows to this file; notebook 04a draws them."""
 
 
 def run(config: CompressionConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return a row per method; fp32 is the first."""
-    check_numbers(config, {"steps": 1, "seeds": 1})
-    link.parse(config.link)  # an error now, and not on the ranks
     learned: dict[str, list[Learned]] = {name: [] for name in METHODS}
-    with race.pool(RANKS, config.link) as ranks:
-        for seed, name in product(range(config.seeds), METHODS):  # in turns: all, then all again
-            learned[name] += ranks.run(learn, config, name, seed)[:1]
+    with race.pool(RANKS, LINK) as ranks:
+        for seed, name in product(range(SEEDS), METHODS):  # in turns: all, then all again
+            learned[name] += ranks.run(learn, name, seed)[:1]
             loss = learned[name][-1].validation
-            print(f"{name}: loss {loss:.3f} after {config.steps} steps", flush=True)
-    rows = [row(config, name, learned) for name in METHODS]
+            print(f"{name}: loss {loss:.3f} after {STEPS} steps", flush=True)
+    rows = [row(name, learned) for name in METHODS]
     print("\n" + race.table(rows, COLUMNS))
     race.save(rows, config.json)
     return rows
@@ -154,17 +147,17 @@ class Learned(NamedTuple):
     exposed: float  # seconds per step, mean over the ranks
 
 
-def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
+def learn(name: str, seed: int) -> Learned:
     """Train by one method on real text; called on every rank."""
-    axis, steps = Mesh(dp=RANKS).dp, config.steps
+    axis = Mesh(dp=RANKS).dp
     model = Llama(SHAPE, seed=seed)
     optimizer = make_optimizer(model, lr=PEAK_LR, weight_decay=0.1)
     strategy = METHODS[name][1](model, axis, optimizer)
     batches = batches_of("train", axis, seed).forever()
     losses, times = [], [time.monotonic()]
-    with race.using(config.link), timeline.record(model) as recorded:
-        for at in range(steps):
-            lr = warmup_cosine(at, peak=PEAK_LR, warmup_steps=min(10, steps), total_steps=steps)
+    with race.using(LINK), timeline.record(model) as recorded:
+        for at in range(STEPS):
+            lr = warmup_cosine(at, peak=PEAK_LR, warmup_steps=10, total_steps=STEPS)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             step = train_step(model, [strategy], optimizer, next(batches), axis, max_norm=1.0)
@@ -173,10 +166,10 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
         if hasattr(strategy, "state_dict"):
             strategy.state_dict()  # waits for exchanges under way: they count, too
     lengths = np.diff(times).tolist()
-    seconds = [statistics.mean(lengths[i : i + TURN]) for i in range(0, steps, TURN)]
-    exposed = sum(overlap.exposed for overlap in recorded.overlap()) / steps
+    seconds = [statistics.mean(lengths[i : i + TURN]) for i in range(0, STEPS, TURN)]
+    exposed = sum(overlap.exposed for overlap in recorded.overlap()) / STEPS
     turns, exposed = zip(*all_gather_object((seconds, exposed), axis), strict=True)
-    num_bytes = sum(recorded.bytes_by_axis().values()) / steps
+    num_bytes = sum(recorded.bytes_by_axis().values()) / STEPS
     slowest = [max(turn) for turn in zip(*turns, strict=True)]
     return Learned(losses, validate(strategy, axis), num_bytes, slowest, statistics.mean(exposed))
 
@@ -198,19 +191,18 @@ def batches_of(part: str, axis: Axis, seed: int) -> Batches:
 
 
 # ---------------------------------------------------------------------- the table
-def row(config: CompressionConfig, name: str, learned: dict[str, list[Learned]]) -> dict[str, Any]:
+def row(name: str, learned: dict[str, list[Learned]]) -> dict[str, Any]:
     """Compare a method with fp32 from the same weights."""
     runs, exact = learned[name], learned[REFERENCE]
     gaps = [run.validation - ref.validation for run, ref in zip(runs, exact, strict=True)]
     num_bytes = statistics.mean(run.num_bytes for run in runs)
     curve = [statistics.mean(at) for at in zip(*(run.losses for run in runs), strict=True)]
     return {
-        "link": link.parse(config.link).label,
+        "link": link.parse(LINK).label,
         "ranks": RANKS,
         "preset": "tiny",
         "tokens_per_step": RANKS * BATCH_SIZE * SEQ_LEN,
-        "steps": config.steps,
-        "seeds": config.seeds,
+        "steps": STEPS,
         "method": name,
         "family": METHODS[name][0],
         "num_bytes": num_bytes,

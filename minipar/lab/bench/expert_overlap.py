@@ -1,7 +1,6 @@
-"""Four ways to hide the all-to-alls of experts, and uneven loads of them (notebook 11)."""
+"""Four ways to hide the all-to-alls of experts (notebook 11)."""
 
 import torch
-from torch import Tensor
 
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Axis
@@ -55,14 +54,3 @@ def play(axis: Axis, dispatch: str) -> Timeline:
             forward()
             backward()
     return timeline.gather(axis).shifted()
-
-
-def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tensor:
-    """Choose for scores [N, E] so that expert 0 has `imbalance` times the mean load -> [N, k]."""
-    num_tokens = len(scores)
-    token = torch.arange(num_tokens, device=scores.device)[:, None]
-    turn = (token * top_k + torch.arange(top_k, device=scores.device)) % (num_experts - 1)
-    experts = 1 + turn  # everybody but expert 0, in turn
-    chosen = token[:, 0] % num_experts < imbalance * top_k  # of as many tokens, the first choice
-    experts[:, 0] = torch.where(chosen, 0, experts[:, 0])
-    return experts

@@ -28,14 +28,16 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import RaceConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of, token_loss
-from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
+from minipar.parallel import context, ddp, fsdp, tensor, zero
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.schedules import make
+from minipar.train.config import check_numbers
 
 Step = Callable[[], Tensor]
 """A training step: forward, backward, optimizer. It returns the loss in nats per token."""
 Contender = Callable[["Field"], Step]
+RANKS = 2
 ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
 """The optimizer of all contenders."""
 
@@ -43,9 +45,10 @@ ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
 class Field(NamedTuple):
     """The conditions that all contenders of a race share."""
 
-    config: RaceConfig
     axis: Axis
     shape: LlamaConfig
+    seq_len: int
+    batch_size: int = 2  # sequences per rank and step; of a pipeline, per microbatch
 
     def model(self) -> Llama:
         """Return the model, with the same weights on all ranks."""
@@ -54,7 +57,7 @@ class Field(NamedTuple):
     def tokens(self, sequences: int) -> list[Tensor]:
         """Return inputs and targets [B, T]; only ranks of data parallelism have different ones."""
         stream = torch.Generator().manual_seed(self.axis.rank if self.axis.name == "dp" else 0)
-        size = (sequences, self.config.seq_len + 1)
+        size = (sequences, self.seq_len + 1)
         tokens = torch.randint(self.shape.vocab_size, size, generator=stream)
         return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
 
@@ -66,7 +69,7 @@ class Field(NamedTuple):
         cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> Step:
         """Return a training step on one batch; `cut` chooses the tokens of a rank."""
-        inputs, targets = (cut(part).contiguous() for part in self.tokens(self.config.batch_size))
+        inputs, targets = (cut(part).contiguous() for part in self.tokens(self.batch_size))
 
         def backward() -> Tensor:
             loss = loss_of(model)(model(inputs), targets) / targets.numel()
@@ -91,29 +94,30 @@ def stepping(optimizer: torch.optim.Optimizer, backward: Step) -> Step:
 
 def run(config: RaceConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table; return a row for each pair on each link."""
-    config.check()
-    config = replace(config, seq_len=config.seq_len or AXES[config.strategy][1])
+    check_numbers(config, {"rounds": 1})
+    for link_name in config.links:
+        race.label(link_name)  # an error now, and not after the first link
     rows = []
     for link_name in config.links:
-        with race.pool(config.ranks, link_name) as ranks:
+        with race.pool(RANKS, link_name) as ranks:
             for ours, (_, torchs, _) in CONTESTS[config.strategy].items():
-                measured = ranks.run(measure, config, link_name, ours)[0]
-                rows.append(race.row(config, link_name, ours, torchs, measured))
+                seconds = ranks.run(measure, config, link_name, ours)[0]
+                rows.append(race.row(link_name, ours, torchs, seconds))
                 print(f"{rows[-1]['link']}: {ours} {rows[-1]['ratio']:.3f}", flush=True)
     print("\n" + race.table(rows))
     race.save(rows, config.json)
     return rows
 
 
-def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, race.Measured]:
+def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, list[float]]:
     """Run a contender of ours and PyTorch's in turns on a link; called on every rank."""
-    axis_name = AXES[config.strategy][0]
-    axis = getattr(Mesh(**{axis_name: config.ranks}), axis_name)
-    shape = replace(PRESETS[config.preset], tie_embeddings=axis.name not in ("tp", "pp"))
+    axis_name, seq_len = AXES[config.strategy]
+    axis = getattr(Mesh(**{axis_name: RANKS}), axis_name)
+    shape = replace(PRESETS["small"], tie_embeddings=axis.name not in ("tp", "pp"))
     if axis.name == "pp":
-        shape = replace(shape, num_layers=4 * config.ranks)
+        shape = replace(shape, num_layers=4 * RANKS)
     mine, _, rival = CONTESTS[config.strategy][name]
-    field = Field(config, axis, shape)
+    field = Field(axis, shape, seq_len)
     return race.race(mine(field), rival(field), axis, link_name, config.rounds)
 
 
@@ -232,13 +236,10 @@ def tensor_plan(sequence: bool) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- context parallel
-def our_context(on: Field, kind: str, ring: Callable[[], type] | None = None) -> Step:
-    """Return a step of "ring", "gather" or "ulysses"; `ring` makes attention in place of ours."""
+def our_context(on: Field, ring: Callable[[], type] | None = None) -> Step:
+    """Return a step of ring attention; `ring` makes attention in place of ours."""
     model = on.model()
-    if kind == "ulysses":
-        strategy = ulysses.apply(model, on.axis)
-    else:
-        strategy = context.apply(model, on.axis, exchange=kind)
+    strategy = context.apply(model, on.axis)
     if ring:
         strategy.attention = ring()
     data = ddp.apply(model, on.axis)  # sums the gradients of all tokens
@@ -290,7 +291,7 @@ def our_pipeline(on: Field, name: str) -> Step:
     m = MICROBATCHES * on.axis.size
     model = on.model()
     pipeline = runtime.apply(model, on.axis, make(name, on.axis.size, m))
-    inputs, targets = on.tokens(m * on.config.batch_size)
+    inputs, targets = on.tokens(m * on.batch_size)
     microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
 
     def backward() -> Tensor:
@@ -308,7 +309,7 @@ def torch_pipeline(on: Field, name: str) -> Step:
 
     m = MICROBATCHES * on.axis.size
     model, schedule = on.model(), make(name, on.axis.size, m)
-    inputs, targets = on.tokens(m * on.config.batch_size)
+    inputs, targets = on.tokens(m * on.batch_size)
     last, own = schedule.num_stages - 1, schedule.stages_on(on.axis.rank)
     cut = stages.balance(stages.estimate_costs(on.shape), schedule.num_stages)
     parts = []
@@ -347,7 +348,6 @@ DDP = "DistributedDataParallel", torch_ddp
 ZERO = "ZeroRedundancyOptimizer", partial(torch_ddp, sharded=True)
 TENSOR, CUT = partial(our, apply=tensor.apply), partial(our, apply=tensor.apply, sequence=True)
 SEQUENCE = "with SequenceParallel", partial(torch_tensor, sequence=True)
-RING = "PyTorch's ring", partial(our_context, kind="ring", ring=torch_ring)
 CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
     "ddp": {
         name: (partial(our, apply=ddp.apply, version=name), *DDP)
@@ -363,9 +363,7 @@ CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
         "sequence": (CUT, *SEQUENCE),
         "overlap": (partial(CUT, overlap=True), *SEQUENCE),
     },
-    "context": {
-        kind: (partial(our_context, kind=kind), *RING) for kind in ("ring", "gather", "ulysses")
-    },
+    "context": {"ring": (our_context, "PyTorch's ring", partial(our_context, ring=torch_ring))},
     "pipeline": {
         name: (partial(our_pipeline, name=name), theirs, partial(torch_pipeline, name=name))
         for name, theirs in PIPELINES.items()
