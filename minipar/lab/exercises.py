@@ -19,7 +19,9 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, with these names:
     def given(size, random): ...        # -> for each rank, the arguments of the learner's function
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
     def check_traffic(case): ...
+    def bonus_one_message(case): ...    # asked for by check("2.1", fn, bonus=True) only
     def solution(tensor, axis): ...     # the learner's function gets the Axis as its last argument
+    def solution_bonus(tensor, axis): ...                # where there are bonus targets
     @fails("traffic", "All is sent.")   # which check refuses it; the words for answers like it
     def wrong_sends_everything(tensor, axis): ...
     def run(answer, axis, *given): ...  # optional: what surrounds the call of the answer on a rank
@@ -88,11 +90,13 @@ class Exercise:
         size = math.prod(self.mesh.values()) if self.mesh else 4
         self.sizes: tuple[int, ...] = part("SIZES", (size,))
         self.given, self.run, self.drawn = module.given, part("run", _run), part("drawn")
-        self.solution = part("solution")  # a host may have left it out
+        # A host may have left the answers out.
+        self.solution, self.solution_bonus = part("solution"), part("solution_bonus")
         self.seconds: float | None = part("SECONDS")
         self.by_message: bool = part("BY_MESSAGE", False)
         self.bugs: dict[str, str] = part("BUGS", {})
-        self.checks, self.wrongs = _named(module, "check_"), _named(module, "wrong_")
+        self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
+        self.wrongs = _named(module, "wrong_")
         self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {"seed": 0, "told": {}})
 
 
@@ -145,8 +149,10 @@ def exercise(number: str) -> Exercise:
 passed: dict[str, Callable] = {}  # the answer that passed last, by exercise: `own.keep` asks
 
 
-def check(number: str, answer: Callable | str, *, seed: int | None = None) -> None:
-    """Try `answer` on fresh random inputs.
+def check(
+    number: str, answer: Callable | str, *, bonus: bool = False, seed: int | None = None
+) -> None:
+    """Try `answer` on fresh random inputs; with `bonus` against the harder targets as well.
 
     Where a bug is to be named before it is mended, `answer` may be its name.
 
@@ -161,9 +167,10 @@ def check(number: str, answer: Callable | str, *, seed: int | None = None) -> No
         raise CheckFailed(f"This is no function: {_short(answer)}; {how}", "written")
     seed = secrets.randbelow(10**6) if seed is None else seed
     name = getattr(answer, "__name__", "your_function")
+    criteria = asked.checks | asked.bonuses if bonus else asked.checks
     for size in asked.sizes:
         try:
-            case = examine(asked, answer, size, seed)
+            case = examine(asked, answer, size, seed, criteria)
         except CheckFailed as error:
             if error.criterion == "written":
                 raise
@@ -175,9 +182,12 @@ def check(number: str, answer: Callable | str, *, seed: int | None = None) -> No
                 error.criterion,
             ) from None
     passed[number] = answer
-    print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(asked.checks)}.\n{asked.praise}")
+    print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}.\n{asked.praise}")
     if asked.drawn is not None:
         display(asked.drawn(case))
+    if asked.bonuses and not bonus:
+        harder = f'check("{number}", {name}, bonus=True)'
+        print(f"Want more? {harder}: {', '.join(asked.bonuses)}")
 
 
 def _diagnose(asked: Exercise, name: str) -> None:
@@ -207,7 +217,7 @@ def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
         try:
             with redirect_stdout(StringIO()):  # it has said once which pieces it is made of
-                examine(asked, answer, size, asked.slips["seed"])
+                examine(asked, answer, size, asked.slips["seed"], asked.checks)
         except CheckFailed as known:
             error = known
     sentence = asked.slips["told"].get(error.fingerprint) or general
@@ -219,10 +229,12 @@ def _on(sizes: tuple[int, ...]) -> str:
     return "" if sizes == (1,) else f" on {' and '.join(map(str, sizes))} ranks"
 
 
-def examine(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
-    """Run `answer` and apply all checks. Raises `CheckFailed` for the first that fails."""
+def examine(
+    asked: Exercise, answer: Callable, size: int, seed: int, criteria: dict[str, Callable]
+) -> Case:
+    """Run `answer` and apply `criteria`, by name. Raises `CheckFailed` for the first that fails."""
     case = play(asked, answer, size, seed)
-    for name, criterion in asked.checks.items():
+    for name, criterion in criteria.items():
         try:
             criterion(case)
         except CheckFailed as error:

@@ -115,7 +115,7 @@ def _failure(asked: exercises.Exercise, answer: Callable, seed: int) -> str:
     """Return how an answer fails on the first number of ranks that refuses it; "" if none does."""
     for size in asked.sizes:
         try:
-            exercises.examine(asked, answer, size, seed)
+            exercises.examine(asked, answer, size, seed, asked.checks)
         except exercises.CheckFailed as error:
             return error.fingerprint
     return ""

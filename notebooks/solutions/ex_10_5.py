@@ -15,7 +15,7 @@ from minipar.lab.cases import calls_of
 from minipar.lab.exercises import Case, CheckFailed, fails
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.checks import peak_live, validate
-from minipar.parallel.pipeline.schedules import SCHEDULES, one_f_one_b
+from minipar.parallel.pipeline.schedules import SCHEDULES, compose, one_f_one_b
 from minipar.parallel.pipeline.simulate import Costs, lower, simulate
 
 LEVEL, MINUTES = "hard", 40
@@ -148,6 +148,15 @@ def check_bubble(case: Case) -> None:
         )
 
 
+def bonus_shorter_than_zb_h1(case: Case) -> None:
+    took, other = _seconds(Schedule.parse(case.results[0][0])), 3 * M + case.size - 1
+    if took >= other:
+        raise CheckFailed(
+            f"with F = I = W = 1 the step takes {took:g}; ZB-H1 takes {other}, and {3 * M} would "
+            "be no bubble at all"
+        )
+
+
 def check_gradients(case: Case) -> None:
     weights, x, y = case.given[0]
     schedule = Schedule.parse(case.results[0][0])
@@ -175,6 +184,26 @@ def solution(p, m):
         row += [f"{rank}W{i}" for i in range(m - rank, m)]
         lines.append(f"rank {rank}: {' '.join(row)}")
     return "\n".join(lines)
+
+
+def solution_bonus(p, m):
+    """The same with two stages per rank, each half as long: half of the bubble."""
+
+    def queues(stages):
+        rounds = [range(first, first + p) for first in range(0, m, p)]
+        return {
+            "F": [(s, i) for part in rounds for s in stages for i in part],
+            "B": [(s, i) for part in rounds for s in stages[::-1] for i in part],
+        }
+
+    return compose(
+        "mine",
+        [*range(p), *range(p)],
+        m,
+        lambda rank: [(2 * p - 1 - rank, "F"), (rank, "F I"), (2 * m, "F I W")],
+        queues,
+        lambda rank: 2 * p,
+    )
 
 
 @fails(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from minipar.lab.exercises import Case, CheckFailed, fails
+from minipar.lab.memory import LiveBytes
 from minipar.model.llama import dense_core
 
 LEVEL, MINUTES = "medium", 20
@@ -42,13 +43,14 @@ class Calls(TorchFunctionMode):
 
 
 def run(answer, axis, triples):
-    """For each triple the answer's result; the functions it called."""
-    results, names = [], set()
+    """For each triple the answer's result; the functions it called; its largest tensor, bytes."""
+    results, largest, names = [], [], set()
     for q, k, v in triples:
-        with Calls() as calls:
+        with Calls() as calls, LiveBytes() as live:
             results.append(answer(q.clone(), k.clone(), v.clone()))
         names |= calls.names
-    return results, names
+        largest.append(live.largest)
+    return results, names, largest
 
 
 def check_result(case: Case) -> None:
@@ -62,12 +64,36 @@ def check_by_hand(case: Case) -> None:
         raise CheckFailed("scaled_dot_product_attention did the work; write it from @ and softmax")
 
 
+def bonus_no_square(case: Case) -> None:
+    """No tensor of more than a quarter of all B x H x T x T scores."""
+    for (q, _, _), largest in zip(case.given[0][0], case.results[0][2], strict=True):
+        square = q[..., 0].numel() * TOKENS * q.element_size()
+        if largest > square // 4:
+            raise CheckFailed(
+                f"the largest tensor has {largest:,} bytes; all scores together would have "
+                f"{square:,}, and {square // 4:,} is the limit"
+            )
+
+
 def solution(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5  # [B, H, T, T]
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+
+def solution_bonus(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A block of queries at a time: they need the keys up to themselves only."""
+    share, rows = q.shape[1] // k.shape[1], 8
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    out = []
+    for start in range(0, q.shape[2], rows):
+        end = start + rows
+        scores = q[:, :, start:end] @ k[:, :, :end].transpose(-2, -1) / q.shape[-1] ** 0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + start)
+        out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, :, :end])
+    return torch.cat(out, dim=2)
 
 
 @fails(

@@ -61,6 +61,9 @@ def test_the_solution_passes_on_any_inputs(number, capsys):
     # As plain Python shows it, or IPython, if a test before has started one.
     shown = said.count("Figure(") + said.count("<Figure size")
     assert shown == (0 if asked.drawn is None else 2)
+    if asked.bonuses:
+        check(number, asked.solution_bonus, bonus=True)
+        assert refused(number, asked.solution, bonus=True).criterion in asked.bonuses
 
 
 @pytest.mark.parametrize(("number", "name"), WRONG)
@@ -78,6 +81,7 @@ def test_an_exercise_is_complete(number):
     asked = exercise(number)
     assert asked.title and asked.level in ("easy", "medium", "hard") and 0 < asked.minutes <= 120
     assert asked.checks and asked.good and asked.praise and len(asked.wrongs) >= 2
+    assert set(asked.bonuses) == set() or asked.solution_bonus is not None
     # Catches a wrong answer that was added, or whose sentence was changed, without --slips.
     sentences = {wrong.sentence for wrong in asked.wrongs.values()}
     assert set(asked.slips["told"].values()) == sentences, "publish --slips"
@@ -115,7 +119,8 @@ def test_exercises_are_in_notebooks_and_in_the_order_of_their_numbers():
 def test_the_hosts_page_tells_of_every_exercise_and_its_minutes():
     page = (ROOT / "notebooks/README.md").read_text(encoding="utf-8")
     for number, asked in zip(IDS, map(exercise, IDS), strict=True):
-        assert f"| {number} | {asked.title} | {asked.level} | {asked.minutes} |" in page
+        level = f"{asked.level} +" if asked.bonuses else asked.level
+        assert f"| {number} | {asked.title} | {level} | {asked.minutes} |" in page
     assert f"Together {sum(exercise(number).minutes for number in IDS)} minutes" in page
 
 
