@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +125,16 @@ class Step:
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
         self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The method for each kind of action; an attribute would keep the step alive."""
+        return {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weight,
+        }
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
@@ -234,14 +243,19 @@ class Pipeline(Strategy):
         model: nn.Module,
         strategies: Sequence[Strategy],
         microbatches: Sequence[Microbatch],
-        **how: Any,
+        *,
+        weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
         """Run forward and backward of all microbatches, in place of `step.forward_backward`.
 
         All ranks of the axis load the same microbatches. Gradients add up in ``p.grad``. The other
         `strategies` synchronise the gradients of a stage during its last backward, while other
-        stages still compute. `how`: `weigh` and `autocast` of a `Step`. Returns the sum of the
-        losses, float64, equal on all ranks of the axis; `finish_backward` completes it.
+        stages still compute. Returns the sum of the losses, float64, equal on all ranks of the
+        axis; it is complete after `finish_backward`.
+
+        Raises `ValueError` for another number of microbatches than the schedule is for, and for
+        fsdp with split backwards or with embeddings that two stages have.
         """
         is_partial = self.schedule.splits_backward or any(len(w.ranks) > 1 for w in self.weights)
         if is_partial and any(hasattr(strategy, "units") for strategy in strategies):
@@ -254,19 +268,22 @@ class Pipeline(Strategy):
                 f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
                 f"{self.schedule.num_microbatches}; make another, or cut the batch so"
             )
-        step = Step(self, microbatches, strategies, **how)
+        step = Step(self, microbatches, strategies, weigh, autocast)
         with self._twins_apart():
-            self._play(self.schedule, step)
+            self._play(self.schedule, microbatches, step.methods)
         self._adding = all_reduce(step.total, self.axis, out=step.total, async_op=True)
         return step.total
 
-    def _play(self, schedule: Schedule, step: Step) -> None:
+    def _play(
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        methods: Mapping[str, Method],
+    ) -> None:
         """Do the list of this rank, one action after the other, by the method of its kind."""
-        buffer = lambda i: self.buffer(step.microbatches[i][0])  # noqa: E731
+        buffer = lambda i: self.buffer(microbatches[i][0])  # noqa: E731
         mail = Mail(self.axis, schedule, buffer, self.device)
         messages = {"RF": mail.receive, "RB": mail.receive, "SF": mail.send, "SB": mail.send}
-        methods = {"F": step.forward, "B": step.backward}
-        methods |= {"I": step.backward_input, "W": step.backward_weight}
         for slot in slots(schedule.actions[self.axis.rank], self.paired):
             if not slot[0].computes:
                 messages[slot[0].kind](slot[0])
@@ -335,7 +352,8 @@ class Pipeline(Strategy):
         Ranks work on different microbatches at the same time, and send activations only.
         """
         step = Step(self, microbatches)
-        self._play(forward_only(self.schedule, len(microbatches)), step)
+        schedule = forward_only(self.schedule, len(microbatches))
+        self._play(schedule, microbatches, step.methods)
         return all_reduce(step.total, self.axis)
 
     # ------------------------------------------------------------------ the whole model
