@@ -101,6 +101,8 @@ def apply(
 
 Microbatch = tuple[Tensor, ...]
 """Tokens and targets [B, T], then what `Llama.forward` takes besides, such as positions."""
+Method = Callable[[Action, Tensor | None], Tensor | None]
+"""Does an action: takes the tensor that was received, returns the tensor to be sent."""
 FROZEN = None, None
 """In the place of the input and the node of a forward through frozen weights alone."""
 
@@ -382,6 +384,6 @@ class Pipeline(Strategy):
         return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}
 
 
-def _compute(method: Callable, action: Action, given: Tensor | None) -> Tensor | None:
+def _compute(method: Method, action: Action, given: Tensor | None) -> Tensor | None:
     with timeline.span(SPAN_KIND[action.kind], str(action)):
         return method(action, given)
