@@ -116,5 +116,3 @@ def test_a_trace_refuses_what_it_cannot_replay():
     plan = Plan.parse("pp=2,ep=2,schedule=dualpipe_v,microbatches=4,dispatch=paired")
     with pytest.raises(ValueError, match="take dispatch=overlapped, which cannot be faster"):
         trace(PRESETS["tiny-moe"], plan, seq_len=8)
-    with pytest.raises(ValueError, match="compression has a thread of its own"):
-        trace(PRESETS["tiny"], Plan.parse("dp=2,compression=int8"), seq_len=8)
