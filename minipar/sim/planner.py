@@ -290,21 +290,13 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
 
     Another value of a choice (tp=4 in the place of tp=2, not tp=1) may cost less: see the ranking.
     """
-    lines, job, plan, machine = [], best.job, best.job.plan, best.job.machine
+    lines = []
     names = *(axis for axis in MESH if axis != "dp"), "expert_tensor_parallel", "experts_over_tp"
     for name in (*names, "zero", "checkpointing", "schedule"):
         word, plain = attrgetter(f"job.plan.{name}"), getattr(Plan, name)
         if word(best) != plain and name not in fix:
             without = lost(found, best, lambda r, word=word, plain=plain: word(r) == plain)
             lines.append(f"{name}={word(best)}: with {name}={plain}, {without}")
-    is_near = job.spread(1, plan.tp) == 1
-    if is_near and machine.gpus < plan.num_ranks and plan.tp % 2 == 0:
-        n = 2 * job.tokens * job.config.hidden_size
-        times = [machine.seconds_of_collective("all_reduce", n, plan.tp, k) for k in (1, 2)]
-        lines.append(
-            f"tp stays inside a node: an all-reduce of a layer takes {times[0] * 1e3:.2f} ms "
-            f"there, {times[1] * 1e3:.2f} ms over two"
-        )
     return lines
 
 
