@@ -229,6 +229,7 @@ class Software:
     fused: float  # 1: a norm is one kernel, and keeps its input alone; 2: so does a gate
     gathered: float  # share of norms' results that sequence parallelism keeps whole
     logits: float  # bytes that the loss keeps of a logit
+    greedy: float  # 1: a stage takes layers until its share of the cost is passed; 0: balanced
 
 
 def type_name(dtype: str) -> str:

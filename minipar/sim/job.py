@@ -147,12 +147,12 @@ class Job:
 
         For dualpipe this is a mean: it has two copies of the model, each for half the microbatches.
         """
-        p, v = self.plan.pp, self.chunks
+        p, v, greedy = self.plan.pp, self.chunks, bool(self.software.greedy)
         if self.plan.schedule == "dualpipe":
-            cut = _cut(self.config, p)
+            cut = _cut(self.config, p, greedy)
             return [(down + up) / 2 for down, up in zip(cut, reversed(cut), strict=True)]
         counts = [0.0] * p
-        for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers))):
+        for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers), greedy)):
             back = self.plan.schedule in V_SHAPED and part // p % 2
             counts[p - 1 - part % p if back else part % p] += count
         return counts
@@ -252,14 +252,22 @@ def _kinds(config: LlamaConfig) -> list[tuple[float, LlamaConfig]]:
 
 
 @cache
-def _cut(config: LlamaConfig, parts: int) -> tuple[int, ...]:
+def _cut(config: LlamaConfig, parts: int, greedy: bool = False) -> tuple[int, ...]:
     """Return the layers of each stage, for the least time of the slowest: the last has the head.
 
-    As `stages.balance` does, for layers that are alike.
+    `greedy`: a stage takes layers until its share of the cost is passed, as nanotron does.
+    Otherwise `stages.balance` cuts, for layers that are alike.
     """
     if parts == 1:
         return (config.num_layers,)
     *_, layer, head = stages.estimate_costs(config)
+    if greedy:
+        counts, share = [0] * parts, (config.num_layers * layer + head) / parts
+        stage = 0
+        for n in range(1, config.num_layers + 1):
+            counts[stage] += 1
+            stage += n * layer > share * (stage + 1)
+        return tuple(counts)
 
     def slowest(last: int) -> tuple[float, int]:
         return max(-(-(config.num_layers - last) // (parts - 1)), last + head / layer), -last

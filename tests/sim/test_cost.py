@@ -345,6 +345,14 @@ def test_a_gpt_has_no_gate_and_no_rotation_but_biases():
     assert between("compiled") == pytest.approx(between("any") / 1.65)
 
 
+def test_nanotron_gives_its_first_stages_the_most_layers():
+    """Mutant: the fewest, as they hold the most microbatches. (16 layers, a head as 4 of them.)"""
+    config = LlamaConfig(131_072, 2048, 8192, 16, 32, 32)
+    one = job("pp=8,microbatches=8", config=config, software=hardware.software("nanotron"))
+    assert one.layers == [3, 2, 3, 2, 3, 2, 1, 0] and sum(one.layers) == 16
+    assert job("pp=8,microbatches=8", config=config).layers[0] == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
