@@ -64,18 +64,26 @@ Order = Literal["zigzag", "plain"]
 Exchange = Literal["ring", "gather"]
 
 
-def apply(model: nn.Module, axis: Axis, *, exchange: Exchange = "ring") -> "ContextParallel":
-    """Make `model`, a Llama, work on sequences that are cut over `axis` in zigzag order, in place.
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    order: Order = "zigzag",
+    exchange: Exchange = "ring",
+) -> "ContextParallel":
+    """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
-    `exchange`: "ring" passes keys and values from rank to rank behind the products; "gather"
-    collects them first, in one call that nothing hides.
+    Args:
+        order: which tokens a rank holds, "zigzag" or "plain", as in `shard`.
+        exchange: "ring" passes keys and values from rank to rank behind the products; "gather"
+            collects them first, in one call that nothing hides.
 
     Cut inputs with `shard`; the model numbers the positions itself unless it is given some. Cut a
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
     """
     strategy = ContextParallel(model, axis)  # refuses before any message
-    strategy.attention = EXCHANGES[exchange]
+    strategy.order, strategy.attention = order, EXCHANGES[exchange]
     connect(axis, device_of(model))
     return strategy
 
@@ -101,9 +109,11 @@ def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) ->
     return torch.cat([chunks[c] for c in chunks_of(axis.rank, axis.size, order)], dim)
 
 
-def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+def shard_batch(
+    batch: tuple[Tensor, ...], axis: Axis, order: Order = "zigzag"
+) -> tuple[Tensor, ...]:
     """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask along its queries."""
-    return tuple(shard(x, axis, dim=-2 if x.ndim == 4 else -1) for x in batch)
+    return tuple(shard(x, axis, order, dim=-2 if x.ndim == 4 else -1) for x in batch)
 
 
 def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[list[Block]]:
@@ -230,15 +240,17 @@ EXCHANGES = {"ring": RingAttention, "gather": GatherAttention}
 class ContextParallel(CutSequences):
     """A Llama that attends to the keys of other ranks; made by `apply`."""
 
+    order: Order
     attention: type[torch.autograd.Function]
     kernel: str | None = None  # one of `KERNELS`; None: the fastest that fits
 
     def own_tokens(self, whole: Tensor) -> Tensor:
-        return shard(whole, self.axis)
+        return shard(whole, self.axis, self.order)
 
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Attend block by block instead of by `core`; `mask` has this rank's queries only."""
         kernel = KERNELS[self.kernel or best_kernel(q, mask)]
-        return outside_of_graphs(self.attention.apply, q, k, v, mask, self.axis, "zigzag", kernel)
+        args = q, k, v, mask, self.axis, self.order, kernel
+        return outside_of_graphs(self.attention.apply, *args)

@@ -31,7 +31,8 @@ ORDERS = list(context.ORDERS)
 # ---------------------------------------------------------------------- who holds which tokens
 
 
-def test_trap_21_targets_are_shifted_before_the_sequence_is_cut():
+@pytest.mark.parametrize("order", ORDERS)
+def test_trap_21_targets_are_shifted_before_the_sequence_is_cut(order):
     """The target of a chunk's last token is another rank's token. Mutant: targets shifted within
     each shard, which lose it or take the wrong one."""
     text = torch.randperm(49)
@@ -39,7 +40,7 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_cut():
     follower = dict(zip(text.tolist(), text.tolist()[1:], strict=False))
     counted = 0
     for rank in range(3):
-        mine, wanted = context.shard_batch((inputs, targets), on_paper("cp", 3, rank))
+        mine, wanted = context.shard_batch((inputs, targets), on_paper("cp", 3, rank), order)
         assert [follower[token] for token in mine.tolist()] == wanted.tolist()
         counted += len(wanted)
         assert wanted[-1] not in mine
@@ -228,10 +229,10 @@ def test_the_ring_hides_behind_the_products(ranks):
 
 
 # ---------------------------------------------------------------------- the model
-def _positions():
+def _positions(order):
     axis = Mesh(cp=4).cp
     model = models.llama(0)
-    context.apply(model, axis)
+    context.apply(model, axis, order=order)
     seen = []
 
     def note(module, args):
@@ -239,33 +240,34 @@ def _positions():
 
     model.model.layers[0].self_attn.register_forward_pre_hook(note)
     tokens = torch.arange(24).expand(2, 24)
-    model(context.shard(tokens, axis))
-    given = context.shard(torch.arange(24) % 7, axis)
-    model(context.shard(tokens, axis), given)
-    model.model(context.shard(tokens, axis), positions=given)
+    model(context.shard(tokens, axis, order))
+    given = context.shard(torch.arange(24) % 7, axis, order)
+    model(context.shard(tokens, axis, order), given)
+    model.model(context.shard(tokens, axis, order), positions=given)
     return [cos for cos, _ in seen]
 
 
-def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks):
+@pytest.mark.parametrize("order", ORDERS)
+def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks, order):
     """Mutants: every shard starts at 0; zigzag shards numbered as if they were contiguous."""
     config = models.llama(0).config
     cos, _ = rope_tables(config, torch.arange(24), torch.float32)
     restarting, _ = rope_tables(config, torch.arange(24) % 7, torch.float32)
-    for rank, (counted, given, by_name) in enumerate(ranks(4).run(_positions)):
-        assert torch.equal(counted, context.shard(cos, on_paper("cp", 4, rank), dim=0))
-        expected = context.shard(restarting, on_paper("cp", 4, rank), dim=0)
+    for rank, (counted, given, by_name) in enumerate(ranks(4).run(_positions, order)):
+        assert torch.equal(counted, context.shard(cos, on_paper("cp", 4, rank), order, dim=0))
+        expected = context.shard(restarting, on_paper("cp", 4, rank), order, dim=0)
         assert torch.equal(given, expected) and torch.equal(by_name, expected)
 
 
 def test_which_tokens_count_reaches_the_model_beside_positions():
     """Mutant: padding takes part in the balance of experts, because the hook forgets `valid`."""
     model, seen = models.llama(0), []
-    context.ContextParallel(model, on_paper("cp", 2, 1))
+    context.ContextParallel(model, on_paper("cp", 2, 1)).order = "plain"
     model.model.register_forward_pre_hook(lambda _, args: seen.extend(args) or 1 / 0)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ZeroDivisionError):
         model(tokens, valid=tokens > 0)
-    assert seen[1].tolist() == [2, 3, 4, 5] and torch.equal(seen[3], tokens > 0)
+    assert seen[1].tolist() == [4, 5, 6, 7] and torch.equal(seen[3], tokens > 0)
 
 
 # ---------------------------------------------------------------------- refusals
