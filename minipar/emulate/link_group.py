@@ -166,7 +166,7 @@ class LinkGroup(dist.ProcessGroup):
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
         with self._lock:
-            self._raise_if_stopped()
+            self._raise_if_stopped(work.verb)
             if lane not in self._lanes:
                 works = self._lanes[lane] = queue.SimpleQueue()
                 thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
@@ -198,9 +198,10 @@ class LinkGroup(dist.ProcessGroup):
             work.finish(failed)
             del work, failed  # a lane at rest must not keep tensors alive
 
-    def _raise_if_stopped(self) -> None:
+    def _raise_if_stopped(self, verb: str = "") -> None:
         if self._stopped.is_set():
-            raise RuntimeError("the process group was destroyed")
+            where = f"{verb} on rank {self.ranks[self.rank()]}: " * bool(verb)
+            raise RuntimeError(f"{where}the process group was destroyed")
 
     # -------- collectives
     def _collective(

@@ -202,7 +202,6 @@ def solution_bonus(p, m):
         m,
         lambda rank: [(2 * p - 1 - rank, "F"), (rank, "F I"), (2 * m, "F I W")],
         queues,
-        lambda rank: 2 * p,
     )
 
 
