@@ -14,8 +14,7 @@ Costs you. The model must fit on one device. Batches must be large, so that comp
 Source. Li et al. 2020 (arXiv 2006.15704), section 3. In torch: `DistributedDataParallel`.
 Proved by tests/parallel/test_ddp.py and tests/law/test_law.py.
 
-Four versions, each one idea further: "naive", with a bucket for each parameter; then `Bucketed`,
-`Overlapped`, `Tuned`.
+Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
 import math
@@ -40,7 +39,45 @@ Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place
 
 
-# ---------------------------------------------------------------------- 1. what is sent in one call
+# ---------------------------------------------------------------------- 1. one call per parameter
+class Naive(Strategy):
+    """After backward, one all-reduce per parameter.
+
+    Slow twice over: each call pays the latency of the link, and nothing is computed meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, average: bool = True) -> None:
+        super().__init__(model, axis)
+        self.op: Op = "avg" if average else "sum"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.watch(self.parameters)
+        if axis.size > 1:
+            self.hook_gradients(self.parameters)
+
+    def finish_backward(self) -> None:
+        # A rank that left out an unused parameter would leave the others waiting: all ranks reduce
+        # all parameters. A byte tells "used by no rank", which has no gradient, from zero.
+        used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
+        for p in self.parameters:
+            check_not_summed(p, self.axis)
+            if p.grad is None:
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+            copies = copies_axis(p, self.axis)
+            if self.op == "avg":  # over all ranks, also where few have copies
+                p.grad.mul_(copies.size / self.axis.size)
+            all_reduce(p.grad, copies, self.op, out=p.grad)
+        for p, is_used in zip(self.parameters, used_by_any(), strict=True):
+            if not is_used:
+                p.grad = None
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self.op == "sum":
+            mark_summed(self.parameters, self.axis)
+        super().finish_backward()
+
+
+# ---------------------------------------------------------------------- 2. fewer, larger calls
 class Bucket:
     """Gradients that travel together: one flat buffer, and each ``p.grad`` is a view of it."""
 
@@ -88,12 +125,8 @@ def all_reduce_bucket(bucket: Bucket, axis: Axis, op: Op) -> Pending:
     return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
 
 
-# ---------------------------------------------------------------------- 2. after backward
-class Bucketed(Strategy):
-    """After backward, one all-reduce per bucket: latency is paid a few times only.
-
-    With a bucket for each parameter, each call pays the latency of the link: version "naive".
-    """
+class Bucketed(Naive):
+    """After backward, one all-reduce per bucket of parameters: latency is paid a few times only."""
 
     def __init__(
         self,
@@ -103,12 +136,7 @@ class Bucketed(Strategy):
         bucket_mb: float | None = None,
         reduce: Reduce | None = None,
     ) -> None:
-        super().__init__(model, axis)
-        self.op: Op = "avg" if average else "sum"
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.watch(self.parameters)
-        if axis.size > 1:
-            self.hook_gradients(self.parameters)
+        super().__init__(model, axis, average)
         num_bytes = sum(map(gradient_bytes, self.parameters))
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         self.reduce = reduce
@@ -123,9 +151,7 @@ class Bucketed(Strategy):
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
 
     def finish_backward(self) -> None:
-        # A rank that left out an unused parameter would leave the others waiting: all ranks send
-        # all buckets. A byte tells "used by no rank", which has no gradient, from zero.
-        for bucket in self.buckets[self.launched :]:
+        for bucket in self.buckets[self.launched :]:  # a rank that did not use it, too
             bucket.launch(self.axis, self.op)
         if self.reduce is not None:  # a compressor has a thread: until it ends, the axis is its own
             for bucket in self.buckets:
@@ -137,9 +163,7 @@ class Bucketed(Strategy):
             if is_used and p.grad is None:
                 p.grad = self.bucket_of[p].views[p]
         self.launched = 0
-        if self.op == "sum":
-            mark_summed(self.parameters, self.axis)
-        super().finish_backward()
+        self._end_step()
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on
@@ -205,7 +229,7 @@ class Tuned(Overlapped):
         self._use([Bucket(own) for part in parts for own in in_groups(part, lambda _: math.inf)])
 
 
-VERSIONS = {"naive": Bucketed, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}
+VERSIONS = {"naive": Naive, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}
 
 
 # ---------------------------------------------------------------------- put on a model
@@ -217,7 +241,7 @@ def apply(
     bucket_mb: float | None = None,
     average: bool = True,
     reduce: Reduce | None = None,
-) -> Bucketed:
+) -> Naive:
     """Make `model` (any `nn.Module`) data parallel along `axis`, in place.
 
     Args:
@@ -235,5 +259,5 @@ def apply(
         raise ValueError(f"version={version!r} reduces exactly; with reduce=, use 'overlapped'")
     claim(model, "ddp", axis)
     replicate(model, axis, is_data=True)
-    capacity = 1e-9 if version == "naive" else bucket_mb  # each parameter has a bucket to itself
-    return VERSIONS[version](model, axis, average, capacity, reduce)
+    options = () if version == "naive" else (bucket_mb, reduce)
+    return VERSIONS[version](model, axis, average, *options)
