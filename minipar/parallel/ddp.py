@@ -175,7 +175,6 @@ class Overlapped(Bucketed):
         super()._on_gradient(p)
         bucket = self.bucket_of[p]
         if bucket.pending is not None:
-            bucket.version = bucket.written_to._version  # autograd has written
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
                 f"was sent. Call finish_backward() after each backward outside of no_sync(); and "
