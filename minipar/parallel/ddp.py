@@ -28,7 +28,6 @@ from minipar.comm import clock
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.norm import check_untouched
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import copies_axis, gradient_bytes, in_groups, laid_out_as
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
@@ -83,8 +82,7 @@ class Bucket:
         self.parameters, self.reduce = parameters, reduce or all_reduce_bucket
         sizes, like = [p.numel() for p in parameters], parameters[0]
         self.flat = like.new_zeros(sum(sizes), dtype=like.grad_dtype)
-        self.written_to = self.flat.data  # the same memory; counts writes, but those of sending
-        parts = self.written_to.split(sizes)
+        parts = self.flat.split(sizes)
         self.views = {p: laid_out_as(p, part) for p, part in zip(parameters, parts, strict=True)}
         self.pending: Pending | None = None
         self.missing = set(parameters)  # without a gradient in this backward
@@ -93,12 +91,9 @@ class Bucket:
         """Move the gradient of `p` into its view; from now on autograd adds to the view itself."""
         if p.grad is not (view := self.views[p]):
             p.grad, view.summed_over = view.copy_(p.grad.detach()), ()
-        self.version = self.written_to._version
 
     def launch(self, axis: Axis, op: Op) -> None:
         """Start to reduce. Gradients that this rank does not have are zero."""
-        if len(self.missing) < len(self.parameters):
-            check_untouched(self.written_to, self.version)
         for p in self.parameters:
             if p.grad is None:
                 self.views[p].zero_()
@@ -108,12 +103,10 @@ class Bucket:
         copies = copies_axis(self.parameters[0], axis)
         if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
             self.flat.mul_(copies.size / axis.size)
-        self.version = self.written_to._version
         self.pending = self.reduce(self, copies, op)
 
     def finish(self) -> None:
         """Wait for the result."""
-        check_untouched(self.written_to, self.version)
         self.pending.wait()
         self.pending, self.missing = None, set(self.parameters)
 

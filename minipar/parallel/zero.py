@@ -36,7 +36,6 @@ from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.parallel.base.arriving import OnItsWay, let_modules_wait
 from minipar.parallel.base.masters import keep_slices, master_of
-from minipar.parallel.base.norm import check_untouched
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, in_groups
@@ -92,17 +91,15 @@ class Bucket(Row):
             self.views[p].zero_()
         elif p.grad is not self.views[p]:
             p.grad = self.views[p].copy_(p.grad.detach())
-        self.written = self.whole._version
 
     def reduce(self, op: Op) -> None:
         """Start to sum the gradients, each slice for its owner."""
         self.wait_for_reduce()  # of the microbatch before
-        check_untouched(self.whole, self.written)
         for p in self.parameters:
             self.add(p)
             if p.grad is self.views[p]:
                 self.used.add(p)
-                p.grad = Elsewhere(p)  # who looks for it before `finish_backward` is stopped
+                p.grad = None
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
@@ -282,7 +279,7 @@ class Stage1(Strategy):
         # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
         for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
             if is_used:
-                p.grad = Elsewhere(p) if p.grad is None else p.grad
+                p.grad = Elsewhere(p)
                 p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
         super().finish_backward()
 
@@ -309,8 +306,6 @@ class Stage2(Stage1):
             yield
         finally:
             self._end_round()
-            for p in self.bucket_of:
-                p.grad = None  # backward adds the next microbatch's
 
 
 # ---------------------------------------------------------------------- put on a model

@@ -119,14 +119,6 @@ def clip_before_finish(model, strategy, optimizer):
 def torchs_clip_before_finish(model, strategy, optimizer):
     loss_of(model).backward()
     clip_grad_norm_(model.parameters(), 0.5)
-    strategy.finish_backward()
-
-
-def clip_of_an_unsent_part(model, strategy, optimizer):
-    """Gradients of the first layer wait, as the buckets before theirs are not complete."""
-    model.layers[0](torch.ones(1, 6).double()).sum().backward()
-    clip_grad_norm_(model.parameters(), 0.5)
-    strategy.finish_backward()
 
 
 def unscale_before_finish(model, strategy, optimizer):
@@ -225,9 +217,7 @@ AT_STEP = [
     (before_finish, (*KINDS, *LATER), r"optimizer.step\(\) came before finish_backward"),
     (clip_before_finish, KINDS, r"clip_grad_norm_\(\) came before finish_backward"),
     (unscale_before_finish, KINDS, r"unscale_\(\) came before finish_backward"),
-    (torchs_clip_before_finish, SHARDED, "no gradient is here.* clip them by strategy"),
-    (torchs_clip_before_finish, ("ddp",), r"between backward and finish_backward\(\): clip them"),
-    (clip_of_an_unsent_part, ("ddp", *SHARDED[:2]), "between backward and finish_backward"),
+    (torchs_clip_before_finish, ("fsdp",), r"under fsdp they come by finish_backward\(\)"),
     (only_no_sync, KINDS, "came before finish_backward"),
     (unfrozen, KINDS, "was frozen when .* was applied along dp"),
     (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),

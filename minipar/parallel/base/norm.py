@@ -95,18 +95,6 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
             )
 
 
-def check_untouched(buffer: Tensor | None, version: int) -> None:
-    """Raise `RuntimeError` if gradients in `buffer` have been written to since backward added them.
-
-    torch's `clip_grad_norm_` before `finish_backward` does so, with the norm of this rank's part.
-    """
-    if buffer is not None and buffer._version != version:
-        raise RuntimeError(
-            "gradients have changed between backward and finish_backward(): clip them after it, by "
-            "strategy.clip_grad_norm_"
-        )
-
-
 def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:
     """Return 1 for each of `axes` over which the gradient of `param` is cut, else 0.
 
