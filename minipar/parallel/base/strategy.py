@@ -122,7 +122,7 @@ class Strategy:
         The strategy lives as long as its parameters, which hold it.
         """
         for p in parameters:
-            vars(p).setdefault("watched_by", []).append(self)
+            vars(p).setdefault("watched_by", Local()).append(self)
 
     def hook_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make autograd call ``self._on_gradient(p)`` whenever it has added to ``p.grad``.
@@ -249,6 +249,13 @@ class Strategy:
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
+class Local(list):
+    """A list on a parameter; a pickled parameter leaves the content behind."""
+
+    def __reduce__(self) -> tuple:
+        return Local, ()
+
+
 def claim(model: nn.Module, name: str, axis: Axis) -> None:
     """Note that the strategy `name` shares the gradients of `model` along `axis`.
 
@@ -270,7 +277,7 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
                 f"gradient would be summed twice; apply one of ddp, zero, fsdp, local_sgd, once"
             )
     for p in model.parameters():
-        p.claimed_by = [f"{name} along {axis.name}"]
+        p.claimed_by = Local([f"{name} along {axis.name}"])
 
 
 def check_hooks(model: nn.Module) -> None:
