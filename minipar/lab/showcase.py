@@ -18,14 +18,14 @@ from minipar.parallel import ddp
 from minipar.ranks.launch import Ranks
 from minipar.train.step import train_step
 
-VERSIONS: dict[str, str] = {
+VERSIONS: dict[str, ddp.Version] = {
     "One all-reduce per parameter, after backward": "naive",
     "Buckets, while backward goes on": "overlapped",
 }
 LINK, OUT = "1gbe", "notebooks/assets/naive_and_overlapped.png"
 
 
-def median_step(version: str) -> Timeline:
+def median_step(version: ddp.Version) -> Timeline:
     """Return the timeline, of all ranks, of the step of median length; called on every rank."""
     mesh, shape = Mesh(dp=2), PRESETS["small"]
     link.use(link.parse(LINK))

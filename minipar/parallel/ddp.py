@@ -12,8 +12,9 @@ Comms.  P bytes of gradients, and a byte for each of N parameters: did any rank 
 Memory. Everything n times over. Gradients live inside the buckets, without a second copy.
 Costs you. The model must fit on one device. Batches must be large, so that computing hides sending.
 Source. Li et al. 2020 (arXiv 2006.15704), section 3. In torch: `DistributedDataParallel`.
-Here.   Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 Proved by tests/parallel/test_ddp.py and tests/law/test_law.py.
+
+Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
 import math
@@ -33,6 +34,7 @@ from minipar.parallel.base.shards import copies_axis, gradient_bytes, in_groups,
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
 from minipar.parallel.bucket_sizes import choose, fill_buckets, measure
 
+Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place
 
 
@@ -128,8 +130,8 @@ class Bucketed(Naive):
         reduce: Reduce | None = None,
     ) -> None:
         super().__init__(model, axis, average)
-        quarter = sum(map(gradient_bytes, self.parameters)) / 4
-        self.capacity = bucket_mb * 1e6 if bucket_mb else min(quarter, 25e6)
+        num_bytes = sum(map(gradient_bytes, self.parameters))
+        self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         self.reduce = reduce
         # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
         order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
@@ -187,7 +189,8 @@ class Tuned(Overlapped):
     """The buckets with which the step ends first, on this model and this axis.
 
     The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds; `said` says why.
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it;
+    `said` has the predictions for these buckets and for the rule's.
     """
 
     said = "not tuned yet: the second backward tells when gradients arrive"
@@ -226,7 +229,7 @@ def apply(
     model: nn.Module,
     axis: Axis,
     *,
-    version: Literal["naive", "bucketed", "overlapped", "tuned"] = "overlapped",
+    version: Version = "overlapped",
     bucket_mb: float | None = None,
     average: bool = True,
     reduce: Reduce | None = None,
@@ -241,6 +244,8 @@ def apply(
 
     A parameter that no rank used keeps ``grad=None``, as on one device. One that only some ranks
     used counts as zero on the others. Buffers are made equal here; then each rank's are its own.
+    After a backward that an exception cut short, and before a step is left out, call
+    `finish_backward` and then ``zero_grad()`` on all ranks.
 
     Raises `ValueError` for a `reduce` that the version does not use, and where `claim` does.
     """

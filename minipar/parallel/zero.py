@@ -74,7 +74,6 @@ class Bucket(Row):
         """Forget all gradients."""
         self.wait_for_reduce()
         self.whole: Tensor | None = None  # [N]: gradients of this rank
-        self.written = 0  # the version of `whole` when backward last wrote to it
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
         self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
