@@ -22,6 +22,11 @@ Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7. In torch:
         `ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
+
+Use::
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
+    strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -325,7 +330,9 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         working_dtype: compute, and gather weights, in this dtype; slices are masters (masters.py).
 
-    Raises `ValueError` for an optimizer that does not fit, and for models that `claim` refuses.
+    After a backward that an exception cut short, and before a step is left out, call
+    `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an
+    optimizer of other parameters or along another axis, and for models that `claim` refuses.
     """
     if optimizer.axis != axis:
         raise ValueError(f"optimizer= is sharded along {optimizer.axis.name}, not {axis.name}")
