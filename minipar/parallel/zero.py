@@ -330,9 +330,8 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         working_dtype: compute, and gather weights, in this dtype; slices are masters (masters.py).
 
-    After a backward that an exception cut short, and before a step is left out, call
-    `finish_backward` and then ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an
-    optimizer of other parameters or along another axis, and for models that `claim` refuses.
+    After a failed backward, and before a step is left out, call `finish_backward` and then
+    ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an optimizer that does not fit.
     """
     if optimizer.axis != axis:
         raise ValueError(f"optimizer= is sharded along {optimizer.axis.name}, not {axis.name}")
