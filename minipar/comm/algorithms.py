@@ -41,10 +41,14 @@ def all_reduce(tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring") -> 
     """Add up over all ranks; each gets the sum: [D, ...] -> [D, ...], any shape.
 
     `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
-    Raises `ValueError` for halving and doubling among ranks that are no power of two.
+    Raises `ValueError` for an unknown algorithm, and for halving and doubling among ranks that are
+    no power of two.
     """
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)
+    if algorithm not in plans.ALL_REDUCE:
+        known = ", ".join(plans.ALL_REDUCE)
+        raise ValueError(f"algorithm {algorithm!r} is unknown; use one of {known}")
     make, data = plans.ALL_REDUCE[algorithm], _flat(tensor)
     execute(make(data.numel(), axis.rank, axis.size), data, axis)
     return data.view(tensor.shape)

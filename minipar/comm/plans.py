@@ -266,7 +266,7 @@ def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What messages cost among `size` ranks, and so which all-reduce is the fastest.
+    """The cost of messages among `size` ranks, which tells the fastest all-reduce.
 
     `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
     port, 1/(n-1) where each peer has a wire of its own.

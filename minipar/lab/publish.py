@@ -40,7 +40,7 @@ def normalise(notebook: NotebookNode, root: Path) -> None:
     seen: set[str] = set()
     for cell in notebook.cells:
         cell.id = _cell_id(cell, seen)
-        kept = ("tags", "jupyter", "slideshow")
+        kept = ("tags", "jupyter")
         cell.metadata = NotebookNode({k: cell.metadata[k] for k in kept if k in cell.metadata})
         for output in cell.get("outputs", []):
             _normalise_output(output, root)

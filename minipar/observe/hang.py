@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass
 class Recording:
-    """What one rank has noted. `groups`: name -> description, ranks (empty: not recorded)."""
+    """The notes of one rank. `groups`: name -> description, ranks (empty: not recorded)."""
 
     rank: int
     entries: list[Entry]
@@ -306,7 +306,7 @@ def _unlike(group: Group, here: dict[int, Entry], call: str) -> Iterator[Finding
 
 # ---------------------------------------------------------------------- messages
 def _explain_messages(group: Group, report: Report) -> None:
-    """Let each rank wait for the other rank of its oldest open messages.
+    """Note that each rank waits for the other rank of its oldest open messages.
 
     A small message leaves before it is received: its rank may wait in nothing, and has sent it.
     """

@@ -31,8 +31,8 @@ KERNELS: tuple[tuple[str, str, str], ...] = (
 _TABLE = [(re.compile(pattern, re.IGNORECASE), verb) for pattern, verb, _ in KERNELS]
 _ALIKE = re.compile(
     r"all_?reduce|all_?gather(?!_copy)|reduce_?scatter|all_?to_?all|a2a|p2p|peer|shmem|symm_?mem"
-    r"|multimem|lamport|\b[a-z]{1,3}ccl(_|D|::(?!layout))|cross_device|(dispatch|combine)_?(send|recv)"
-    r"|\brdma|::(dispatch|combine)Kernel|mega_moe",
+    r"|multimem|lamport|\b[a-z]{1,3}ccl(_|D|::(?!layout))|cross_device"
+    r"|(dispatch|combine)_?(send|recv)|\brdma|::(dispatch|combine)Kernel|mega_moe",
     re.IGNORECASE,
 )
 

@@ -12,7 +12,7 @@ import torch
 
 from minipar.comm import algorithms, plans
 from minipar.comm import collectives as comm
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline
 from tests.comm.same import equal, laid_out, numbers
 from tests.on_ranks import on_ranks
@@ -86,3 +86,9 @@ def test_floats_end_with_the_same_bits_everywhere(size):
     assert len(set(results)) > 1  # so the order does matter
     first, *others = comm.all_gather_object(results, axis)
     assert all(other == first for other in others)
+
+
+def test_an_unknown_algorithm_is_refused_before_the_first_message():
+    others = Axis("dp", 0, 3, (0, 1, 2))  # a group that would fail if it were used
+    with pytest.raises(ValueError, match="'rign' is unknown.*ring"):
+        algorithms.all_reduce(torch.ones(4), others, "rign")
