@@ -91,6 +91,12 @@ def test_what_has_no_rows_is_not_given_whole_to_each_rank(batch):
     assert rows(batch, 0, 1) is batch
 
 
+def test_tensors_of_unlike_rows_are_asked_about():
+    """A mask [T, T] is whole on each rank. Mutant: it is cut as samples are."""
+    with pytest.raises(WrongFile, match="tensors of 4 and of 6 rows: which are samples"):
+        rows((torch.zeros(4, 6), torch.ones(6, 6).tril()), 0, 2)
+
+
 def test_a_library_finds_what_torchrun_would_set(ranks, tmp_path):
     """Mutant: its variables are left out, or stay."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"

@@ -135,9 +135,12 @@ def rows(batch: Any, index: int, count: int) -> Any:
     if odd or not tensors:
         kind = type((odd or leaves)[0]).__name__
         raise WrongFile(f"batch(seed) holds {kind}, which has no rows to share out: set shares")
-    if uneven := [len(tensor) for tensor in tensors if len(tensor) % count]:
+    if len(lengths := sorted({len(tensor) for tensor in tensors})) > 1:
+        why = f"tensors of {lengths[0]} and of {lengths[-1]} rows: which are samples? Set shares"
+        raise WrongFile(f"batch(seed) holds {why} = a function (batch, mesh)")
+    if lengths[0] % count:
         why = f"has no equal shares for {count} ranks; return a multiple of them, or set shares"
-        raise WrongFile(f"a batch of {uneven[0]} rows {why}")
+        raise WrongFile(f"a batch of {lengths[0]} rows {why}")
     return tree_map_only(Tensor, lambda t: t.chunk(count)[index] if t.ndim else t, batch)
 
 
