@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from minipar.lab.draw import EXPOSED, KIND, RANK, compression, llama, pen, pipeline
 from minipar.lab.draw import memory as memory_of
-from minipar.lab.draw.context import causal, mask, pieces, quarters
+from minipar.lab.draw.context import mask, pieces
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
 from minipar.lab.draw.mechanism import mechanism
 from minipar.lab.draw.numbers import bits_of
@@ -51,12 +51,6 @@ def test_pieces_cover_what_is_visible_exactly_once(size, order):
         assert (piece.queries.diff() == 1).all() and (piece.keys.diff() == 1).all()
         covered[piece.queries[:, None], piece.keys] += 1
     assert covered.max() == 1 and (covered[visible] == 1).all()
-
-
-def test_work_is_counted_in_quarters_of_a_block():
-    """Mutant: a block of "zigzag" counted like one of "plain", which is four times as large."""
-    assert quarters(4, "plain", causal(4)) == [[4.0] * (r + 1) + [0.0] * (3 - r) for r in range(4)]
-    assert quarters(4, "zigzag", causal(4)) == [[3.0, 2.0, 2.0, 2.0]] * 4
 
 
 def test_a_triangle_is_coloured_by_the_rank_that_multiplies():

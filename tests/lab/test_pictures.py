@@ -113,7 +113,6 @@ PICTURES = {
     # ------------------------------------------------------------------ pictures of one lesson
     "methods": (lambda: compression.accuracy(ROWS, title="t"), "5.23 % of the bytes; | low rank"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
-    "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
     "heat": (lambda: expert.heat({"": [[1, 2], [3]]}, **AB), "| 2 |; | 3 |; | b |; | d"),
     "holdings": (lambda: holdings({"s": [PHASE]}), "reduce-scatter | dp"),
