@@ -19,7 +19,7 @@ from minipar.lab.draw import compression, context, expert, llama, meshes, number
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
 from minipar.lab.draw.mechanism import Box, mechanism
-from minipar.lab.draw.tensor import Matrix, formula, swap
+from minipar.lab.draw.tensor import Matrix, formula
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
 from minipar.observe.spans import Span
@@ -153,7 +153,6 @@ PICTURES = {
         lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
         "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
     ),
-    "swap": (lambda: swap(TINY, 4), "| 0 1 |; | 2 3 |; all-to-all; -| 0 2 |"),
 }
 
 
