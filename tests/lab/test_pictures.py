@@ -4,9 +4,7 @@ Where things stand in a picture: test_draw.py, and test_draw_lessons.py for pict
 """
 
 import io
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from PIL import Image
 
 from minipar.comm.plans import ALL_REDUCE
 from minipar.lab import draw
-from minipar.lab.draw import compression, context, expert, llama, meshes, numbers, pen, pipeline
+from minipar.lab.draw import context, expert, llama, meshes, numbers, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
 from minipar.lab.draw.mechanism import Box, mechanism
@@ -29,8 +27,6 @@ from minipar.parallel.pipeline.simulate import Costs
 from tests.lab.figures import step, texts
 
 TINY, MB = PRESETS["tiny"], 10**6
-MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.json"
-ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))
 HISTORY = MemoryHistory(
     [10.0, 10.01, 10.02, 10.03],
     {
@@ -111,7 +107,6 @@ PICTURES = {
     "stacked": (lambda: draw.bars(STACKED, unit="GB"), "14 GB; 0.5 GB; | weights; | 2 |; -→"),
     "narrow parts": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; 100 %; -| 0.1"),
     # ------------------------------------------------------------------ pictures of one lesson
-    "methods": (lambda: compression.accuracy(ROWS, title="t"), "5.23 % of the bytes; | low rank"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
     "heat": (lambda: expert.heat({"": [[1, 2], [3]]}, **AB), "| 2 |; | 3 |; | b |; | d"),
