@@ -137,13 +137,6 @@ PICTURES = {
     # Each of two stages is a whole share of the model.
     "dualpipe": (lambda: pipeline.schedule(make("dualpipe", 4, 8)), ", 5 microbatches held"),
     "messages": (lambda: pipeline.schedule(make("gpipe", 3, 2), Costs(message=0.5)), "pp message"),
-    "points": (
-        lambda: pipeline.memory_against_bubble(
-            {name: make(name, 4, 8) for name in ("gpipe", "1f1b", "zb_v", "interleaved_zb")},
-            title="a",
-        ),
-        "zb v, interleaved zb",
-    ),
     "formula": (
         lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
         "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
