@@ -23,7 +23,7 @@ from minipar.comm.mesh import Mesh
 from minipar.ranks.launch import Ranks
 
 RANKS = 4
-PACKAGES = "matplotlib", "jupyterlab", "ipywidgets", "safetensors", "tokenizers", "tqdm"
+PACKAGES = "matplotlib", "jupyterlab", "safetensors", "tokenizers", "tqdm"
 NEEDED_BYTES = 1.5e9  # by these ranks and their notebook, with some room
 
 
