@@ -126,8 +126,7 @@ def test_a_peak_of_a_moment_is_not_lost():
     n = 200_000
     spike = [MB] * n
     spike[77_777] = 50 * MB
-    times = [i / n for i in range(n)]
-    history = MemoryHistory(times, {"activations": spike}, phases=["forward"] * n)
+    history = MemoryHistory({"activations": spike}, phases=["forward"] * n)
     [area] = [ax for ax in memory_of.ladder({"": history}).axes if ax.collections]
     path = area.collections[0].get_paths()[0]
     assert path.get_extents().y1 == pytest.approx(50) and len(path.vertices) < 20_000

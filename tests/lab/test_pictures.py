@@ -28,7 +28,6 @@ from tests.lab.figures import step, texts
 
 TINY, MB = PRESETS["tiny"], 10**6
 HISTORY = MemoryHistory(
-    [10.0, 10.01, 10.02, 10.03],
     {
         "activations": [0, 30 * MB, 5 * MB, 0],
         "parameters": [8 * MB] * 4,
