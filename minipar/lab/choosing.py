@@ -1,24 +1,23 @@
 """Choosing a plan: a calculator, and where the rest of a step goes.
 
-    calculator("llama-3-8b", "dp=8,tp=8", tokens=8192)    # GB by part, ms by part, MFU: a Figure
+    calculator("llama-3-8b", "dp=8,tp=8", tokens=8192)    # memory, a step, MFU: a Figure
     waterfall(calculate("llama-3-8b", "dp=8,tp=8"), "8B")  # from the peak down to the step
 
 All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measured here.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from minipar.lab.draw import pen
+from minipar.lab.draw import bars, pen
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, footprint, planner
 from minipar.sim.hardware import OF_CEILING
 from minipar.sim.planner import PlanConfig, Ranked
 
 ENDLESS = 1e30  # bytes/s
-SHOWN = 0.003  # of the largest bar: smaller parts are left out
+SHOWN = 0.003  # of a step: smaller losses are left out
 
 
 # ---------------------------------------------------------------------- the calculator
@@ -50,36 +49,20 @@ def calculator(
     recompute: str = "none",
     link: str = "h100-ndr",
 ) -> Figure:
-    """Draw GB by part beside ms by part; arguments and errors are as in `calculate`."""
+    """Draw the parts of memory and of a step; arguments and errors are as in `calculate`."""
     found = calculate(model, plan, tokens, recompute, link)
-    held = {part: num_bytes / 1e9 for part, num_bytes in found.memory.items()}
-    limit = footprint.room(found.job.machine.device) / 1e9
-    names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
-    times = {names.get(part, part): 1e3 * s for part, s in found.seconds.items()}
-    inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}
-    inks |= {part: pen.held(part) or pen.HELD_OTHERS[0] for part in held}
-    rows = max(len(_seen(held)), len(_seen(times)))
-    height = 0.3 * rows + 1.35
-    needs, verb = sum(held.values()), "fits" if sum(held.values()) <= limit else "does not fit"
-    title = f"{found.mfu(False):.0%} MFU; needs {needs:.0f} GB, may fill {limit:.0f}: it {verb}"
+    limit = footprint.room(found.job.machine.device)
+    of_limit = {part: 100 * num_bytes / limit for part, num_bytes in found.memory.items()}
+    of_step = {part: 100 * s / found.step for part, s in found.seconds.items() if s}
     published = f"at least 90 % of published runs lie within {100 * planner.ERROR:.0f} %"
-    note = f"predicted; {planner.unchecked(found.job) or published}"
-    figure, ax = pen.sheet(pen.WIDTH, height, title, note)
-    pen.text(
-        ax, 0.15, height - 0.52, f"{model}, {plan}, {tokens:,} tokens, {link}", color=pen.MUTED
+    verb = "fits" if found.held <= limit else "does not fit"
+    return bars(
+        {f"memory, of {limit / 1e9:.0f} GB": of_limit, f"a step of {found.step:.2f} s": of_step},
+        unit="%",
+        colours={"bubble": pen.MUTED, "fixed": pen.INK},
+        title=f"{model}: {found.mfu(False):.0%} MFU, needs {found.held / 1e9:.0f} GB; it {verb}",
+        note=f"predicted; {planner.unchecked(found.job) or published}",
     )
-    for left, unit, values in ((0.15, "GB", held), (4.6, "ms", times)):
-        inner, most = pen.panel(figure, left + 1.15, 0.45, 3.3, 0.3 * rows), max(values.values())
-        seen = _seen(values)
-        pen.bar_rows(inner, seen, 1.35 * most, rows)
-        for i, (name, value) in enumerate(seen.items()):
-            inner.barh(i, value, height=0.62, color=inks.get(name, pen.KIND["backward"]))
-            pen.text(inner, value + 0.027 * most, i, f"{pen.number(value)} {unit}")
-    return figure
-
-
-def _seen(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: v for name, v in values.items() if v > SHOWN * max(values.values())}
 
 
 # ---------------------------------------------------------------------- where the rest goes

@@ -9,10 +9,10 @@ Every operation passes by; a storage that is new is added, and taken off when it
 go. The counts depend on the program alone, not on the allocator, and are the same on every run. On
 the meta device nothing is allocated, and counted all the same.
 
-`MemoryLedger` knows also what each byte is for, when it came and went on the clock of the timeline,
-and that a rank may hold no more than its budget:
+`MemoryLedger` knows also what each byte is for, in which phase of a step it came and went, and that
+a rank may hold no more than its budget:
 
-    with MemoryLedger(model) as ledger, timeline.record(model) as recorded:
+    with MemoryLedger(model) as ledger:
         ...                                  # a training step
     ledger.history().at_peak                 # {"parameters": ..., "gradients": ..., ...}
 
@@ -22,7 +22,6 @@ In torch: `torch.cuda.max_memory_allocated`, `torch.cuda.memory._record_memory_h
 
 import gc
 import math
-import time
 import weakref
 from collections import Counter
 from contextlib import ExitStack
@@ -60,12 +59,11 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are made in its body, for as long as they live.
 
     What an operation makes and drops inside of itself is not seen, nor what existed before.
-    `largest` is the size of the largest single storage that was made.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.largest = 0
+        self.now = 0
         self.samples: list[int] = [0]  # after every allocation and release
         self._held: WeakKeyDictionary[torch.UntypedStorage, Holding] = WeakKeyDictionary()
         self._undo = ExitStack()
@@ -116,7 +114,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         self.now += num_bytes
-        self.largest = max(self.largest, holding.num_bytes)
         self.samples.append(self.now)
 
 
@@ -127,13 +124,12 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 # ---------------------------------------------------------------------- who holds what
 @dataclass
 class MemoryHistory:
-    """The memory of a rank: bytes of each category from ``seconds[i]`` on, until the next.
+    """The memory of a rank: bytes of each category at the start, and after each change.
 
-    `seconds` is on the clock of `Timeline`; `phases` says for each of them whether the rank was in
-    forward, backward or the optimizer. The inside of operations and of libraries is not seen.
+    `phases` says of each moment whether the rank was in forward, backward or the optimizer. The
+    inside of operations and of libraries is not seen.
     """
 
-    seconds: list[float]
     device: dict[str, list[int]]
     host: dict[str, list[int]] = field(default_factory=dict)
     phases: list[str] = field(default_factory=list)
@@ -168,7 +164,7 @@ class OverBudget(MemoryError, ValueError):
 
 
 class MemoryLedger(LiveBytes):
-    """Counts what a rank holds by category, with the time of every change; enforces a budget.
+    """Counts what a rank holds by category, change by change; enforces a budget.
 
     Categories: "parameters", "buffers" and "gradients" of `model` and of whatever an optimizer
     steps on; "optimizer", its state; what a strategy tagged (`observe.memory.tag`), as "gathered";
@@ -183,14 +179,14 @@ class MemoryLedger(LiveBytes):
     def __init__(self, model: nn.Module | None = None, *, budget: float | None = None) -> None:
         super().__init__()
         self.model, self.budget = model, math.inf if budget is None else budget
-        self._changes: list[tuple[float, Holding, int, str]] = []  # when, of what, bytes, phase
-        self._phase, self._start = "forward", 0.0
+        self._at_start: list[tuple[Holding, int]] = []  # bytes of what was there
+        self._changes: list[tuple[Holding, int, str]] = []  # in this phase
+        self._phase = "forward"
         self._parameters: dict[nn.Parameter, None] = {}
         self._is_closed = False
 
     def __enter__(self) -> "MemoryLedger":
         gc.collect()  # hooks make cycles: a model out of use may still be there
-        self._start = time.monotonic()
         with self._undo as undo:  # all of it, if this raises
             if self.model is not None:
                 for parameter in self.model.parameters():
@@ -213,18 +209,17 @@ class MemoryLedger(LiveBytes):
     def history(self) -> MemoryHistory:
         """Return all that was seen so far; the first sample is what there was at the start."""
         places: tuple[dict[str, list[int]], ...] = ({}, {})  # on the device, on the host
-        for _, holding, *_ in self._changes:
+        for holding, *_ in [*self._at_start, *self._changes]:
             places[holding.on_host].setdefault(holding.category, [0])
+        for holding, num_bytes in self._at_start:
+            places[holding.on_host][holding.category][0] += num_bytes
         columns = [column for place in places for column in place.values()]
-        seconds, phases = [self._start], []
-        for at, holding, num_bytes, phase in sorted(self._changes, key=lambda one: one[0]):
-            if at > self._start:
-                seconds.append(at)
-                phases.append(phase)
-                for column in columns:
-                    column.append(column[-1])
+        for holding, num_bytes, _ in self._changes:
+            for column in columns:
+                column.append(column[-1])
             places[holding.on_host][holding.category][-1] += num_bytes
-        return MemoryHistory(seconds, *places, [*phases[:1], *phases])
+        phases = [phase for *_, phase in self._changes]
+        return MemoryHistory(*places, [*phases[:1], *phases])
 
     # ------------------------------------------------------------------ categories
     def _watch_parameter(self, parameter: nn.Parameter) -> None:
@@ -276,9 +271,10 @@ class MemoryLedger(LiveBytes):
             return
         if torch._C._current_graph_task_id() != -1:  # autograd is running
             self._phase = "backward"
-        # What no operation has made, such as the optimizer's state, was there before the start.
-        seconds = self._start if was_there else time.monotonic()
-        self._changes.append((seconds, holding, num_bytes, self._phase))
+        if was_there:  # no operation has made it: an optimizer's state from before the start
+            self._at_start.append((holding, num_bytes))
+        else:
+            self._changes.append((holding, num_bytes, self._phase))
         if not holding.on_host:
             super()._change(holding, num_bytes)
             if num_bytes > 0 and not was_there:  # what was there is judged as a whole
@@ -299,11 +295,6 @@ class MemoryLedger(LiveBytes):
             f"{_megabytes(self.budget)}: {listed}. Shard the largest part over more ranks (zero, "
             f"fsdp), offload it to the host, recompute activations, or make the batch smaller"
         )
-
-
-def budget(num_bytes: float, model: nn.Module | None = None) -> MemoryLedger:
-    """Allow the body of a ``with`` at most `num_bytes` on the device, or raise `OverBudget`."""
-    return MemoryLedger(model, budget=num_bytes)
 
 
 def _megabytes(num_bytes: float) -> str:

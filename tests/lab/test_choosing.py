@@ -55,8 +55,9 @@ def test_the_figures_bear_the_numbers():
     found = choosing.calculate("llama-3-8b", "dp=4,tp=2,zero=2")
     drawn = choosing.calculator("llama-3-8b", "dp=4,tp=2,zero=2")
     held = sum(found.memory.values()) / 1e9
-    assert f"{found.mfu(False):.0%} MFU; needs {held:.0f} GB, may fill" in texts(drawn)
-    assert "it fits" in texts(drawn) and {"tp, exposed", "activations"} <= rows(drawn)
+    assert f"{found.mfu(False):.0%} MFU, needs {held:.0f} GB; it fits" in texts(drawn)
+    assert f"a step of {found.step:.2f} s" in rows(drawn)
+    assert "| tp | " in texts(drawn) and "| activations | " in texts(drawn)
     assert "no published run of this kind was checked: zero=2" in texts(drawn)
     assert choosing.calculate(plan="dp=8,checkpointing=full").job.plan.checkpointing == "full"
     large = texts(choosing.calculator("llama-3-70b", "dp=8"))

@@ -150,7 +150,7 @@ def test_pictures_of_collectives_tell_the_truth(ranks, verb):
     Block b of rank r holds 10 ** r * (b + 1): sums of ranks show as digits. Catches a transposed
     all-to-all, a wrong root, a block in the wrong slot.
     """
-    before, after = draw.blocks_of(verb, 4)
+    before, after = meshes.blocks_of(verb, 4)
 
     def number(cell):
         sources, block = cell

@@ -10,17 +10,17 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from minipar.lab.draw import EXPOSED, KIND, RANK, compression, llama, pen, pipeline
 from minipar.lab.draw import memory as memory_of
-from minipar.lab.draw.context import causal, mask, pieces, quarters
+from minipar.lab.draw.context import mask, pieces
 from minipar.lab.draw.holdings import PARTS, Phase, holdings
 from minipar.lab.draw.mechanism import mechanism
 from minipar.lab.draw.numbers import bits_of
-from minipar.lab.draw.tensor import SAME, Matrix, formula, swap
+from minipar.lab.draw.tensor import SAME, Matrix, formula
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs
 from tests.lab.figures import boxes, fills, shapes, texts, words
-from tests.lab.test_pictures import BOXES, HISTORY, MB, TINY
+from tests.lab.test_pictures import BOXES, HISTORY, MB
 
 # ---------------------------------------------------------------------- compression
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
@@ -51,12 +51,6 @@ def test_pieces_cover_what_is_visible_exactly_once(size, order):
         assert (piece.queries.diff() == 1).all() and (piece.keys.diff() == 1).all()
         covered[piece.queries[:, None], piece.keys] += 1
     assert covered.max() == 1 and (covered[visible] == 1).all()
-
-
-def test_work_is_counted_in_quarters_of_a_block():
-    """Mutant: a block of "zigzag" counted like one of "plain", which is four times as large."""
-    assert quarters(4, "plain", causal(4)) == [[4.0] * (r + 1) + [0.0] * (3 - r) for r in range(4)]
-    assert quarters(4, "zigzag", causal(4)) == [[3.0, 2.0, 2.0, 2.0]] * 4
 
 
 def test_a_triangle_is_coloured_by_the_rank_that_multiplies():
@@ -132,8 +126,7 @@ def test_a_peak_of_a_moment_is_not_lost():
     n = 200_000
     spike = [MB] * n
     spike[77_777] = 50 * MB
-    times = [i / n for i in range(n)]
-    history = MemoryHistory(times, {"activations": spike}, phases=["forward"] * n)
+    history = MemoryHistory({"activations": spike}, phases=["forward"] * n)
     [area] = [ax for ax in memory_of.ladder({"": history}).axes if ax.collections]
     path = area.collections[0].get_paths()[0]
     assert path.get_extents().y1 == pytest.approx(50) and len(path.vertices) < 20_000
@@ -201,16 +194,3 @@ def test_columns_stand_side_by_side_rows_from_top_to_bottom():
     rows = formula([Matrix("B", "F", "D", cut="rows")])
     (_, x0, y0, _, h0), (_, x1, y1, _, h1) = patches(rows)
     assert x0 == x1 and y0 == pytest.approx(y1 + h1) and h0 == h1
-
-
-def test_blocks_go_where_the_library_sends_them():
-    """4 heads, 2 of keys, on 4 ranks: key head 0 goes to ranks 0 and 1. Mutants: copies that are
-    laid side by side as 0 1 0 1, numbers of heads instead of ranks."""
-    figure = swap(TINY, 4)
-    found = sorted(patches(figure), key=lambda patch: (-round(patch[2], 3), patch[1]))
-    first_row, second_row = found[:18], found[18:36]  # q, k and v | q, k and v | out
-    columns = [*range(4), 0, 1, 2, 3, *[0] * 4]
-    assert [p[0] for p in first_row] == [RANK[0]] * 6 + [RANK[i] for i in columns]
-    assert [p[0] for p in second_row[:6]] == [RANK[1]] * 6
-    numbers = [t for t in words(figure) if t.replace(" ", "").isdigit()]
-    assert numbers[:3] == ["1", "2", "3"]  # of q, what rank 0 sends

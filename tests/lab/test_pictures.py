@@ -4,9 +4,7 @@ Where things stand in a picture: test_draw.py, and test_draw_lessons.py for pict
 """
 
 import io
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +13,11 @@ from PIL import Image
 
 from minipar.comm.plans import ALL_REDUCE
 from minipar.lab import draw
-from minipar.lab.draw import compression, context, expert, llama, meshes, numbers, pen, pipeline
+from minipar.lab.draw import context, expert, llama, meshes, numbers, pen, pipeline
 from minipar.lab.draw import memory as memory_of
 from minipar.lab.draw.holdings import Phase, holdings
 from minipar.lab.draw.mechanism import Box, mechanism
-from minipar.lab.draw.tensor import Matrix, formula, swap
+from minipar.lab.draw.tensor import Matrix, formula
 from minipar.lab.memory import MemoryHistory
 from minipar.model.llama import PRESETS
 from minipar.observe.spans import Span
@@ -29,10 +27,7 @@ from minipar.parallel.pipeline.simulate import Costs
 from tests.lab.figures import step, texts
 
 TINY, MB = PRESETS["tiny"], 10**6
-MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.json"
-ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))
 HISTORY = MemoryHistory(
-    [10.0, 10.01, 10.02, 10.03],
     {
         "activations": [0, 30 * MB, 5 * MB, 0],
         "parameters": [8 * MB] * 4,
@@ -111,9 +106,7 @@ PICTURES = {
     "stacked": (lambda: draw.bars(STACKED, unit="GB"), "14 GB; 0.5 GB; | weights; | 2 |; -→"),
     "narrow parts": (lambda: draw.bars(SHARES, unit="%"), "30 |; 70 |; 99.9; 100 %; -| 0.1"),
     # ------------------------------------------------------------------ pictures of one lesson
-    "methods": (lambda: compression.accuracy(ROWS, title="t"), "5.23 % of the bytes; | low rank"),
     "mask": (lambda: context.mask(6, "plain", title="a"), "number: step of the ring"),
-    "orders": (lambda: context.orders(4), "16 quarters of a block; | 9 quarters of a block"),
     "journey": (lambda: expert.journey(EXPERTS, 4), "2 rows; 6 rows; 1 3; expert 3, on rank 1"),
     "heat": (lambda: expert.heat({"": [[1, 2], [3]]}, **AB), "| 2 |; | 3 |; | b |; | d"),
     "holdings": (lambda: holdings({"s": [PHASE]}), "reduce-scatter | dp"),
@@ -143,18 +136,10 @@ PICTURES = {
     # Each of two stages is a whole share of the model.
     "dualpipe": (lambda: pipeline.schedule(make("dualpipe", 4, 8)), ", 5 microbatches held"),
     "messages": (lambda: pipeline.schedule(make("gpipe", 3, 2), Costs(message=0.5)), "pp message"),
-    "points": (
-        lambda: pipeline.memory_against_bubble(
-            {name: make(name, 4, 8) for name in ("gpipe", "1f1b", "zb_v", "interleaved_zb")},
-            title="a",
-        ),
-        "zb v, interleaved zb",
-    ),
     "formula": (
         lambda: formula([X, "·", A, "=", Y], size=4, title="a sum"),
         "x[T, D]; A[D, F/tp]; y[T, D] {partial tp}; Σ; the same on every rank",
     ),
-    "swap": (lambda: swap(TINY, 4), "| 0 1 |; | 2 3 |; all-to-all; -| 0 2 |"),
 }
 
 

@@ -5,19 +5,16 @@ What one subject alone needs (pipelines, memory, attention ...) has a module of 
 
 # ruff: noqa: F401
 from minipar.lab.draw.charts import bars, curves, loss_curves
-from minipar.lab.draw.display import DRAWN, register
-from minipar.lab.draw.meshes import blocks_of, collective, mesh, rounds
+from minipar.lab.draw.display import register
+from minipar.lab.draw.meshes import collective, mesh, rounds
 from minipar.lab.draw.pen import (
     AXIS,
     EXPOSED,
-    GRID,
     INK,
     KIND,
     MUTED,
-    PAPER,
     RANK,
     SERIES,
-    WIDTH,
     colour,
     png,
     save,

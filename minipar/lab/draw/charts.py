@@ -138,7 +138,9 @@ def bars(
     inks |= {part: colour(part) for part in parts if part in {*KIND, *AXIS, "exposed"}}
     inks |= colours or {}
     left = 0.3 + 0.075 * max(map(len, stacked), default=0)
-    width, row, foot = 7.2, 0.36, 0.3 + 0.3 * bool(parts)
+    legend = [(inks[part], part.replace("_", " ")) for part in parts]
+    width, row, foot = 7.2, 0.36, 0.3
+    foot += 0.08 + 0.22 * len(pen.flow(legend, width - left - pen.RIGHT)) if parts else 0
     figure = pen.figure(width, 0.55 + row * len(stacked) + foot, title, note)
     ax = pen.panel(figure, left, foot, width - left - 0.2, row * len(stacked))
     sums = {name: sum(each.values()) for name, each in stacked.items()}
@@ -159,5 +161,5 @@ def bars(
             start += value
         weight = "bold" if name == highlight else "normal"
         pen.text(ax, start + 0.012 * end, i, labels[name], weight=weight)
-    pen.key(figure, [(inks[part], part.replace("_", " ")) for part in parts], left, 0.3)
+    pen.key(figure, legend, left, 0.3)
     return figure

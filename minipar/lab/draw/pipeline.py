@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minipar.lab.draw import display, pen
-from minipar.lab.draw.pen import AXIS, GRID, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.lab.draw.pen import AXIS, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
@@ -73,39 +73,10 @@ def compare(
 def finding(schedule: Schedule, timeline: Timeline) -> str:
     """Return the line of a picture: "idle 27 % of the time, 4 microbatches held"."""
     share = bubble(timeline)
-    held = _held(schedule)
+    # Activations of one microbatch in 1/p of the model count as one.
+    held = max(peak_live(schedule)) * schedule.num_ranks / schedule.num_stages
     live = f"{held:.3g} microbatch{'' if held == 1 else 'es'} held"
     return f"idle {100 * share / (1 + share):.0f} % of the time, {live}"
-
-
-def memory_against_bubble(schedules: Mapping[str, Schedule], *, title: str) -> Figure:
-    """Draw a point per schedule: activations held at most, and its bubble in percent.
-
-    Activations of one microbatch in 1/p of the model count as one.
-    """
-    points: dict[tuple[float, float], list[str]] = {}
-    for name, plan in schedules.items():
-        share = bubble(simulate(plan, Costs().per_rank(plan)))
-        at = _held(plan), round(100 * share, 6)
-        points.setdefault(at, []).append(name.replace("_", " "))
-    figure = pen.figure(7.2, 4.4, title)
-    ax = pen.panel(figure, 0.75, 0.62, 6.2, 3.1)
-    ax.grid(color=GRID, lw=0.8)
-    least, most = min(points)[0], max(points)[0]
-    ax.set_xlim(0.6 * least, 1.15 * most)
-    for (x, y), names in points.items():
-        ax.plot(x, y, "o", color=KIND["backward"], ms=7, mec=PAPER, mew=1, zorder=4)
-        side, gap = ("right", -0.12) if x == least else ("left", 0.12)
-        pen.text(ax, x + gap, y, ", ".join(names), ha=side)
-    ax.set_ylim(0)
-    held = "activations held, in microbatches of a rank's share of the model"
-    pen.label(ax, held, "bubble, % of computing", above=1.03)
-    return figure
-
-
-def _held(schedule: Schedule) -> float:
-    """Return peak activations in units of one microbatch in 1/p of the model."""
-    return max(peak_live(schedule)) * schedule.num_ranks / schedule.num_stages
 
 
 # ---------------------------------------------------------------------- rows and cells

@@ -1,6 +1,5 @@
-"""Cut matrices: which rank has which piece, which sum is pending, and heads that change ranks."""
+"""Cut matrices: which rank has which piece, and which sum is pending."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +9,6 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, PAPER, RANK, SAME
-from minipar.model.llama import LlamaConfig
 
 LENGTHS = {"T": 0.95, "D": 0.75, "F": 1.5, "V": 1.9}  # inches
 SHEET = 0.13  # inches between the sheets of a pending sum
@@ -86,44 +84,3 @@ def _matrix(
         box = {"boxstyle": "round,pad=0.2", "fc": PAPER, "ec": "none", "alpha": 0.9}
         style = {"size": 10.9, "weight": "bold", "ha": "center", "bbox": box}
         pen.text(ax, x + across / 2, y + down / 2, "Σ", **style)
-
-
-def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> Figure:
-    """Draw Ulysses around attention: blocks of tokens (rows) and heads (columns).
-
-    A colour is the rank that has a block; a number is the rank that it goes to, or, behind the
-    all-to-all, the one that it came from. A block without a number stays. Key/value heads are
-    repeated where `size` asks for it.
-    """
-    ranks, copies = range(size), math.lcm(config.num_kv_heads, size) // config.num_kv_heads
-    kinds = {"q": (config.num_heads, 1), "k, v": (config.num_kv_heads, copies)}
-    apart, together = {}, {}  # rows of tokens: (the rank of a block, the number in the block)
-    for name, (count, copies) in kinds.items():
-        owners = [head * size // (count * copies) for head in range(count * copies)]
-        goes = [dict.fromkeys(owners[copies * h : copies * (h + 1)]) for h in range(count)]
-        apart[name] = [
-            [(row, " ".join(str(r) for r in each if r != row)) for each in goes] for row in ranks
-        ]
-        together[name] = [
-            [(own, str(row) if row != own else "") for own in owners] for row in ranks
-        ]
-    panels = {
-        "tokens apart (number: goes to)": apart,
-        "heads apart (number: came from)": together,
-        "tokens apart": {"out": [[(row, "")] * config.num_heads for row in ranks]},
-    }
-    arrows = ["all-to-all\n→", "attention,\nall-to-all\n→", ""]
-    ax, cell, x = pen.paper(), 0.34, 0.0
-    for (words, panel), arrow in zip(panels.items(), arrows, strict=True):
-        pen.text(ax, x, 0.17, words, weight="bold")
-        for name, grid in panel.items():
-            for i, row in enumerate(grid):
-                for j, (rank, number) in enumerate(row):
-                    box = x + cell * j, -cell * (i + 1), cell, cell
-                    pen.cell(ax, box, number, RANK[rank], ec=PAPER, lw=1.2)
-            wide = cell * len(grid[0])
-            pen.text(ax, x + wide / 2, -cell * size - 0.16, name, ha="center")
-            x += wide + 0.28
-        pen.text(ax, x + 0.335, -cell * size / 2, arrow, ha="center")
-        x += 0.95
-    return pen.cut(ax, title, note, pen.of_ranks(size))
