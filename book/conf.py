@@ -24,6 +24,7 @@ nb_execution_mode = "off"
 nb_custom_formats = {".ipynb": ["pages.read_notebook", {}, False]}
 nb_merge_streams = True
 nb_render_error_lexer = "myst-ansi"  # messages of checks are no Python
+nb_ipywidgets_js = {}  # else pages with widgets fetch scripts
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
 

@@ -11,6 +11,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
 def write(folder: Path) -> None:
     """Write the page into `folder`."""
     (folder / "rows.md").write_text(rows_page(), encoding="utf-8")
@@ -85,6 +88,9 @@ def read_notebook(text: str) -> nbformat.NotebookNode:
     notebook.metadata.language_info["pygments_lexer"] = "ipython3"
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if data.pop(WIDGET, None):
+                data["text/plain"] = "Sliders: run the notebook to move them."
             if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
                 cell.metadata.setdefault("mystnb", {}).setdefault("image", {"alt": alt})
     return notebook

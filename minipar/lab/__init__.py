@@ -1,1 +1,1 @@
-"""Notebook tools: pictures, exercises. Only this floor may import plotting or IPython."""
+"""Notebook tools: pictures, widgets, exercises. Only this floor may import plotting or IPython."""

@@ -5,7 +5,7 @@
     python -m minipar.lab.publish notebooks/ --slips    # learn how wrong answers fail
 
 A published notebook holds its outputs and figures, but no trace of the machine it ran on: no paths,
-no times of execution, no versions.
+no times of execution, no versions, no widget state.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from nbformat import NotebookNode
 
 from minipar.lab import exercises, slips
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -64,7 +65,9 @@ def _normalise_output(output: NotebookNode, root: Path) -> None:
         output.traceback = [without_paths(line, root) for line in output.traceback]
         output.evalue = without_paths(output.evalue, root)
     for kind, content in output.get("data", {}).items():
-        if kind.startswith("text/"):
+        if kind == WIDGET:
+            content.model_id = "0" * 32  # drawn by lot, and of no use without the widget's state
+        elif kind.startswith("text/"):
             output.data[kind] = without_paths(content, root)
 
 

@@ -46,11 +46,12 @@ GOOD = [
 
 def messy() -> nbformat.NotebookNode:
     """What a notebook looks like after somebody ran it."""
+    view = {publish.WIDGET: {"model_id": "f00", "version_major": 2}, "text/plain": "Explorer()"}
     picture = shown("image/png", png(100))
     picture.metadata = {"image/png": {"alt": "Two bars. measured", "width": 3}, "seconds": 2}
     cells = [
         code("a", text("one\n"), text("two\n"), shown("text/html", "<b>"), text("three\n")),
-        code("b", picture),
+        code("b", new_output("display_data", data=view), picture),
         code("c", error(f"File {PROJECT}/minipar/x.py, /tmp/ipykernel_12/34.py:5")),
         code("c"),
     ]
@@ -58,6 +59,7 @@ def messy() -> nbformat.NotebookNode:
         cell.metadata |= {"execution": {"iopub.busy": "2026-01-01"}, "scrolled": True}
     cells[0].metadata["tags"] = ["kept"]
     metadata = {
+        "widgets": {"state": {}},
         "kernelspec": {"name": "mine", "display_name": "My env", "language": "python"},
         "language_info": {"name": "python", "version": "3.11.7"},
     }
@@ -71,11 +73,12 @@ def test_what_depends_on_the_machine_is_taken_out():
         "kernelspec": publish.KERNEL,
         "language_info": {"name": "python"},
     }
-    first, drawn, failed, _ = notebook.cells
-    assert first.metadata == {"tags": ["kept"]} and drawn.metadata == {}
+    first, widget, failed, _ = notebook.cells
+    assert first.metadata == {"tags": ["kept"]} and widget.metadata == {}
     # Text is joined where it touches, not across what stands between.
     assert [o.get("text", "html") for o in first.outputs] == ["one\ntwo\n", "html", "three\n"]
-    assert drawn.outputs[0].metadata == {"image/png": {"alt": "Two bars. measured"}}
+    assert set(widget.outputs[0].data[publish.WIDGET].model_id) == {"0"}
+    assert widget.outputs[1].metadata == {"image/png": {"alt": "Two bars. measured"}}
     assert failed.outputs[0].evalue == "File minipar/x.py, <cell>:5"
     assert [cell.execution_count for cell in notebook.cells] == [1, 1, 1, 1]
     nbformat.validate(notebook)

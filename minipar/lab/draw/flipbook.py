@@ -2,9 +2,10 @@
 
     flip(figure, micro=[1, 2, 4, 8], stages=(2, 4))      # figure(micro, stages) for all eight
 
-They move in JupyterLab, in a page exported from it and on the web. Where scripts are stripped (on
-GitHub, in a notebook that is not trusted) the first frame stands instead. Frames are images that a
-browser draws from SVG: all that is written in them is text and never markup.
+The twin of `widgets.explore` for what does not depend on the learner's own code: it moves in
+JupyterLab, in a page exported from it and on the web. Where scripts are stripped (on GitHub, in a
+notebook that is not trusted) the first frame stands instead. Frames are images that a browser
+draws from SVG: all that is written in them is text and never markup.
 """
 
 import inspect
