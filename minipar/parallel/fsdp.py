@@ -47,7 +47,7 @@ from minipar.comm.mesh import Axis
 from minipar.observe import memory
 from minipar.observe.recorder import in_backward
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Elsewhere, Row, copies_axis
+from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, full_shape, region_of
 from minipar.parallel.base.strategy import Strategy, check_hooks, claim, refuse_state, share_counts
 
 Gradients = Sequence[Tensor | None]
@@ -235,8 +235,11 @@ class Unit(Row):
         parts, init = [], self.options.init  # (name, shape) -> the first value
         for (p, name), (_, cut) in zip(members.items(), self.places, strict=True):
             if cut.start < cut.stop or not parts:  # the first tells the device
-                whole = p.detach() if init is None else init(name, tuple(p.shape)).to(p.dtype)
-                parts.append(whole.flatten()[cut].clone())
+                if init is None:
+                    parts.append(p.detach().flatten()[cut].clone())
+                else:
+                    first = init(name, full_shape(p)).to(p.dtype)
+                    parts.append(region_of(p)._replace(flat=cut).cut(first))
         return torch.cat([*parts, parts[0].new_zeros(self.size - sum(map(len, parts)))])
 
     def unshard(self) -> None:

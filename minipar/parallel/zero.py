@@ -210,11 +210,11 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on the CPU, as `optimizer_class` would on one device; a collective."""
-        return join_state(self.inner, self.members(), self.buckets)
+        return join_state(self.inner, self.members(), next(iter(self.bucket_of)).device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a whole state, also one of `optimizer_class` itself; see `cut_state`."""
-        own = cut_state(state_dict, self.inner, self.members(), self.buckets)
+        own = cut_state(state_dict, self.inner, self.members())
         self.inner.load_state_dict(own)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -232,7 +232,7 @@ class Stage1(Strategy):
         super().__init__(model, optimizer.axis)
         self.shard_axes, self.optimizer = (optimizer.axis,), optimizer
         self.op: Op = "avg" if average else "sum"
-        self.rows = self.buckets = optimizer.buckets
+        self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
         # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
         place = {p: 1 if hasattr(p, "comes_last") else -i for i, p in enumerate(model.parameters())}

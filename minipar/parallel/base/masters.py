@@ -19,13 +19,13 @@ ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dt
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.observe import memory
+from minipar.parallel.base.shards import piece_of, region_of
 
 
 @torch.no_grad()
@@ -80,7 +80,6 @@ def keep_slices(model: nn.Module, buckets: Iterable[Any], dtype: torch.dtype) ->
             bucket.bind(torch.zeros_like(bucket.weights, dtype=dtype))
             for p, piece in zip(bucket.parameters, bucket.pieces, strict=True):
                 p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
-                p.part_of = partial(bucket.part_of, piece)
     for p in model.parameters():
         if p.is_floating_point() and not hasattr(p, "master"):  # frozen, or without numbers
             p.data = p.data.to(dtype)
@@ -95,7 +94,8 @@ def master_of(p: nn.Parameter) -> Tensor:
     """
     if p._version != p.rounded:
         p.rounded = p._version
-        working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
+        flat = region_of(piece_of(p)).flat  # of ZeRO's slice
+        working = p.data if flat is None else p.data.flatten()[flat].view_as(p.master)
         is_own = working == p.master.to(working.dtype)
         p.master.data.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
     return p.master

@@ -13,12 +13,13 @@ from collections import ChainMap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from minipar.comm.values import to_host
-from minipar.parallel.base.shards import Row, piece_of
+from minipar.parallel.base.shards import piece_of, region_of
 
 Labels = Sequence[Iterable[Hashable]]  # of the parameters of each group
 Members = Sequence[Mapping[Hashable, nn.Parameter]]  # the parameters of each group, by label
@@ -70,47 +71,42 @@ def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
     return {name: state["state"][i] for name, i in found.items() if i in state["state"]}
 
 
-def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> dict[str, Any]:
+def join_state(optimizer: Optimizer, members: Members, device: torch.device) -> dict[str, Any]:
     """Return a copy of the state of `optimizer` as of one device, on the CPU; a collective.
 
-    `members` are its parameters, or the parameters whose pieces it steps. `rows` hold all pieces.
-    A rank steps empty pieces too, so all ranks of a row have entries for the same parameters.
+    `members` are its parameters, or the parameters whose pieces it steps; ranks talk on `device`.
+    A rank steps empty pieces too, so all ranks have entries for the same parameters.
     """
-    label_of = {piece_of(p): label for group in members for label, p in group.items()}
-    state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
-    whole = {label_of[p]: own for p, own in state.items()}
-    whole = tree_map_only(Tensor, lambda t: to_host(t).clone(), whole)  # they go on changing
-    for row in rows:
-        pieces = [p for p in row.pieces if p in state]
-        for key in dict.fromkeys(key for p in pieces for key in state[p]):
-            own = {p: state[p].get(key) for p in pieces}  # moments have the shape of the piece
-            own = {p: v for p, v in own.items() if isinstance(v, Tensor) and v.shape == p.shape}
-            if own:
-                joined = row.join(own, next(iter(own.values())).dtype)
-                for p, moment in joined.items():
-                    whole[label_of[p]][key] = to_host(moment)
+    whole = {}
+    for label, p in ChainMap(*members).items():
+        piece = piece_of(p)
+
+        def join(t: Tensor, piece: nn.Parameter = piece) -> Tensor:  # a moment, or a count of steps
+            is_moment = t.shape == piece.shape
+            return to_host(region_of(piece).join(t, device) if is_moment else t.clone())
+
+        if piece in optimizer.state:
+            whole[label] = tree_map_only(Tensor, join, optimizer.state[piece])
     return pack(whole, members, optimizer.param_groups)
 
 
-def cut_state(
-    state: Mapping[str, Any], optimizer: Optimizer, members: Members, rows: Iterable[Row]
-) -> dict[str, Any]:
+def cut_state(state: Mapping[str, Any], optimizer: Optimizer, members: Members) -> dict[str, Any]:
     """Return what `optimizer` on this rank can load of what `join_state` returned.
 
     Raises `ValueError` for the state of other parameters.
     """
-    row_of, parameters = {p: row for row in rows for p in row.pieces}, ChainMap(*members)
+    parameters = ChainMap(*members)
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     own: dict[Hashable, dict[str, Any]] = {}
     for label, entries in unpack(state, members).items():
         piece = piece_of(parameters[label])
-        row, own[label] = row_of.get(piece), {}
+        region, own[label] = region_of(piece), {}
         for key, value in entries.items():
             if callable(value):  # it reads this rank's part from a file
-                value = value(row.cuts[piece] if row else None).view_as(piece)
+                value = value(region).view_as(piece)
             elif isinstance(value, Tensor):
-                is_cut = row and key not in SCALARS and value.shape == row.shapes[piece]
-                value = (row.part_of(piece, value) if is_cut else value).clone()
+                is_cut = region.axes and key not in SCALARS and value.shape == region.shape
+                value = region.cut(value).view_as(piece) if is_cut else value.clone()
             own[label][key] = value
     labels = [[label for label, p in g.items() if piece_of(p) in stepped] for g in members]
     return pack(own, labels, state["param_groups"])
