@@ -59,8 +59,8 @@ def parts(
             values = master_of(t) if hasattr(t, "master") else piece
             weights[strategy.serial_name(name)] = part(piece, values)
     members = strategy.parts.data.members(strategy.optimizer)
-    for name, p in itertools.chain(*(group.items() for group in members)):
-        piece, serial = piece_of(p), strategy.serial_name(name)
+    for name, piece in itertools.chain(*(group.items() for group in members)):
+        serial = strategy.serial_name(name)
         numbers = found[serial] = {}
         for key, value in strategy.optimizer.state.get(piece, {}).items():
             if isinstance(value, Tensor) and value.shape == piece.shape:

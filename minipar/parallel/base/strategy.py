@@ -30,7 +30,7 @@ from minipar.comm.values import look, to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
-from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
+from minipar.parallel.base.optimizer_state import Members, cut_state, join_state
 from minipar.parallel.base.shards import axes_of, full_shape, in_order, piece_of, region_of
 
 
@@ -219,8 +219,8 @@ class Strategy:
 
     def members(self, optimizer: Optimizer) -> Members:
         """Return the parameters that `optimizer` steps, by group, each by its name in the model."""
-        names = {p: name for name, p in self.model.named_parameters()}
-        return labelled([group["params"] for group in optimizer.param_groups], names)
+        names = {piece_of(p): name for name, p in self.model.named_parameters()}
+        return [{names[p]: p for p in group["params"]} for group in optimizer.param_groups]
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
@@ -234,7 +234,7 @@ class Strategy:
 
         Raises `ValueError` for the state of other parameters.
         """
-        optimizer.load_state_dict(cut_state(state, optimizer, self.members(optimizer)))
+        optimizer.load_state_dict(cut_state(state, self.members(optimizer)))
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
