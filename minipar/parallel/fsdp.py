@@ -48,7 +48,14 @@ from minipar.observe import memory
 from minipar.observe.recorder import in_backward
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, full_shape, region_of
-from minipar.parallel.base.strategy import Strategy, check_hooks, claim, refuse_state, share_counts
+from minipar.parallel.base.strategy import (
+    Strategy,
+    check_hooks,
+    claim,
+    find_blocks,
+    refuse_state,
+    share_counts,
+)
 
 Gradients = Sequence[Tensor | None]
 REENTRANT = "a re-entrant checkpoint loses gradients; use checkpoint(..., use_reentrant=False)"
@@ -398,25 +405,6 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
         p.stepped_elsewhere = "make the optimizer after fsdp.apply"
     refuse_state(model)
     return strategy
-
-
-def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Module]:
-    """Return the modules of `model` that are in `blocks`, or of a class in `blocks`.
-
-    By default the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the
-    top down. Name a large embedding or head beside them yourself.
-    """
-    modules = list(model.modules())
-    if blocks is not None:
-        found = [m for m in modules[1:] if m in blocks or type(m) in blocks]
-        if blocks and not found:
-            raise ValueError(f"blocks={blocks!r}: the model has none of them below its root")
-        return found
-    lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict)]
-    members = [m for each in lists for m in each.children()]
-    found = [m for m in members if type(m).forward is not nn.Module.forward]  # no list in a list
-    inside = {part for block in found for part in block.modules() if part is not block}
-    return [m for m in dict.fromkeys(found) if m not in inside]
 
 
 def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> list[Unit]:

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.arriving import OnItsWay, let_modules_wait
+from minipar.parallel.base.arriving import OnItsWay, let_blocks_wait
 from minipar.parallel.base.masters import keep_slices, master_of
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, in_groups, piece_of
@@ -223,7 +223,7 @@ class Stage1(Strategy):
 
     def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, average: bool) -> None:
         super().__init__(model, optimizer.axis)
-        self.shard_axes, optimizer.is_applied = (optimizer.axis,), True
+        self.shard_axes, self.optimizer, optimizer.is_applied = (optimizer.axis,), optimizer, True
         self.op: Op = "avg" if average else "sum"
         self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
@@ -231,7 +231,9 @@ class Stage1(Strategy):
         place = {p: 1 if hasattr(p, "comes_last") else -i for i, p in enumerate(model.parameters())}
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.sent = 0  # so many buckets of this round
-        let_modules_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
+        let_blocks_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
+        # This rank's own slices lie in the buffers that are filled.
+        model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
         self.hook_gradients(self.bucket_of)
         self.watch(self.with_gradients())
         for p in self.bucket_of:

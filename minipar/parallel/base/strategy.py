@@ -381,6 +381,25 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
+def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Module]:
+    """Return the modules of `model` that are in `blocks`, or of a class in `blocks`.
+
+    By default the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the
+    top down. Name a large embedding or head beside them yourself.
+    """
+    modules = list(model.modules())
+    if blocks is not None:
+        found = [m for m in modules[1:] if m in blocks or type(m) in blocks]
+        if blocks and not found:
+            raise ValueError(f"blocks={blocks!r}: the model has none of them below its root")
+        return found
+    lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict)]
+    members = [m for each in lists for m in each.children()]
+    found = [m for m in members if type(m).forward is not nn.Module.forward]  # no list in a list
+    inside = {part for block in found for part in block.modules() if part is not block}
+    return [m for m in dict.fromkeys(found) if m not in inside]
+
+
 def share_counts(model: nn.Module, *axes: Axis) -> None:
     """Make routers that count alone count the tokens of all ranks of `axes`; a collective."""
     own = [router for _, router in routers(model) if router.sum_counts is alone]
