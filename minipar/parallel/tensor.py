@@ -287,13 +287,6 @@ class TensorParallel(Strategy):
     def _unpad(self, _: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return out[:, : out.shape[1] - self.num_added] if self.num_added else out
 
-    def holders(self, name: str) -> tuple[int, ...]:
-        """Return the ranks with the same piece of a parameter as this rank."""
-        if name in self.spread:
-            return (self.axis.rank,)
-        spans = self.spans.get(name, [()] * self.axis.size)
-        return tuple(r for r, span in enumerate(spans) if span == spans[self.axis.rank])
-
 
 # ---------------------------------------------------------------------- what cannot be cut
 def check(model: Llama, axis: Axis, sequence: bool, overlap: bool) -> None:

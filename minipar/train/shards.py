@@ -17,7 +17,7 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
 from minipar.parallel.base.masters import master_of
-from minipar.parallel.base.shards import Part, Region, copies_axis, piece_of, region_of
+from minipar.parallel.base.shards import Part, Region, copies_axis, is_part, piece_of, region_of
 from minipar.parallel.compose import Composed
 from minipar.train.saver import Saver, deal
 
@@ -100,8 +100,8 @@ def _tensors(strategy: Composed) -> dict[str, Tensor]:
 def _mine(strategy: Composed) -> set[str]:
     """Return the names of the tensors that this rank writes, with their state.
 
-    Ranks with the same slice deal out their weights by bytes. Stages with the same weight take
-    turns.
+    Ranks with the same weights deal them out by bytes. Of ranks of tp with the same heads, the
+    first writes. Stages with the same weight take turns.
     """
     parts = strategy.parts
     homes: dict[str, int] = {}
@@ -112,13 +112,14 @@ def _mine(strategy: Composed) -> set[str]:
     for name, t in _tensors(strategy).items():
         if name in homes and homes[name] != parts.pipeline.axis.rank:
             continue
-        index, count, who = 0, 1, ()
-        if parts.tensor is not None:
-            who = parts.tensor.holders(name)
-            index, count = who.index(parts.tensor.axis.rank), len(who)
+        region, tp = region_of(t), strategy.mesh.tp
+        if region.is_copy:
+            continue
+        is_cut = any(is_part(tp, axis) for axis in region.axes)
+        index, count = (0, 1) if is_cut else (tp.rank, tp.size)
         axis = copies_axis(t, strategy.axis)
         if region_of(piece_of(t)).flat is None:
             index, count = index * axis.size + axis.rank, count * axis.size
-        groups[index, count, who, axis.name][name] = region_of(t).numel
+        groups[index, count, is_cut, axis.name][name] = region.numel
     shares = (deal(own, count)[index] for (index, count, *_), own in groups.items())
     return set(itertools.chain(*shares))

@@ -34,24 +34,19 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
     These masters are ``p.master``. Gradients add up in the dtype of the master. While `optimizer`
     steps, or loads its state, ``p.data`` *is* the master. Frozen parameters are cast and have no
-    master. Whole numbers stay as they are.
-
-    Raises `ValueError` for a parameter that learns and is not stepped by `optimizer`.
+    master. Whole numbers stay as they are, and parameters that another optimizer steps: call `keep`
+    once for each optimizer.
     """
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, p in model.named_parameters():
-        if p.requires_grad and p not in stepped:
-            raise ValueError(
-                f"{name} learns, but not by this optimizer; make one optimizer, with groups, of "
-                f"all parameters that learn, or freeze the rest"
-            )
     working: dict[nn.Parameter, Tensor] = {}
     for p in filter(torch.is_floating_point, model.parameters()):
-        master, p.data = p.data, p.data.to(dtype, copy=True)
         if p in stepped:
+            master, p.data = p.data, p.data.to(dtype, copy=True)
             p.master, p.grad_dtype, p.rounded = master, master.dtype, p._version
             working[p] = p.data
             memory.tag("optimizer", master)
+        elif not p.requires_grad:
+            p.data = p.data.to(dtype)
 
     def put_masters(*_: Any) -> None:
         for p in working:
