@@ -15,8 +15,9 @@ Sums.   An axis decides over which ranks a gradient is summed:
                                             parameters where a schedule has two copies of the model
 
         `explain` prints this for each parameter, with bytes.
-Whole.  Weights, gradients and optimizer state all have the shape of a parameter. One `join` puts
-        each together: the data strategy along dp and cp first, then `join` along ep, tp and pp.
+Whole.  Weights, gradients and optimizer state all have the shape of a parameter. A parameter knows
+        its region of the serial one, which all strategies have cut. So one sum puts each together,
+        and then the stages of a pipeline exchange what they have.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 2024, "The Llama 3
         Herd of Models" (arXiv 2407.21783), section 3.3.2, for the order of the axes.
 In torch: `torchtitan`, `parallelize.py` of each model.
@@ -49,7 +50,6 @@ from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, expert, fsdp, tensor, ulysses, zero
 from minipar.parallel.base import masters
 from minipar.parallel.base.optimizer_state import pack, unpack
-from minipar.parallel.base.shards import Region
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
@@ -152,7 +152,7 @@ def apply(
             # Gradients are summed up in float32 all the same.
             reduce_dtype=torch.float32 if dtype else None,
             average=False,
-            init=None if init is None else lambda name, _: parts.own_piece(name, init(name)),
+            init=None if init is None else lambda name, _: init(name),
         )
         optimizer = make_optimizer(model, make=torch.optim.AdamW)  # of the pieces
     elif plan.zero:
@@ -180,25 +180,6 @@ class Parts:
     context: Strategy | None = None
     pipeline: runtime.Pipeline | None = None
 
-    def own_piece(self, name: str, whole: Any) -> Any:
-        """Cut a weight, or an entry of its optimizer state, as the weight is cut."""
-        own = {name: whole}
-        if isinstance(whole, Tensor) and whole.ndim:  # a count of steps stays as it is
-            for part in filter(None, (self.expert, self.tensor)):
-                own = part.own(own)
-        return own[name]
-
-    def region(self, name: str, shape: tuple[int, ...]) -> Region:
-        """Return this rank's part of a weight of `shape`, before the data axis cuts it."""
-        spans = list(Region.whole(shape).spans)
-        if self.expert is not None and name in self.expert.names:
-            own = self.expert.names[name]
-            spans[0] = ((own.start, own.stop),)
-        if self.tensor is not None and name in self.tensor.pieces:
-            pieces = self.tensor.pieces[name]
-            spans[pieces.dim] = pieces.ranges(shape[pieces.dim], self.tensor.axis.rank)
-        return Region(shape, tuple(spans))
-
 
 class Composed(Strategy):
     """Several strategies that look like one; made by `apply`.
@@ -211,7 +192,6 @@ class Composed(Strategy):
     ) -> None:
         super().__init__(model, parts.data.axis)
         self.mesh, self.plan, self.parts, self.optimizer = mesh, plan, parts, optimizer
-        self.rows = parts.data.rows
         if parts.pipeline is not None:
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
         # In this order strategies finish a backward: tensor parallelism must not sum a gradient
@@ -272,14 +252,10 @@ class Composed(Strategy):
 
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        for part in filter(None, (self.parts.expert, self.parts.tensor, self.parts.pipeline)):
-            own = part.join(own)
-        return dict(own)
+        return dict(own) if self.parts.pipeline is None else self.parts.pipeline.join(own)
 
     def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        for part in filter(None, (self.parts.pipeline, self.parts.expert, self.parts.tensor)):
-            whole = part.own(whole)
-        return dict(whole)
+        return dict(whole) if self.parts.pipeline is None else self.parts.pipeline.own(whole)
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer state as of one device, on the CPU, on all ranks; a collective.
@@ -310,19 +286,11 @@ class Composed(Strategy):
 
         Raises `ValueError` for the state of other parameters.
         """
-        whole, part, own_names = unpack(state, self.names), {}, self._own_names()
-        for name in itertools.chain(*own_names):
-            if entries := whole.get(self.serial_name(name)):
-                part[name] = {key: self._own_entry(name, value) for key, value in entries.items()}
+        whole, own_names = unpack(state, self.names), self._own_names()
+        home = {name: self.serial_name(name) for name in itertools.chain(*own_names)}
+        part = {name: whole[serial] for name, serial in home.items() if serial in whole}
         own_state = pack(part, own_names, state["param_groups"])
         self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
-
-    def _own_entry(self, name: str, value: Any) -> Any:
-        """Return this rank's piece of an entry, or a function that reads a part of the piece."""
-        shape = self.shapes[self.serial_name(name)]
-        if callable(value) and value.shape == shape:
-            return lambda flat: value(self.parts.region(name, shape)._replace(flat=flat))
-        return self.parts.own_piece(name, value() if callable(value) else value)
 
     def _own_names(self) -> list[list[str]]:
         """Return the names of this rank's parameters, by groups of the optimizer."""

@@ -54,7 +54,7 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -68,7 +68,7 @@ from minipar.comm.values import to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, check_divides, is_part, mark
+from minipar.parallel.base.shards import axes_of, check_divides, is_part, mark, region_of
 from minipar.parallel.base.strategy import Strategy, refuse_state, share_counts, sum_over
 
 Dispatch = Literal[
@@ -88,7 +88,7 @@ def apply(
 ) -> "ExpertParallel":
     """Cut the experts of `model` along `axis`, in place; the values come from its rank 0.
 
-    Parameters keep their names, and hold this rank's experts (`full_shape`, `shard_axes`). Then
+    Parameters keep their names, and hold this rank's experts (`region`, `shard_axes`). Then
     apply ddp, zero or fsdp over an axis that contains `axis` and `copies`.
 
     Args:
@@ -355,25 +355,13 @@ class ExpertParallel(Strategy):
     ) -> None:
         super().__init__(model, axis)
         self.shard_axes, self.copies = (axis,), copies
-        self.names: dict[str, slice] = {}  # of the parameters that are cut: this rank's experts
         options = dict(nodes=nodes) if dispatch == "hierarchical" else {}
-        for path, moe in mixtures(model) if axis.size > 1 else ():
+        for _, moe in mixtures(model) if axis.size > 1 else ():
             moe.core = partial(CORES[dispatch], moe, axis, **options)
-            for name, p in moe.experts.named_parameters():
-                own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
-                mark(p, axis)
+            for p in moe.experts.parameters():
+                own, region = experts_of(axis, len(p)), region_of(p)
+                spans = ((own.start, own.stop),), *region.spans[1:]
+                mark(p, axis, region._replace(spans=spans))
                 p.copies = copies
                 p.data, p.grad = p.data[own].clone(), None
         refuse_state(model)
-
-    # ------------------------------------------------------------------ whole again
-    @torch.no_grad()
-    def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        whole = dict(tensors)
-        for name in (name for name in whole if name in self.names):  # alike on all ranks
-            if whole[name] is not None:
-                whole[name] = collectives.all_gather(whole[name], self.axis)
-        return whole
-
-    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t[self.names[n]].clone() if n in self.names else t for n, t in tensors.items()}

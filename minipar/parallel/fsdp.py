@@ -47,8 +47,15 @@ from minipar.comm.mesh import Axis
 from minipar.observe import memory
 from minipar.observe.recorder import in_backward
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Elsewhere, Row, copies_axis
-from minipar.parallel.base.strategy import Strategy, check_hooks, claim, refuse_state, share_counts
+from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, full_shape, region_of
+from minipar.parallel.base.strategy import (
+    Strategy,
+    check_hooks,
+    claim,
+    find_blocks,
+    refuse_state,
+    share_counts,
+)
 
 Gradients = Sequence[Tensor | None]
 REENTRANT = "a re-entrant checkpoint loses gradients; use checkpoint(..., use_reentrant=False)"
@@ -235,8 +242,11 @@ class Unit(Row):
         parts, init = [], self.options.init  # (name, shape) -> the first value
         for (p, name), (_, cut) in zip(members.items(), self.places, strict=True):
             if cut.start < cut.stop or not parts:  # the first tells the device
-                whole = p.detach() if init is None else init(name, tuple(p.shape)).to(p.dtype)
-                parts.append(whole.flatten()[cut].clone())
+                if init is None:
+                    parts.append(p.detach().flatten()[cut].clone())
+                else:
+                    first = init(name, full_shape(p)).to(p.dtype)
+                    parts.append(region_of(p)._replace(flat=cut).cut(first))
         return torch.cat([*parts, parts[0].new_zeros(self.size - sum(map(len, parts)))])
 
     def unshard(self) -> None:
@@ -395,25 +405,6 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
         p.stepped_elsewhere = "make the optimizer after fsdp.apply"
     refuse_state(model)
     return strategy
-
-
-def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Module]:
-    """Return the modules of `model` that are in `blocks`, or of a class in `blocks`.
-
-    By default the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the
-    top down. Name a large embedding or head beside them yourself.
-    """
-    modules = list(model.modules())
-    if blocks is not None:
-        found = [m for m in modules[1:] if m in blocks or type(m) in blocks]
-        if blocks and not found:
-            raise ValueError(f"blocks={blocks!r}: the model has none of them below its root")
-        return found
-    lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict)]
-    members = [m for each in lists for m in each.children()]
-    found = [m for m in members if type(m).forward is not nn.Module.forward]  # no list in a list
-    inside = {part for block in found for part in block.modules() if part is not block}
-    return [m for m in dict.fromkeys(found) if m not in inside]
 
 
 def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> list[Unit]:

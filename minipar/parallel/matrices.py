@@ -49,40 +49,6 @@ def check_sizes(config: LlamaConfig, n: int, name: str = "tp", experts: bool = F
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """How a tensor is cut: rank r has ``start, stop = spans[r]`` of `dim`.
-
-    `blocks` matrices of one size may lie one above the other along `dim`, such as gate and up of
-    an expert; rank r then has its span of each of them.
-    """
-
-    dim: int
-    spans: Spans
-    blocks: int = 1
-
-    def own(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a copy of the piece of `rank`."""
-        start, stop = self.spans[rank]
-        rows = whole.movedim(self.dim, 0).unflatten(0, (self.blocks, -1))[:, start:stop]
-        return rows.flatten(0, 1).movedim(0, self.dim).clone(memory_format=torch.contiguous_format)
-
-    def ranges(self, length: int, rank: int) -> Spans:
-        """Return where along `dim`, of `length`, the piece of `rank` comes from: once per block."""
-        (start, stop), block = self.spans[rank], length // self.blocks
-        return tuple((at + start, at + stop) for at in range(0, length, block))
-
-    def join(self, piece: Tensor, axis: Axis) -> Tensor:
-        """Put the pieces of all ranks together, V -> I; they may be of different width."""
-        rows = piece.movedim(self.dim, 0).unflatten(0, (self.blocks, -1)).transpose(0, 1)
-        widest = max(stop - start for start, stop in self.spans)
-        padding = rows.new_zeros(widest - len(rows), *rows.shape[1:])
-        every = all_gather(torch.cat([rows, padding]), axis, to="I").unflatten(0, (axis.size, -1))
-        one_of_each = dict(zip(self.spans, every, strict=True))  # copies count once
-        joined = torch.cat([own[: stop - start] for (start, stop), own in one_of_each.items()])
-        return joined.transpose(0, 1).flatten(0, 1).movedim(0, self.dim).contiguous()
-
-
-@dataclass(frozen=True)
 class Border:
     """How activations enter a region of cut matrices, and how they leave it."""
 

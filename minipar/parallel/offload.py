@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from minipar.comm.calls import Pending
 from minipar.comm.hostcopy import HostCopy
 from minipar.observe import memory
-from minipar.parallel.base.strategy import Strategy
 
 
 class HostShards:
@@ -39,15 +38,11 @@ class HostShards:
     last step. Each gradient of a shard leaves for the host during backward. The device keeps blocks
     in use, and at most four shards that come.
 
-    Make it before the first step, and before a state is loaded. Raises `ValueError` for a strategy
-    of another kind than fsdp. It takes the place of three methods of each unit.
+    Make it before the first step, and before a state is loaded. It takes the place of three methods
+    of each unit; other strategies than fsdp have no units.
     """
 
-    def __init__(
-        self, strategy: Strategy, optimizer: Optimizer, copies: HostCopy | None = None
-    ) -> None:
-        if not hasattr(strategy, "units"):
-            raise ValueError(f"{type(strategy).__name__} does not gather shards; use fsdp.apply")
+    def __init__(self, strategy: Any, optimizer: Optimizer, copies: HostCopy | None = None) -> None:
         self.copies = copies or HostCopy(strategy.device)
         self.order: list[Any] = []  # of the fetches in the last step
         self.fetched: list[Any] = []  # in this one

@@ -33,7 +33,6 @@ In torch: `parallelize_module`, `SequenceParallel`, `loss_parallel`, async tenso
 Proved by tests/parallel/test_tensor.py and tests/law/test_law.py.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -47,11 +46,10 @@ from minipar.model.llama import Llama, token_loss
 from minipar.model.moe import MoE, Routing
 from minipar.parallel import overlap as rings
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, is_spread_over, mark, piece_of
+from minipar.parallel.base.shards import axes_of, is_spread_over, mark, piece_of, region_of
 from minipar.parallel.base.strategy import Strategy, check_not_summed, mark_summed, refuse_state
 from minipar.parallel.matrices import (
     Border,
-    Pieces,
     Spans,
     VocabEmbedding,
     by_heads,
@@ -99,7 +97,7 @@ class TensorParallel(Strategy):
     ) -> None:
         super().__init__(model, border.axis)
         self.border, self.overlap, self.shard_axes = border, overlap, (border.axis,)
-        self.pieces: dict[str, Pieces] = {}  # how each cut parameter is cut, by name
+        self.spans: dict[str, Spans] = {}  # of each parameter that is cut: one for each rank
         config, n = model.config, self.axis.size
         queries = by_heads(config.num_heads, config.head_dim, n)
         keys = by_heads(config.num_kv_heads, config.head_dim, n)
@@ -128,11 +126,11 @@ class TensorParallel(Strategy):
 
     def by_columns(self, name: str, spans: Spans) -> None:
         """Cut the first of two matrices, [F, D] -> [F/n, D]: x R -> x Wᵀ V, nothing to send."""
-        self._cut(f"{name}.weight", Pieces(0, spans))
+        self._cut(f"{name}.weight", 0, spans)
 
     def by_rows(self, name: str, spans: Spans) -> None:
         """Cut the second of two matrices, [D, F] -> [D, F/n]: x V -> x Wᵀ P, a partial sum."""
-        self._cut(f"{name}.weight", Pieces(1, spans))
+        self._cut(f"{name}.weight", 1, spans)
 
     def between_borders(self, region: nn.Module, firsts: tuple[str, ...], last: str) -> None:
         """Communicate where activations enter `region` and where they leave it, and only there."""
@@ -143,28 +141,42 @@ class TensorParallel(Strategy):
         region.register_forward_pre_hook(lambda _, args: (self.border.enter(args[0]), *args[1:]))
         region.register_forward_hook(lambda _, args, out: self.border.leave(out))
 
-    def _cut(self, name: str, pieces: Pieces) -> None:
-        """Replace the values of a parameter by the piece of this rank."""
-        self.pieces[name] = pieces
-        param, rank, spans = self.model.get_parameter(name), self.axis.rank, pieces.spans
+    def _cut(self, name: str, dim: int, spans: Spans, blocks: int = 1) -> None:
+        """Keep of a parameter this rank's span along `dim`.
+
+        `blocks` matrices of one size may lie one above the other along `dim`, such as gate and up
+        of an expert; the rank then keeps its span of each of them.
+        """
+        self.spans[name] = spans
+        param, rank = self.model.get_parameter(name), self.axis.rank
         if self.axis in axes_of(param):
             return  # tied to one that is cut already
-        mark(param, self.axis, copy=spans.index(spans[rank]) != rank)  # norms count a head once
-        param.data, param.grad = pieces.own(param.data, rank), None
+        (start, stop), length, region = spans[rank], param.shape[dim], region_of(param)
+        kept = tuple((at + start, at + stop) for at in range(0, length, length // blocks))
+        region = region._replace(spans=(*region.spans[:dim], kept, *region.spans[dim + 1 :]))
+        mark(param, self.axis, region, copy=spans.index(spans[rank]) != rank)  # a head counts once
+        param.data = torch.cat([param.data.narrow(dim, a, b - a) for a, b in kept], dim)
+        param.grad = None
 
     # ------------------------------------------------------------------ the vocabulary
     def _cut_vocabulary(self, words: Spans) -> None:
-        inner, head, logits = self.model.model, self.model.lm_head, Pieces(-1, words)
+        inner, head = self.model.model, self.model.lm_head
         self.first_word = words[self.axis.rank][0]
-        self._cut("model.embed_tokens.weight", Pieces(0, words))
+        self._cut("model.embed_tokens.weight", 0, words)
         inner.embed_tokens = VocabEmbedding(inner.embed_tokens, self.first_word, self.border)
         self.by_columns("lm_head", words)
         head.register_forward_pre_hook(lambda _, args: self.border.enter(args[0]))
         head.register_forward_hook(
             # [B, T, V/n] V, or without gradients [B, T, V] I
-            lambda _, args, own: own if torch.is_grad_enabled() else logits.join(own, self.axis)
+            lambda _, args, own: own if torch.is_grad_enabled() else self._all_logits(own)
         )
         self.model.token_loss = self.token_loss
+
+    def _all_logits(self, own: Tensor) -> Tensor:
+        """Put the logits of all ranks together: [B, T, V/n] V -> [B, T, V] I."""
+        logits = own.new_zeros(*own.shape[:-1], self.model.config.vocab_size)
+        logits[..., self.first_word : self.first_word + own.shape[-1]] = own
+        return collectives.all_reduce(logits, self.axis, out=logits)
 
     def token_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss of the model's result: [B, T, V/n] V or [B, T, V] I."""
@@ -183,8 +195,8 @@ class TensorParallel(Strategy):
         if not experts:
             return
         hidden, n = moe.config.expert_size, self.axis.size
-        self._cut(f"{name}.experts.gate_up_proj", Pieces(1, evenly(hidden, n), blocks=2))
-        self._cut(f"{name}.experts.down_proj", Pieces(2, evenly(hidden, n)))
+        self._cut(f"{name}.experts.gate_up_proj", 1, evenly(hidden, n), blocks=2)
+        self._cut(f"{name}.experts.down_proj", 2, evenly(hidden, n))
         if moe.shared_experts is not None:
             shared = evenly(moe.config.num_shared * hidden, n)
             self.by_columns(f"{name}.shared_experts.gate_proj", shared)
@@ -215,11 +227,11 @@ class TensorParallel(Strategy):
         for name in self.spread:
             names[name].spread_outside = n
         if self.border.sequence:  # each rank has seen its own tokens
-            summed = [name for name in names if name not in self.pieces.keys() | self.spread]
+            summed = [name for name in names if name not in self.spans.keys() | self.spread]
         else:  # each rank has seen its own heads
             summed = [name for name in names if name.endswith(("q_norm.weight", "k_norm.weight"))]
-        cut = {name: set(self.pieces[name].spans) for name in names if name in self.pieces}
-        copied = [name for name, spans in cut.items() if len(spans) < n]  # a head on two ranks, say
+        # A head on two ranks, say.
+        copied = [name for name in names if len(set(self.spans.get(name, range(n)))) < n]
         self.summed, self.copied = (summed, copied) if n > 1 else ([], [])
         partial_sums = [names[name] for name in self.summed + self.copied]
         self.watch(partial_sums)
@@ -274,33 +286,6 @@ class TensorParallel(Strategy):
 
     def _unpad(self, _: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return out[:, : out.shape[1] - self.num_added] if self.num_added else out
-
-    # ------------------------------------------------------------------ whole again
-    def holders(self, name: str) -> tuple[int, ...]:
-        """Return the ranks with the same piece of a parameter as this rank."""
-        if name in self.spread:
-            return (self.axis.rank,)
-        if name not in self.pieces:
-            return tuple(range(self.axis.size))
-        spans = self.pieces[name].spans
-        return tuple(r for r, span in enumerate(spans) if span == spans[self.axis.rank])
-
-    @torch.no_grad()
-    def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        joined: dict[int, Tensor | None] = {id(None): None}
-        for name, tensor in tensors.items():
-            if id(tensor) in joined:
-                continue  # tied, or a gradient that is not there
-            if name in self.pieces:
-                piece = tensor.detach().to(self.device)  # states may lie on the host
-                joined[id(tensor)] = self.pieces[name].join(piece, self.axis)
-            else:
-                joined[id(tensor)] = tensor.detach().clone()
-        return {name: joined[id(tensor)] for name, tensor in tensors.items()}
-
-    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        pieces, rank = self.pieces, self.axis.rank
-        return {n: pieces[n].own(t, rank) if n in pieces else t for n, t in tensors.items()}
 
 
 # ---------------------------------------------------------------------- what cannot be cut

@@ -39,11 +39,10 @@ from torch.optim import Optimizer
 
 from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.arriving import OnItsWay, let_modules_wait
+from minipar.parallel.base.arriving import OnItsWay, let_blocks_wait
 from minipar.parallel.base.masters import keep_slices, master_of
-from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, in_groups
+from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, in_groups, piece_of
 from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
 
 
@@ -162,16 +161,15 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         check_elementwise(optimizer_class)
         groups = Optimizer(params, {}).param_groups  # torch knows all that `params` may be
-        self.axis, self.names = axis, {}
-        self.wholes = [group["params"] for group in groups]  # as the user gave them
-        trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
+        self.axis, self.is_applied = axis, False
+        members = [group["params"] for group in groups]
+        trainable = [[p for p in own if p.requires_grad and p.numel()] for own in members]
         num_bytes = sum(p.nbytes for own in trainable for p in own)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         self.buckets: list[Bucket] = []
         for group, own in zip(groups, trainable, strict=True):
             self.buckets += [Bucket(some, axis) for some in in_groups(own, lambda _: capacity)]
-            group["params"] = [p.piece for p in own]
-            group.pop("param_names", None)  # the names in the model count
+            group["params"] = [*map(piece_of, group["params"])]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.inner = optimizer_class(groups, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -180,7 +178,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's slices, and start to hand them out, the first layer's first."""
-        if not self.names:
+        if not self.is_applied:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         for bucket in self.buckets:
             bucket.version = bucket.shard._version  # what was written goes out with the step
@@ -204,18 +202,13 @@ class ShardedOptimizer(Optimizer):
         for bucket in self.buckets:
             bucket.drop()
 
-    def members(self) -> Members:
-        """Return its parameters as the user gave them, by group and name."""
-        return labelled(self.wholes, self.names)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on the CPU, as `optimizer_class` would on one device; a collective."""
-        return join_state(self.inner, self.members(), self.buckets)
+        """Raise `RuntimeError`: the state would be of this rank's pieces."""
+        raise RuntimeError("call full_optimizer_state(optimizer) of the strategy on all ranks")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a whole state, also one of `optimizer_class` itself; see `cut_state`."""
-        own = cut_state(state_dict, self.inner, self.members(), self.buckets)
-        self.inner.load_state_dict(own)
+        """Load the state of pieces, which `load_full_optimizer_state` has cut."""
+        self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
@@ -230,16 +223,17 @@ class Stage1(Strategy):
 
     def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, average: bool) -> None:
         super().__init__(model, optimizer.axis)
-        self.shard_axes, self.optimizer = (optimizer.axis,), optimizer
+        self.shard_axes, self.optimizer, optimizer.is_applied = (optimizer.axis,), optimizer, True
         self.op: Op = "avg" if average else "sum"
-        self.rows = self.buckets = optimizer.buckets
+        self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
         # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
         place = {p: 1 if hasattr(p, "comes_last") else -i for i, p in enumerate(model.parameters())}
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.sent = 0  # so many buckets of this round
-        optimizer.names = {p: name for name, p in model.named_parameters()}
-        let_modules_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
+        let_blocks_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
+        # This rank's own slices lie in the buffers that are filled.
+        model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
         self.hook_gradients(self.bucket_of)
         self.watch(self.with_gradients())
         for p in self.bucket_of:
@@ -286,12 +280,6 @@ class Stage1(Strategy):
                 p.grad = Elsewhere(p)
                 p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
         super().finish_backward()
-
-    def members(self, optimizer: Optimizer) -> Members:
-        return self.optimizer.members()
-
-    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
 
 
 # ---------------------------------------------------------------------- 4. gradients cut n ways

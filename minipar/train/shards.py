@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
 from minipar.parallel.base.masters import master_of
-from minipar.parallel.base.shards import Part, Region, Row, copies_axis, piece_of
+from minipar.parallel.base.shards import Part, Region, copies_axis, is_part, piece_of, region_of
 from minipar.parallel.compose import Composed
 from minipar.train.saver import Saver, deal
 
@@ -47,25 +47,25 @@ def parts(
     the place of all that has the shape of a parameter. `entries` has what this rank writes of
     these, by "NAME/ENTRY". A collective, of names and numbers.
     """
-    rows, mine = _rows(strategy), _mine(strategy)
+    mine = _mine(strategy)
     weights, entries, found = {}, {}, {}
 
-    def part(name: str, piece: Tensor, values: Tensor) -> Part:
-        return Part(values.detach().flatten(), _region(strategy, name, piece, rows))
+    def part(piece: Tensor, values: Tensor) -> Part:
+        return Part(values.detach().flatten(), region_of(piece))
 
     for name, t in _tensors(strategy).items():
         if name in mine:
             piece = piece_of(t)
             values = master_of(t) if hasattr(t, "master") else piece
-            weights[strategy.serial_name(name)] = part(name, piece, values)
+            weights[strategy.serial_name(name)] = part(piece, values)
     members = strategy.parts.data.members(strategy.optimizer)
-    for name, p in itertools.chain(*(group.items() for group in members)):
-        piece, serial = piece_of(p), strategy.serial_name(name)
+    for name, piece in itertools.chain(*(group.items() for group in members)):
+        serial = strategy.serial_name(name)
         numbers = found[serial] = {}
         for key, value in strategy.optimizer.state.get(piece, {}).items():
             if isinstance(value, Tensor) and value.shape == piece.shape:
                 if name in mine:
-                    entries[f"{serial}/{key}"] = part(name, piece, value)
+                    entries[f"{serial}/{key}"] = part(piece, value)
                 value = value.dtype
             numbers[key] = to_host(value) if isinstance(value, Tensor) else value
     told: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -82,12 +82,11 @@ def parts(
 @torch.no_grad()
 def fill(strategy: Composed, read: Mapping[str, Callable[[Region], Tensor]]) -> None:
     """Read this rank's part of the weights: ``read[name](region)`` returns numbers [k]."""
-    rows = _rows(strategy)
     for name, t in _tensors(strategy).items():
-        values = read[strategy.serial_name(name)](_region(strategy, name, t, rows)).view_as(t)
+        values = read[strategy.serial_name(name)](region_of(t)).view_as(t)
         t.copy_(values)
         if (piece := piece_of(t)) is not t:
-            piece.data.copy_(rows[piece].part_of(piece, values))  # a master has all digits
+            piece.data.copy_(values.flatten()[region_of(piece).flat].view_as(piece))  # all digits
         elif hasattr(t, "master"):
             t.master.copy_(values)
 
@@ -98,23 +97,13 @@ def _tensors(strategy: Composed) -> dict[str, Tensor]:
     return {name: t for t, name in {t: name for name, t in reversed(state.items())}.items()}
 
 
-def _rows(strategy: Composed) -> dict[nn.Parameter, Row]:
-    return {piece: row for row in strategy.rows for piece in row.pieces}
-
-
-def _region(strategy: Composed, name: str, t: Tensor, rows: Mapping[nn.Parameter, Row]) -> Region:
-    """Return which part of the whole tensor `t` is: this rank's slice, or a flat range of it."""
-    region = strategy.parts.region(name, strategy.shapes[strategy.serial_name(name)])
-    return region._replace(flat=rows[t].cuts[t]) if t in rows else region
-
-
 def _mine(strategy: Composed) -> set[str]:
     """Return the names of the tensors that this rank writes, with their state.
 
-    Ranks with the same slice deal out their weights by bytes. Stages with the same weight take
-    turns.
+    Ranks with the same weights deal them out by bytes. Of ranks of tp with the same heads, the
+    first writes. Stages with the same weight take turns.
     """
-    parts, rows = strategy.parts, _rows(strategy)
+    parts = strategy.parts
     homes: dict[str, int] = {}
     if parts.pipeline is not None:
         for i, weight in enumerate(parts.pipeline.weights):
@@ -123,13 +112,14 @@ def _mine(strategy: Composed) -> set[str]:
     for name, t in _tensors(strategy).items():
         if name in homes and homes[name] != parts.pipeline.axis.rank:
             continue
-        index, count, who = 0, 1, ()
-        if parts.tensor is not None:
-            who = parts.tensor.holders(name)
-            index, count = who.index(parts.tensor.axis.rank), len(who)
+        region, tp = region_of(t), strategy.mesh.tp
+        if region.is_copy:
+            continue
+        is_cut = any(is_part(tp, axis) for axis in region.axes)
+        index, count = (0, 1) if is_cut else (tp.rank, tp.size)
         axis = copies_axis(t, strategy.axis)
-        if piece_of(t) not in rows:
+        if region_of(piece_of(t)).flat is None:
             index, count = index * axis.size + axis.rank, count * axis.size
-        groups[index, count, who, axis.name][name] = _region(strategy, name, t, {}).numel
+        groups[index, count, is_cut, axis.name][name] = region.numel
     shares = (deal(own, count)[index] for (index, count, *_), own in groups.items())
     return set(itertools.chain(*shares))

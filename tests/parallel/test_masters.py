@@ -134,11 +134,13 @@ def test_only_floats_are_cast(kind):
     assert strategy.full_state_dict()["index"].tolist() == [1001, 2003]
 
 
-def test_masters_that_nobody_would_step_are_refused():
-    """Mutant: a bias that learns in bf16."""
+def test_two_optimizers_have_masters_of_their_own():
+    """Mutant: the second one's begin with the digits of bf16."""
     model = nn.Linear(3, 1)
-    with pytest.raises(ValueError, match="bias learns, but not by this"):
-        masters.keep(model, torch.optim.SGD([model.weight], lr=0.1), torch.bfloat16)
+    wide = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        masters.keep(model, torch.optim.SGD([p], lr=0.1), torch.bfloat16)
+        assert p.dtype == torch.bfloat16 and torch.equal(p.master, wide[name])
 
 
 def test_a_model_that_is_all_frozen_takes_steps():

@@ -8,7 +8,7 @@ from minipar.comm.mesh import Mesh
 from minipar.lab.memory import MemoryLedger
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.observe import timeline
-from minipar.parallel import ddp, fsdp, offload
+from minipar.parallel import fsdp, offload
 from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.trains
@@ -125,10 +125,3 @@ def test_what_a_gpu_takes_is_pinned_though_it_computes_in_half_precision():
     for source in copies.sources:
         assert source.dtype == torch.bfloat16
         assert source.untyped_storage().data_ptr() in pinned
-
-
-def test_a_strategy_without_shards_is_refused():
-    with pytest.raises(ValueError, match="does not gather shards; use fsdp.apply"):
-        model = llama(1)
-        strategy = ddp.apply(model, Mesh().dp)
-        offload.HostShards(strategy, torch.optim.AdamW(model.parameters()))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp, fsdp, zero
-from minipar.parallel.base.shards import Row, axes_of, full_shape, is_copy, mark
+from minipar.parallel.base.shards import Region, Row, axes_of, full_shape, is_copy, mark, region_of
 from minipar.parallel.base.strategy import Strategy
 from minipar.train.step import computing_on
 from tests.on_ranks import on_ranks
@@ -35,7 +35,8 @@ def test_pieces_of_all_ranks_are_the_parameters(size):
         row.hold(parameters, flat[: size * row.size].view(size, -1)[rank])
         for p, piece, own in zip(parameters, row.pieces, found, strict=True):
             assert piece.ndim == max(p.ndim, 1) and full_shape(piece) == p.shape
-            assert torch.equal(piece, row.part_of(piece, p))
+            numbers = region_of(piece).cut(p.detach())
+            assert torch.equal(piece, numbers.view_as(piece))
             own.append(piece.detach().flatten())
     for p, own in zip(parameters, found, strict=True):
         assert torch.equal(torch.cat(own), p.flatten())
@@ -43,11 +44,13 @@ def test_pieces_of_all_ranks_are_the_parameters(size):
 
 def test_a_piece_of_a_piece_knows_both_axes_and_the_first_shape():
     p, tp, dp = nn.Parameter(torch.zeros(4, 6)), on_paper("dp", 2), on_paper("dp", 3)
-    mark(p, tp, copy=True)
+    mark(p, tp, Region((4, 6), (((0, 2),), ((0, 6),))), copy=True)
     p.data = p.data[:2]
-    piece = nn.Parameter(torch.zeros(5))
-    mark(piece, dp, of=p)
+    row = Row([p], dp)
+    row.hold([p], torch.zeros(4))
+    (piece,) = row.pieces
     assert axes_of(piece) == (tp, dp) and full_shape(piece) == (4, 6) and is_copy(piece)
+    assert region_of(piece).axes == (tp, dp) and region_of(piece).flat == slice(0, 4)
 
 
 def trained(kind: str) -> tuple[Strategy, torch.optim.Optimizer]:

@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm.collectives import all_gather_object
+from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
 from minipar.observe import timeline
 from minipar.parallel import matrices, tensor
+from minipar.parallel.base import shards
 from minipar.parallel.base.norm import clip_grad_norm
+from minipar.parallel.base.shards import region_of
 from minipar.parallel.pipeline import split_backward
 from minipar.train.optim import make_optimizer
 from tests.law import models
@@ -79,7 +81,7 @@ def _weights(size: int, steps: int):
         backward(model)
         strategy.finish_backward()
         optimizer.step()
-    own = {name: model.get_parameter(name).detach().clone() for name in strategy.pieces}
+    own = {name: model.get_parameter(name).detach().clone() for name in strategy.spans}
     strategy.load_full_state_dict(initial)
     again = strategy.full_state_dict()
     assert all(torch.equal(again[name], initial[name]) for name in initial)
@@ -199,12 +201,14 @@ def logits_and_targets(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _loss(size: int, logits: Tensor, targets: Tensor):
     axis, spans = Mesh(tp=size).tp, matrices.evenly(7, size)
-    words = matrices.Pieces(-1, spans)
-    own = words.own(logits, axis.rank).requires_grad_()
+    words = slice(*spans[axis.rank])
+    own = logits[..., words].clone().requires_grad_()
     with timeline.record() as recorded:
         loss = matrices.vocab_loss(own, targets, axis, spans[axis.rank][0])
         (3 * loss).backward()
-    return loss.detach(), words.join(own.grad, axis), recorded.bytes_by_axis()["tp"]
+    whole = torch.zeros_like(logits)
+    whole[..., words] = own.grad
+    return loss.detach(), all_reduce(whole, axis), recorded.bytes_by_axis()["tp"]
 
 
 @pytest.mark.parametrize(
@@ -354,7 +358,7 @@ def test_pieces_are_joined_on_the_device_that_computes():
     with torch.device("meta"):
         model = models.llama(0)
     strategy = tensor.apply(model, Mesh().tp)
-    with mock.patch.object(matrices, "all_gather", wraps=matrices.all_gather) as gathers:
-        strategy.join({"lm_head.weight": torch.zeros(3, 2)})
-    [gathered] = gathers.mock_calls
-    assert gathered.args[0].is_meta
+    with mock.patch.object(shards, "all_reduce", wraps=shards.all_reduce) as sums:
+        region_of(model.lm_head.weight).join(torch.zeros(64, 16), strategy.device)
+    [added] = sums.mock_calls
+    assert added.args[0].is_meta

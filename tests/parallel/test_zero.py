@@ -112,17 +112,19 @@ def test_any_elementwise_optimizer(cls):
         for scheduler in halve:
             scheduler.step()
         assert_same(model, twin)
-    whole, theirs = ours.state_dict(), plain.state_dict()
+    with pytest.raises(RuntimeError, match="call full_optimizer_state"):
+        ours.state_dict()  # of this rank alone
+    whole, theirs = strategy.full_optimizer_state(ours), plain.state_dict()
     _assert_same_state(whole, theirs)
     fresh_model, fresh_twin = copy.deepcopy(twin), copy.deepcopy(twin)
     fresh = cls(_groups(fresh_twin), **ELEMENTWISE[cls])
     fresh.load_state_dict(copy.deepcopy(whole))
     from_plain, again = _sharded(fresh_model, cls, axis, bucket_mb=2e-4)
-    again.load_state_dict(theirs)  # and shares nothing with it
+    from_plain.load_full_optimizer_state(again, theirs)  # and shares nothing with it
     _step(fresh_model, again, ALL, from_plain)
     _step(fresh_twin, fresh)
     assert_same(fresh_model, fresh_twin)
-    _assert_same_state(again.state_dict(), fresh.state_dict())
+    _assert_same_state(from_plain.full_optimizer_state(again), fresh.state_dict())
 
 
 # ---------------------------------------------------------------------- what does not fit
@@ -133,7 +135,10 @@ REFUSED = [
     ("apply(make([*own, *Layers(0).parameters()], AdamW))", "it lacks none"),
     ("make(own, torch.optim.Muon)", "Muon may look at whole"),
     ("fine.zero_grad(set_to_none=False)", "use set_to_none=True"),
-    ("fine.load_state_dict(make(own[:2], AdamW).state_dict())", "here are .12."),
+    (
+        "apply(fine).load_full_optimizer_state(fine, AdamW(own[:2]).state_dict())",
+        "here are .12.",
+    ),
 ]
 
 
@@ -230,7 +235,7 @@ def _trains(stage, size, uses, microbatches=1, make=Layers, average=False, bucke
         optimizer.step()
         optimizer.synchronize()
         assert_same(model, twin)
-    _assert_same_state(optimizer.state_dict(), plain.state_dict())
+    _assert_same_state(strategy.full_optimizer_state(optimizer), plain.state_dict())
 
 
 @pytest.mark.mostly_slow

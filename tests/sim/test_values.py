@@ -161,7 +161,7 @@ def sharded(_: str, model: Llama, mesh) -> tuple[list[Strategy], torch.optim.Opt
     """Whose part of the state goes out and in."""
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp)
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, average=False)
-    optimizer.load_state_dict(optimizer.state_dict())
+    strategy.load_full_optimizer_state(optimizer, strategy.full_optimizer_state(optimizer))
     return [strategy], optimizer
 
 

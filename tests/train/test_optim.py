@@ -8,6 +8,7 @@ from torch import nn
 
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.norm import clip_grad_norm
+from minipar.parallel.base.shards import Region
 from minipar.train.optim import make_optimizer, warmup_cosine
 
 # ------------------------------------------------------------------------------------- schedules
@@ -54,7 +55,7 @@ def test_matrices_decay_alone_and_what_is_tied_or_frozen_is_no_second_one():
 def test_a_flat_piece_of_a_matrix_decays():
     model = nn.Module()
     model.piece = nn.Parameter(torch.ones(10))
-    model.piece.full_shape = (5, 4)
+    model.piece.region = Region.whole((5, 4))
     (group,) = make_optimizer(model, lr=1e-3, weight_decay=0.1).param_groups
     assert group["weight_decay"] == 0.1
 

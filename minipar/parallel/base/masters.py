@@ -19,13 +19,13 @@ ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dt
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.observe import memory
+from minipar.parallel.base.shards import piece_of, region_of
 
 
 @torch.no_grad()
@@ -34,24 +34,19 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
     These masters are ``p.master``. Gradients add up in the dtype of the master. While `optimizer`
     steps, or loads its state, ``p.data`` *is* the master. Frozen parameters are cast and have no
-    master. Whole numbers stay as they are.
-
-    Raises `ValueError` for a parameter that learns and is not stepped by `optimizer`.
+    master. Whole numbers stay as they are, and parameters that another optimizer steps: call `keep`
+    once for each optimizer.
     """
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, p in model.named_parameters():
-        if p.requires_grad and p not in stepped:
-            raise ValueError(
-                f"{name} learns, but not by this optimizer; make one optimizer, with groups, of "
-                f"all parameters that learn, or freeze the rest"
-            )
     working: dict[nn.Parameter, Tensor] = {}
     for p in filter(torch.is_floating_point, model.parameters()):
-        master, p.data = p.data, p.data.to(dtype, copy=True)
         if p in stepped:
+            master, p.data = p.data, p.data.to(dtype, copy=True)
             p.master, p.grad_dtype, p.rounded = master, master.dtype, p._version
             working[p] = p.data
             memory.tag("optimizer", master)
+        elif not p.requires_grad:
+            p.data = p.data.to(dtype)
 
     def put_masters(*_: Any) -> None:
         for p in working:
@@ -80,7 +75,6 @@ def keep_slices(model: nn.Module, buckets: Iterable[Any], dtype: torch.dtype) ->
             bucket.bind(torch.zeros_like(bucket.weights, dtype=dtype))
             for p, piece in zip(bucket.parameters, bucket.pieces, strict=True):
                 p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
-                p.part_of = partial(bucket.part_of, piece)
     for p in model.parameters():
         if p.is_floating_point() and not hasattr(p, "master"):  # frozen, or without numbers
             p.data = p.data.to(dtype)
@@ -95,7 +89,8 @@ def master_of(p: nn.Parameter) -> Tensor:
     """
     if p._version != p.rounded:
         p.rounded = p._version
-        working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
+        flat = region_of(piece_of(p)).flat  # of ZeRO's slice
+        working = p.data if flat is None else p.data.flatten()[flat].view_as(p.master)
         is_own = working == p.master.to(working.dtype)
         p.master.data.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
     return p.master

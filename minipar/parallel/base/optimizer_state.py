@@ -4,113 +4,93 @@ A state dict numbers the parameters: groups list numbers, and "state" has an ent
 A number means another parameter where the optimizer got them in another order. So whole states
 name them too, in "param_names" of each group, as torch's own do for `named_parameters()`. Loading
 pairs by these names.
-
-A *label* is the name of a parameter, or its number if it has no name; `labelled` makes labels.
 """
 
 import itertools
 from collections import ChainMap
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from minipar.comm.values import to_host
-from minipar.parallel.base.shards import Row, piece_of
+from minipar.parallel.base.shards import region_of
 
-Labels = Sequence[Iterable[Hashable]]  # of the parameters of each group
-Members = Sequence[Mapping[Hashable, nn.Parameter]]  # the parameters of each group, by label
+Names = Sequence[Iterable[str]]  # of the parameters of each group
+Members = Sequence[Mapping[str, nn.Parameter]]  # what the optimizer steps, by group and name
 SCALARS = {"step", "mu_product", "eta", "mu"}  # numbers, also where the parameter is a number
 
 
-def labelled(
-    groups: Iterable[Iterable[nn.Parameter]], names: Mapping[nn.Parameter, str]
-) -> list[dict[Hashable, nn.Parameter]]:
-    """Return the parameters of each group by label."""
-    count = itertools.count()
-    return [{names.get(p, i): p for p, i in zip(g, count, strict=False)} for g in groups]
-
-
 def pack(
-    entries: Mapping[Hashable, Any], labels: Labels, groups: Sequence[Mapping[str, Any]]
+    entries: Mapping[str, Any], names: Names, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the state dict of `entries` by label; `groups` have the options of each group."""
-    order = {label: i for i, label in enumerate(itertools.chain(*labels))}
-    packed = []
-    for group, own in zip(groups, labels, strict=True):
-        group = {**group, "params": [order[label] for label in own]}
-        group.pop("param_names", None)
-        if all(isinstance(label, str) for label in own):
-            group["param_names"] = list(own)
-        packed.append(group)
-    state = {number: entries[label] for label, number in order.items() if label in entries}
+    """Return the state dict of `entries` by name; `groups` have the options of each group."""
+    order = {name: i for i, name in enumerate(itertools.chain(*names))}
+    packed = [
+        {**group, "params": [order[name] for name in own], "param_names": list(own)}
+        for group, own in zip(groups, names, strict=True)
+    ]
+    state = {number: entries[name] for name, number in order.items() if name in entries}
     return {"state": state, "param_groups": packed}
 
 
-def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
-    """Return the entries of a state dict by label: paired by name, or by number without names.
+def unpack(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return the entries of a state dict by name: paired by name, or by number without names.
 
     Raises `ValueError` for the state of other parameters.
     """
-    groups, labels = state["param_groups"], [list(own) for own in labels]
-    theirs, ours = [len(group["params"]) for group in groups], [len(own) for own in labels]
-    if theirs != ours:
-        raise ValueError(f"the state has groups of {theirs} parameters, and here are {ours}")
+    groups, ours = state["param_groups"], [list(own) for own in names]
+    numbers, here = [len(group["params"]) for group in groups], [*map(len, ours)]
+    if numbers != here:
+        raise ValueError(f"the state has groups of {numbers} parameters, and here are {here}")
     found = {}
-    for group, own in zip(groups, labels, strict=True):
-        names = group.get("param_names", own)
-        if differ := sorted(set(names) ^ set(own), key=str):
+    for group, own in zip(groups, ours, strict=True):
+        theirs = group.get("param_names", own)
+        if differ := sorted(set(theirs) ^ set(own)):
             raise ValueError(
                 f"the state is of other parameters: {differ[0]} (one of {len(differ)}) is "
-                f"{'only there' if differ[0] in names else 'only here'}"
+                f"{'only there' if differ[0] in theirs else 'only here'}"
             )
-        found |= dict(zip(names, group["params"], strict=True))
+        found |= dict(zip(theirs, group["params"], strict=True))
     return {name: state["state"][i] for name, i in found.items() if i in state["state"]}
 
 
-def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> dict[str, Any]:
+def join_state(optimizer: Optimizer, members: Members, device: torch.device) -> dict[str, Any]:
     """Return a copy of the state of `optimizer` as of one device, on the CPU; a collective.
 
-    `members` are its parameters, or the parameters whose pieces it steps. `rows` hold all pieces.
-    A rank steps empty pieces too, so all ranks of a row have entries for the same parameters.
+    Ranks talk on `device`. A rank steps empty pieces too, so all ranks have entries for the same
+    parameters.
     """
-    label_of = {piece_of(p): label for group in members for label, p in group.items()}
-    state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
-    whole = {label_of[p]: own for p, own in state.items()}
-    whole = tree_map_only(Tensor, lambda t: to_host(t).clone(), whole)  # they go on changing
-    for row in rows:
-        pieces = [p for p in row.pieces if p in state]
-        for key in dict.fromkeys(key for p in pieces for key in state[p]):
-            own = {p: state[p].get(key) for p in pieces}  # moments have the shape of the piece
-            own = {p: v for p, v in own.items() if isinstance(v, Tensor) and v.shape == p.shape}
-            if own:
-                joined = row.join(own, next(iter(own.values())).dtype)
-                for p, moment in joined.items():
-                    whole[label_of[p]][key] = to_host(moment)
+    whole = {}
+    for name, p in ChainMap(*members).items():
+
+        def join(t: Tensor, p: nn.Parameter = p) -> Tensor:  # a moment, or a count of steps
+            is_moment = t.shape == p.shape
+            return to_host(region_of(p).join(t, device) if is_moment else t.clone())
+
+        if p in optimizer.state:
+            whole[name] = tree_map_only(Tensor, join, optimizer.state[p])
     return pack(whole, members, optimizer.param_groups)
 
 
-def cut_state(
-    state: Mapping[str, Any], optimizer: Optimizer, members: Members, rows: Iterable[Row]
-) -> dict[str, Any]:
-    """Return what `optimizer` on this rank can load of what `join_state` returned.
+def cut_state(state: Mapping[str, Any], members: Members) -> dict[str, Any]:
+    """Return what an optimizer of `members` can load of what `join_state` returned.
 
     Raises `ValueError` for the state of other parameters.
     """
-    row_of, parameters = {p: row for row in rows for p in row.pieces}, ChainMap(*members)
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    own: dict[Hashable, dict[str, Any]] = {}
-    for label, entries in unpack(state, members).items():
-        piece = piece_of(parameters[label])
-        row, own[label] = row_of.get(piece), {}
+    parameters = ChainMap(*members)
+    own: dict[str, dict[str, Any]] = {}
+    for name, entries in unpack(state, members).items():
+        p, own[name] = parameters[name], {}
+        region = region_of(p)
         for key, value in entries.items():
             if callable(value):  # it reads this rank's part from a file
-                value = value(row.cuts[piece] if row else None).view_as(piece)
+                value = value(region).view_as(p)
             elif isinstance(value, Tensor):
-                is_cut = row and key not in SCALARS and value.shape == row.shapes[piece]
-                value = (row.part_of(piece, value) if is_cut else value).clone()
-            own[label][key] = value
-    labels = [[label for label, p in g.items() if piece_of(p) in stepped] for g in members]
-    return pack(own, labels, state["param_groups"])
+                is_cut = region.axes and key not in SCALARS and value.shape == region.shape
+                value = region.cut(value).view_as(p) if is_cut else value.clone()
+            own[name][key] = value
+    return pack(own, members, state["param_groups"])

@@ -2,7 +2,7 @@
 
 Facts about a parameter stand on the parameter. The strategy that cuts it sets them once, by `mark`:
 
-    full_shape   the shape in the serial model
+    region       its place in the parameter of the serial model; absent: it is all of that
     shard_axes   the axes over which it is cut; none: it is whole, and alike on all ranks
     copies       the ranks with the same numbers, over which data parallelism sums the gradient;
                  absent: all ranks of the data axis. Only experts have it.
@@ -22,23 +22,27 @@ shard is a *piece*. Three parameters of 4, 5 and 2 numbers on two ranks, S = 6::
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.collectives import all_gather
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 
 
 def mark(
-    p: nn.Parameter, axis: Axis, *, of: nn.Parameter | None = None, copy: bool = False
+    p: nn.Parameter, axis: Axis, region: "Region | None" = None, *, copy: bool = False
 ) -> None:
-    """Note on `p` that it is a shard along `axis`: of `of`, or of its own former value."""
-    of = p if of is None else of
-    p.full_shape, p.shard_axes = full_shape(of), (*axes_of(of), axis)
-    p.is_copy = copy or is_copy(of)
+    """Note on `p` that it is a shard along `axis`, whose ranks have other numbers, or copies.
+
+    `region`: where these numbers lie. Without it, other ranks have other parameters.
+    """
+    if region is not None:
+        axes, is_same = (*region.axes, axis), copy or region.is_copy
+        p.region = region._replace(axes=axes, is_copy=is_same)
+    p.shard_axes, p.is_copy = (*axes_of(p), axis), copy or is_copy(p)
 
 
 def axes_of(p: Tensor) -> tuple[Axis, ...]:
@@ -46,9 +50,14 @@ def axes_of(p: Tensor) -> tuple[Axis, ...]:
     return getattr(p, "shard_axes", ())
 
 
-def full_shape(p: Tensor) -> torch.Size:
+def region_of(p: Tensor) -> "Region":
+    """Return the place of `p` in the parameter of the serial model."""
+    return getattr(p, "region", None) or Region.whole(p.shape)
+
+
+def full_shape(p: Tensor) -> tuple[int, ...]:
     """Return the shape of `p` in the serial model."""
-    return getattr(p, "full_shape", p.shape)
+    return region_of(p).shape
 
 
 def is_copy(p: Tensor) -> bool:
@@ -156,6 +165,7 @@ class Row:
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
         numels = [p.numel() for p in parameters]
         self.axis, self.size = axis, math.ceil(sum(numels) / axis.size)  # S
+        self.shapes = [p.shape for p in parameters]
         self.splits = [*numels, axis.size * self.size - sum(numels)]  # the last one is the padding
         self.places: list[tuple[slice, slice]] = []  # span and cut of each parameter
         place = -axis.rank * self.size  # where a parameter begins, as seen from the shard
@@ -167,13 +177,12 @@ class Row:
 
     def hold(self, parameters: Sequence[nn.Parameter], shard: Tensor) -> None:
         """Keep `shard`, and make the pieces of `parameters`."""
-        self.shard, self.device = shard, shard.device  # which computes, wherever the shard goes
-        self.shapes, self.spans, self.cuts = {}, {}, {}  # of each piece; shapes are whole
+        self.shard, self.spans = shard, {}
         for p, (span, cut) in zip(parameters, self.places, strict=True):
             piece = nn.Parameter(shard[span].view(-1, *(1 for _ in p.shape[1:])), p.requires_grad)
             vars(piece).update(vars(p))
-            mark(piece, self.axis, of=p)
-            self.shapes[piece], self.spans[piece], self.cuts[piece] = p.shape, span, cut
+            mark(piece, self.axis, region_of(p)._replace(flat=cut))
+            self.spans[piece] = span
         self.pieces: list[nn.Parameter] = [*self.spans]
 
     def move(self, shard: Tensor) -> None:
@@ -194,33 +203,7 @@ class Row:
     def split(self, row: Tensor) -> list[Tensor]:
         """Return views of a whole row [n S], one in the shape of each parameter."""
         parts = row.split(self.splits)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=False)]
-
-    def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return the part of `whole` that belongs to `piece`.
-
-        Raises `ValueError` unless `whole` has the shape of the parameter.
-        """
-        if whole.shape != self.shapes[piece]:
-            raise ValueError(
-                f"a tensor of shape {tuple(whole.shape)} is not for a parameter of shape "
-                f"{tuple(self.shapes[piece])}: does the state belong to another model?"
-            )
-        return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
-
-    @torch.no_grad()
-    def join(
-        self, own: Mapping[nn.Parameter, Tensor], dtype: torch.dtype
-    ) -> dict[nn.Parameter, Tensor]:
-        """Gather whole tensors from the parts that all ranks have for each piece; a collective.
-
-        For weights, gradients, moments: tensors in the shape of the piece.
-        """
-        shard = torch.zeros(self.size, dtype=dtype, device=self.device)
-        for piece, part in own.items():
-            shard[self.spans[piece]] = part.flatten()
-        whole = dict(zip(self.pieces, self.split(all_gather(shard, self.axis)), strict=True))
-        return {piece: whole[piece].clone() for piece in own}
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=False)]
 
 
 class Elsewhere(Tensor):
@@ -245,7 +228,7 @@ class Elsewhere(Tensor):
 
 # ---------------------------------------------------------------------- places in a whole tensor
 class Region(NamedTuple):
-    """The numbers of a tensor of `shape` that a rank has: for checkpoints that any plan reads.
+    """The numbers of a tensor of `shape` that a rank has: for states that any plan reads.
 
     Tensor and expert parallelism leave a slice: for each dim the `spans` (start, stop), one after
     the other. zero and fsdp lay this slice out flat, and leave the numbers of `flat`. Both in one:
@@ -254,11 +237,15 @@ class Region(NamedTuple):
         . . a b        spans ((0, 3),), ((2, 4),)
         . . c d        flat  slice(1, 5): b, c, d, e
         . . e f        boxes [0:1, 3:4], [1:2, 2:4], [2:3, 2:3]
+
+    The ranks of `axes` together have all numbers.
     """
 
     shape: tuple[int, ...]
     spans: tuple[tuple[tuple[int, int], ...], ...]
     flat: slice | None = None  # None: all numbers of the slice
+    axes: tuple[Axis, ...] = ()
+    is_copy: bool = False  # another rank of `axes` has the same numbers, and hands them in
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Region":
@@ -282,12 +269,45 @@ class Region(NamedTuple):
             for cut in itertools.product(*map(_along, self.spans, offset, size)):
                 yield tuple(place for place, _ in cut), box[tuple(own for _, own in cut)]
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return a copy of the numbers [k] of the region.
+
+        Raises `ValueError` unless `whole` has the shape of the tensor.
+        """
+        if whole.shape != self.shape:
+            raise ValueError(
+                f"a tensor of shape {tuple(whole.shape)} is not for a parameter of shape "
+                f"{self.shape}: does the state belong to another model?"
+            )
+        numbers = whole.new_empty(self.numel)
+        for offset, box in self.boxes(numbers):
+            box.copy_(whole[_place(offset, box)])
+        return numbers
+
+    def join(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """Return a copy of the whole tensor, of which this rank has `numbers`.
+
+        A collective over `axes`, on `device`: all ranks add up their numbers and zeros elsewhere.
+        """
+        if not self.axes:
+            return numbers.detach().clone()
+        whole = torch.zeros(self.shape, dtype=numbers.dtype, device=device)
+        for offset, box in () if self.is_copy else self.boxes(numbers.detach().flatten()):
+            whole[_place(offset, box)] = box
+        for axis in self.axes:
+            all_reduce(whole, axis, out=whole)
+        return whole
+
 
 class Part(NamedTuple):
     """A rank's part of a tensor: `numbers` [k], and their place in the tensor."""
 
     numbers: Tensor
     region: Region
+
+
+def _place(offset: Sequence[int], box: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offset, box.shape, strict=True))
 
 
 def boxes_of(

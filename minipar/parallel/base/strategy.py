@@ -30,15 +30,14 @@ from minipar.comm.values import look, to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
-from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
-from minipar.parallel.base.shards import Row, axes_of, full_shape, in_order, piece_of
+from minipar.parallel.base.optimizer_state import Members, cut_state, join_state
+from minipar.parallel.base.shards import axes_of, full_shape, in_order, piece_of, region_of
 
 
 class Strategy:
     """A way to share the work on `model` along `axis`; made by the `apply` of a strategy's file."""
 
     shard_axes: tuple[Axis, ...] = ()  # over which gradients are cut
-    rows: Sequence[Row] = ()  # of the shards that are stepped in the place of parameters
     run: Callable[..., Tensor] | None = None  # in the place of `train.step.forward_backward`,
     evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
 
@@ -176,14 +175,11 @@ class Strategy:
 
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Join the slices that all ranks have of weights, gradients or moments; a collective.
-
-        By the names of parameters. The rows of zero and fsdp are whole already.
-        """
+        """Collect the whole tensors of all stages of a pipeline, by name; a collective."""
         return dict(tensors)
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take this rank's slices out of what `join` returned, on any number of ranks."""
+        """Take this rank's stages out of what `join` returned."""
         return dict(tensors)
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -202,50 +198,43 @@ class Strategy:
     def _whole(
         self, named: Mapping[str, Tensor], value_of: Callable[[Tensor], Tensor | None]
     ) -> dict[str, Tensor | None]:
-        """Join the values of parameters, or of their pieces; a tied one is copied once."""
+        """Join the values of parameters, or of their pieces; a tied one is joined once."""
         whole: dict[Tensor, Tensor | None] = {}
-        for row in self.rows:
-            parts = {p: t for p in row.pieces if (t := value_of(p)) is not None}
-            whole |= row.join(parts, row.shard.dtype)
-        for t in map(piece_of, named.values()):
-            if t not in whole:
-                value = value_of(t)
-                whole[t] = None if value is None else value.detach().clone()
+        for t in dict.fromkeys(map(piece_of, named.values())):
+            value = value_of(t)
+            whole[t] = None if value is None else region_of(t).join(value, self.device)
         return self.join({name: whole[piece_of(t)] for name, t in named.items()})
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
-        state, row_of = self.own(state), {p: row for row in self.rows for p in row.pieces}
-        here = self.model.state_dict(keep_vars=True)
-        cut = {name: p for name, p in here.items() if p in row_of and name in state}
-        parts = {name: row_of[p].part_of(p, state[name]) for name, p in cut.items()}
+        state, here = self.own(state), self.model.state_dict(keep_vars=True)
+        cut = {name: t for name, t in here.items() if region_of(t).axes and name in state}
+        parts = {name: region_of(t).cut(state[name]).view_as(t) for name, t in cut.items()}
         self.model.load_state_dict({**state, **parts})
         for name, p in self.model.named_parameters():
             piece = piece_of(p)
-            if piece is not p:  # the slice of a master, perhaps
-                piece.data.copy_(row_of[piece].part_of(piece, state[name]))
-            elif hasattr(p, "master"):
-                p.master.copy_(state[name])
+            if (master := getattr(p, "master", piece)) is not p:  # it has all digits
+                master.data.copy_(region_of(piece).cut(state[name]).view_as(master))
 
     def members(self, optimizer: Optimizer) -> Members:
         """Return the parameters that `optimizer` steps, by group, each by its name in the model."""
-        names = {p: name for name, p in self.model.named_parameters()}
-        return labelled([group["params"] for group in optimizer.param_groups], names)
+        names = {piece_of(p): name for name, p in self.model.named_parameters()}
+        return [{names[p]: p for p in group["params"]} for group in optimizer.param_groups]
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
 
         It fits any number of ranks, and an optimizer of the serial model.
         """
-        return join_state(optimizer, self.members(optimizer), self.rows)
+        return join_state(optimizer, self.members(optimizer), self.device)
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Take this rank's part out of what `full_optimizer_state` returned, paired by name.
 
         Raises `ValueError` for the state of other parameters.
         """
-        optimizer.load_state_dict(cut_state(state, optimizer, self.members(optimizer), self.rows))
+        optimizer.load_state_dict(cut_state(state, self.members(optimizer)))
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
@@ -390,6 +379,25 @@ register_optimizer_step_pre_hook(_before_step)
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the parameters of `model`; the CPU, if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Module]:
+    """Return the modules of `model` that are in `blocks`, or of a class in `blocks`.
+
+    By default the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the
+    top down. Name a large embedding or head beside them yourself.
+    """
+    modules = list(model.modules())
+    if blocks is not None:
+        found = [m for m in modules[1:] if m in blocks or type(m) in blocks]
+        if blocks and not found:
+            raise ValueError(f"blocks={blocks!r}: the model has none of them below its root")
+        return found
+    lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict)]
+    members = [m for each in lists for m in each.children()]
+    found = [m for m in members if type(m).forward is not nn.Module.forward]  # no list in a list
+    inside = {part for block in found for part in block.modules() if part is not block}
+    return [m for m in dict.fromkeys(found) if m not in inside]
 
 
 def share_counts(model: nn.Module, *axes: Axis) -> None:
