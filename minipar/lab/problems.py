@@ -7,7 +7,7 @@ The five problems of notebook 06 are five functions of ``notebooks/solutions/pro
     @problem("A title", unit="GB", source="[paper](link)", hint="...", slips={"Sentence.": 120.0})
     def weights_and_the_rest():
         \"\"\"The situation, its numbers, and the question: the text in the notebook.\"\"\"
-        return model_state(...).device_bytes / 1e9   # by the library's own formulas
+        return sum(model_state(...).values()) / 1e9   # by the library's own formulas
 """
 
 import inspect

@@ -8,16 +8,14 @@ Math.   P parameters, n ranks, and p, g and o bytes per parameter of each kind:
             ddp    (p + g + o) P            zero2  p P + (g + o) P / n
             zero1  (p + g) P + o P / n      zero3  (p + g + o) P / n  + the blocks in use, whole
 
-Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5 and figure 1; Ren et al. 2021,
-        "ZeRO-Offload" (arXiv 2101.06840), section 3, for what the host can hold instead;
-        Korthikanti et al. 2022 (arXiv 2205.05198), table 2, for activations.
+Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5 and figure 1; Korthikanti et
+        al. 2022 (arXiv 2205.05198), table 2, for activations.
 
 Everything is in bytes, as floats: shards are not rounded up to whole elements. `footprint.py` adds
 up these laws for the fullest rank of a plan; `minipar.lab.memory` measures the same categories.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minipar.model.llama import LlamaConfig
 
@@ -25,41 +23,21 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STATE = ("parameters", "gradients", "optimizer")
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """Bytes per parameter of each part of the model state."""
 
-    name: str
     parameters: float
     gradients: float
     optimizer: float
 
 
-MIXED_ADAM = Recipe("mixed-precision Adam", 2, 2, 12)
+MIXED_ADAM = Recipe(2, 2, 12)
 """Half-precision weights and gradients; in fp32 a copy of the weights and Adam's two moments."""
-MASTER_ADAM = Recipe("bf16 weights, fp32 masters", 2, 4, 12)
+MASTER_ADAM = Recipe(2, 4, 12)
 """The recipe of `minipar train --precision bf16` up to ZeRO 2: gradients are summed in fp32. Under
 ZeRO 3 the shards are the masters (`FP32_ADAM`), and blocks in use are in bf16."""
-FP32_ADAM = Recipe("fp32 Adam", 4, 4, 8)
+FP32_ADAM = Recipe(4, 4, 8)
 """The recipe of `minipar train` otherwise, also under autocast, which casts in a forward only."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes by category, on the device of a rank and on its host."""
-
-    device: dict[str, float]
-    host: dict[str, float]
-
-    @property
-    def device_bytes(self) -> float:
-        """Bytes on the device of this rank."""
-        return sum(self.device.values())
-
-    @property
-    def host_bytes(self) -> float:
-        """Bytes on the host, held for this rank."""
-        return sum(self.host.values())
 
 
 def model_state(
@@ -68,23 +46,16 @@ def model_state(
     strategy: str = "ddp",
     recipe: Recipe = FP32_ADAM,
     *,
-    offload: Collection[str] = (),
     largest_block: float = 0,
-) -> Held:
-    """Return the model state that one of `size` ranks holds.
+) -> dict[str, float]:
+    """Return the bytes of the model state that one of `size` ranks holds, by category.
 
     Args:
         num_parameters: of the whole model; tied ones count once.
         strategy: "ddp", "zero1", "zero2" or "zero3"; fsdp is zero3.
-        offload: parts of the state ("parameters", "gradients", "optimizer") whose shards live on
-            the host. Bytes in flight between the two are not counted.
         largest_block: zero3 gathers blocks before their use, two at a time, each of at most so many
             parameters, in the category "gathered".
-
-    Raises `ValueError` for unknown names.
     """
-    if unknown := [part for part in offload if part not in STATE]:
-        raise ValueError(f"offload={unknown[0]!r} is unknown; use {', '.join(STATE)}")
     sharded = STATE[len(STATE) - STRATEGIES.index(strategy) :]
     held = {
         part: getattr(recipe, part) * num_parameters / (size if part in sharded else 1)
@@ -92,8 +63,7 @@ def model_state(
     }
     if strategy == "zero3":
         held["gathered"] = 2 * recipe.parameters * largest_block
-    device = {part: 0.0 if part in offload else num_bytes for part, num_bytes in held.items()}
-    return Held(device, {part: held[part] for part in STATE if part in offload})
+    return held
 
 
 # ------------------------------------------------------------------------------------ activations
@@ -133,10 +103,8 @@ def llama_activations(
     `experts` ("expert tensor parallelism"), F is cut and all tokens are there.
 
     Left out: numbers per token and head (log-sum-exp) or per token and norm. Source: Korthikanti et
-    al. 2022, section 4. Raises `ValueError` for `tp` below 1, or `overlap` without `sequence`.
+    al. 2022, section 4. Raises `ValueError` for `overlap` without `sequence`.
     """
-    if tp < 1:
-        raise ValueError(f"tp={tp}; use 1 or more")
     if overlap and not sequence:
         raise ValueError("overlap=True gathers what sequence=True has cut; set both")
     inputs = 2 * config.hidden_size * (1 if fused_norm else 1 + 4 / bytes_per_number)

@@ -21,7 +21,7 @@ import gc
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -145,14 +145,12 @@ def trace(
     *,
     sequences: int = 1,
     seq_len: int,
-    on_cpu: bool = False,
     bucket_mb: float | None = None,
 ) -> Traces:
     """Trace a training step of a Llama under `plan`; weights are float32, as `minipar train` does.
 
     Args:
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
-        on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
         bucket_mb: capacity of a bucket of gradients, as in `compose.apply`.
 
     Raises `ValueError` for a plan that does not work, and in a process that is a rank of a group.
@@ -169,9 +167,8 @@ def trace(
     found: dict[int, Trace] = {}
     sizes = plan.mesh_sizes()
     for places in alike.values():
-        norms = nullcontext() if on_cpu else operations.fused_norms()
         first = rank_at(dict.fromkeys(sizes, 0) | {"pp": places[0]}, sizes)
-        with pretend(plan, first) as mesh, norms:
+        with pretend(plan, first) as mesh, operations.fused_norms():
             actor = Actor(config, plan, mesh, sequences, seq_len, bucket_mb=bucket_mb)
             found |= _record(actor, places, Tracer())
             del actor

@@ -30,9 +30,9 @@ def state_of_405b():
     stages, and sharded over 128 replicas: bf16 weights stay whole on each replica, float32
     gradients (4 bytes) and the optimizer (12 bytes) are cut. How much does a GPU hold of all
     three, on average?"""
-    recipe = Recipe("bf16 weights, fp32 gradients", parameters=2, gradients=4, optimizer=12)
+    recipe = Recipe(parameters=2, gradients=4, optimizer=12)
     part = LLAMA_3_405B.num_parameters / (8 * 16)
-    return model_state(part, 128, "zero2", recipe).device_bytes / 1e9
+    return sum(model_state(part, 128, "zero2", recipe).values()) / 1e9
 
 
 @problem(

@@ -24,8 +24,8 @@ def six_bytes():
     Adam's moments the first in fp8 and the second in fp16. How much do these take for GPT-3's
     175 billion parameters, over all GPUs? (Do not count the copies of the weights that the
     matmuls use.)"""
-    recipe = Recipe("FP8-LM", parameters=2, gradients=1, optimizer=1 + 2)
-    return model_state(175e9, recipe=recipe).device_bytes / 1e9
+    recipe = Recipe(parameters=2, gradients=1, optimizer=1 + 2)
+    return sum(model_state(175e9, recipe=recipe).values()) / 1e9
 
 
 @problem(

@@ -23,7 +23,7 @@ def zero_2_on_64():
     precision with Adam: 2 bytes per parameter for weights, 2 for gradients, 12 for the
     optimizer. How much memory does the model state take on each GPU with ZeRO-2? (1 GB is a
     billion bytes.)"""
-    return model_state(7.5e9, 64, "zero2", MIXED_ADAM).device_bytes / 1e9
+    return sum(model_state(7.5e9, 64, "zero2", MIXED_ADAM).values()) / 1e9
 
 
 @problem(
@@ -47,7 +47,7 @@ def one_billion_on_eight_cards():
     its gradient, 8 for the optimizer. How much does the model state take on each card with
     ZeRO-1?"""
     parameters = PRESETS["llama-3.2-1b"].num_parameters
-    return model_state(parameters, 8, "zero1", FP32_ADAM).device_bytes / 1e9
+    return sum(model_state(parameters, 8, "zero1", FP32_ADAM).values()) / 1e9
 
 
 @problem(
@@ -68,7 +68,7 @@ def opt():
     """OPT-175B was trained on 992 GPUs of 80 GB: tensor parallelism over 8 of them, fully
     sharded data parallelism over the other 124. Count 16 bytes per parameter (2 + 2 + 12), all
     of them sharded. How much model state is left on each GPU?"""
-    return model_state(175e9 / 8, 124, "zero3", MIXED_ADAM).device_bytes / 1e9
+    return sum(model_state(175e9 / 8, 124, "zero3", MIXED_ADAM).values()) / 1e9
 
 
 @problem(
@@ -118,5 +118,5 @@ def offload():
     Adam (2 + 2 + 12 bytes), the fp16 weights stay on the GPU; gradients go to the host as they
     are computed, and the optimizer lives there. How much memory of the host do gradients and
     optimizer take?"""
-    held = model_state(13e9, 1, "ddp", MIXED_ADAM, offload=("gradients", "optimizer"))
-    return held.host_bytes / 1e9
+    held = model_state(13e9, recipe=MIXED_ADAM)
+    return (held["gradients"] + held["optimizer"]) / 1e9

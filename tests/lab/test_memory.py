@@ -81,7 +81,7 @@ def test_model_state_is_the_closed_form(warm):
     with MemoryLedger(model) as ledger:
         train(model, optimizer, 2)
     history = ledger.history()
-    formula = model_state(sum(p.numel() for p in model.parameters())).device
+    formula = model_state(sum(p.numel() for p in model.parameters()))
     assert history.peak_of("parameters") == formula["parameters"]
     assert history.peak_of("optimizer") == pytest.approx(formula["optimizer"], rel=0.01)  # and step
     # A weight that is used twice, or padded, receives its gradient as a second tensor at times.

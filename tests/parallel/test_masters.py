@@ -163,7 +163,7 @@ def test_bytes_per_parameter_are_those_of_the_closed_form(zero, precision, recip
         actor.step()
         with tracer.watching(actor.model, actor.strategy.optimizer):
             held = tracer.held()
-    formula = model_state(config.num_parameters, 8, f"zero{zero}" if zero else "ddp", recipe).device
+    formula = model_state(config.num_parameters, 8, f"zero{zero}" if zero else "ddp", recipe)
     explained = explain(plan, config).bytes_on()
     for part, ours in {"parameters": "weights", "optimizer": "optimizer"}.items():
         assert held[part] == pytest.approx(formula[part], rel=0.02), part

@@ -95,16 +95,13 @@ def test_experts_cost_the_same_flops_grouped_as_one_by_one():
 
 
 @pytest.mark.slow
-def test_a_norm_is_one_operation_on_a_gpu_and_spelled_out_on_a_processor():
-    """Mutants: spelled out, with float32 kept, on both; fused on both."""
-    plan = Plan.parse("dp=2,precision=bf16")
-    gpu, cpu = (trace(CONFIG, plan, seq_len=64, on_cpu=on_cpu) for on_cpu in (False, True))
-    names = [[e.op for e in events_of(t.ranks[0], "bytes")] for t in (gpu, cpu)]
+def test_a_norm_is_one_operation_as_on_a_gpu():
+    """Mutant: spelled out, with float32 kept."""
+    rank = trace(CONFIG, Plan.parse("dp=2,precision=bf16"), seq_len=64).ranks[0]
+    names = [e.op for e in events_of(rank, "bytes")]
     norms = 2 * CONFIG.num_layers + 1
-    assert names[0].count("rms_norm") == names[0].count("rms_norm_backward") == norms
-    assert "rms_norm" not in names[1] and names[1].count("rsqrt") == norms
-    saved = cpu.at_peak()["activations"] - gpu.at_peak()["activations"]
-    assert saved > 4 * CONFIG.num_layers * 64 * CONFIG.hidden_size * 2
+    assert names.count("rms_norm") == names.count("rms_norm_backward") == norms
+    assert "rsqrt" not in names
 
 
 @pytest.mark.slow
@@ -139,7 +136,7 @@ def test_memory_is_that_of_the_closed_forms(zero):
     """Model state exactly, but for what shards are padded by; activations within 5 %."""
     config = replace(PRESETS["llama-3-8b"], num_layers=4, vocab_size=1024)
     rank = trace(config, Plan(dp=64, zero=zero), seq_len=1024).ranks[0]
-    state = model_state(config.num_parameters, 64, f"zero{zero}" if zero else "ddp").device
+    state = model_state(config.num_parameters, 64, f"zero{zero}" if zero else "ddp")
     for part in ("parameters", "gradients", "optimizer"):
         if part != "gradients" or zero != 1:  # which are whole in backward only
             assert rank.held[part] == pytest.approx(state[part], rel=0.01), part

@@ -36,7 +36,7 @@ def ladder(
     """Draw the memory of a rank as a stacked area, for each history: `{"ddp": ..., "zero1": ...}`.
 
     All have one scale of bytes. A closed form in bytes by category
-    (`sim.memory.model_state(...).device`) is a bar at the right, in the colours of the area. A line
+    (`sim.memory.model_state(...)`) is a bar at the right, in the colours of the area. A line
     of text says what the host holds.
     """
     forms = closed_forms or {}
