@@ -17,8 +17,8 @@ Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n
         hierarchical       the sum of its three steps; across nodes only S / (ranks inside)
 
         (g chunks; d the depth of a tree, floor(log2 n).)
-        Small tensors want few rounds, large ones few bytes. `plans.Tuning` computes the last column
-        from the plans, and chooses.
+        Small tensors want few rounds, large ones few bytes. `plans.seconds` computes the last
+        column from the plans.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
 Costs you: Python between rounds, and scratch memory for what arrives in a round.
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
@@ -34,18 +34,15 @@ from torch import Tensor
 from minipar.comm import plans
 from minipar.comm.collectives import exchange
 from minipar.comm.mesh import Axis
-from minipar.comm.plans import Plan, Tuning, cut
+from minipar.comm.plans import Plan, cut
 
 
-def all_reduce(tensor: Tensor, axis: Axis, algorithm: str | Tuning = "ring") -> Tensor:
+def all_reduce(tensor: Tensor, axis: Axis, algorithm: str = "ring") -> Tensor:
     """Add up over all ranks; each gets the sum: [D, ...] -> [D, ...], any shape.
 
-    `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
-    Raises `ValueError` for an unknown algorithm, and for halving and doubling among ranks that are
-    no power of two.
+    `algorithm` is a key of `plans.ALL_REDUCE`. Raises `ValueError` for an unknown one, and for
+    halving and doubling among ranks that are no power of two.
     """
-    if isinstance(algorithm, Tuning):
-        algorithm = algorithm.best(tensor.nbytes)
     if algorithm not in plans.ALL_REDUCE:
         known = ", ".join(plans.ALL_REDUCE)
         raise ValueError(f"algorithm {algorithm!r} is unknown; use one of {known}")

@@ -25,7 +25,6 @@ practice, and experience", sections 3 (duality) and 4 (composition).
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import zip_longest
 
 Span = tuple[int, int]
@@ -227,11 +226,6 @@ _REDUCES = ring, bidirectional, double_tree, halving_doubling, direct
 ALL_REDUCE: dict[str, Callable[..., Plan]] = {make.__name__: make for make in _REDUCES}
 
 
-def names_for(size: int) -> list[str]:
-    """Return the algorithms for `size` ranks: halving_doubling needs a power of two."""
-    return [n for n in ALL_REDUCE if n != "halving_doubling" or size.bit_count() == 1]
-
-
 # ---------------------------------------------------------------------- what they cost
 def seconds(
     plans: Sequence[Plan], itemsize: int, alpha: float, beta: float, sharing: float = 1.0
@@ -262,28 +256,3 @@ def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
         if message.peer != rank:
             by_peer[message.peer] += message.hi - message.lo
     return max(max(by_peer.values(), default=0), sharing * sum(by_peer.values()))
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The cost of messages among `size` ranks, which tells the fastest all-reduce.
-
-    `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
-    port, 1/(n-1) where each peer has a wire of its own.
-    """
-
-    size: int
-    alpha: float  # seconds per message
-    beta: float  # seconds per byte
-    sharing: float = 1.0
-
-    def seconds(self, algorithm: str, num_bytes: int) -> float:
-        """Return the predicted time of an all-reduce of float32."""
-        make, numel = ALL_REDUCE[algorithm], -(-num_bytes // 4)
-        every = [make(numel, rank, self.size) for rank in range(self.size)]
-        return seconds(every, 4, self.alpha, self.beta, self.sharing)
-
-    @cache  # noqa: B019 (a Tuning is small and lives as long as its axis)
-    def best(self, num_bytes: int) -> str:
-        """Return the algorithm with the smallest predicted time, the same on all ranks."""
-        return min(names_for(self.size), key=lambda name: self.seconds(name, num_bytes))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minipar.comm import calls, collectives
 from minipar.comm.mesh import Axis
+from minipar.comm.plans import ALL_REDUCE
 
 
 def numbers(axis: Axis, shape: tuple, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -20,6 +21,11 @@ def numbers(axis: Axis, shape: tuple, dtype: torch.dtype = torch.float32) -> lis
     return [
         (60 * torch.randint(-4, 5, shape, generator=generator)).to(dtype) for _ in range(axis.size)
     ]
+
+
+def algorithms_for(size: int) -> list[str]:
+    """The all-reduces made of messages among `size` ranks."""
+    return [n for n in ALL_REDUCE if n != "halving_doubling" or size.bit_count() == 1]
 
 
 def fastest(call: Callable[[], object], axis: Axis, tries: int) -> float:

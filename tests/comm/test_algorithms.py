@@ -14,7 +14,7 @@ from minipar.comm import algorithms, plans
 from minipar.comm import collectives as comm
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline
-from tests.comm.same import equal, laid_out, numbers
+from tests.comm.same import algorithms_for, equal, laid_out, numbers
 from tests.on_ranks import on_ranks
 
 SHAPES = [(), (0,), (1,), (13,), (7, 11)]
@@ -47,11 +47,11 @@ def test_all_reduce_equals_the_backends(size):
         for shape in SHAPES:
             xs = numbers(axis, shape)
             x = laid_out(xs[axis.rank], axis.rank) if len(shape) > 1 else xs[axis.rank]
-            for name in plans.names_for(axis.size):
+            for name in algorithms_for(axis.size):
                 check(comm.all_reduce(x, axis), algorithms.all_reduce, x, axis, name)
     for dtype in torch.int64, torch.bfloat16:
         x = numbers(axis, (7, 11), dtype)[axis.rank]
-        for name in plans.names_for(axis.size):
+        for name in algorithms_for(axis.size):
             equal(algorithms.all_reduce(x, axis, name), comm.all_reduce(x, axis))
 
 
@@ -78,7 +78,7 @@ def test_floats_end_with_the_same_bits_everywhere(size):
     x = torch.randn(1001) * 10 ** torch.randn(1001)
     exact, scale = (comm.all_reduce(y.double(), axis) for y in (x, x.abs()))
     results = []
-    for name in plans.names_for(axis.size):
+    for name in algorithms_for(axis.size):
         with chunks_of(100):
             result = algorithms.all_reduce(x, axis, name)
         assert ((result - exact).abs() / scale).max() < 1e-6, name

@@ -9,6 +9,7 @@ import pytest
 
 from minipar.comm import plans
 from minipar.comm.plans import Message, Plan, Round, cut
+from tests.comm.same import algorithms_for
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16]
 NUMELS = [0, 1, 7, 16, 61]
@@ -64,7 +65,7 @@ def test_every_all_reduce_for_any_number_of_ranks(name):
 
     Numbers are whole and random: a part added twice, or not at all, cannot come out right.
     """
-    for size in (size for size in SIZES if name in plans.names_for(size)):
+    for size in (size for size in SIZES if name in algorithms_for(size)):
         for numel in NUMELS:
             for chunk in {} if name != "double_tree" else {"chunk": 3}, {}:
                 every = [plans.ALL_REDUCE[name](numel, r, size, **chunk) for r in range(size)]
@@ -118,7 +119,7 @@ def test_rounds_messages_and_bytes_are_those_of_the_table(size):
     assert counts("ring") == [(2 * (n - 1), 2 * (n - 1), 2 * once)] * n
     assert counts("bidirectional") == [(2 * (n - 1), 4 * (n - 1), 2 * once)] * n
     assert counts("direct") == [(1, n - 1, s * (n - 1))] * n
-    if "halving_doubling" in plans.names_for(n):
+    if "halving_doubling" in algorithms_for(n):
         lg = int(math.log2(n))
         assert counts("halving_doubling") == [(2 * lg, 2 * lg, 2 * once)] * n
     else:
@@ -152,7 +153,7 @@ def test_seconds_are_those_of_the_table(size):
         assert seconds("bidirectional", sharing=0) == pytest.approx(half)
     assert seconds("direct") == pytest.approx(alpha + (n - 1) * s * beta)
     assert seconds("direct", sharing=0) == pytest.approx(alpha + s * beta)
-    if "halving_doubling" in plans.names_for(n):
+    if "halving_doubling" in algorithms_for(n):
         halving = 2 * math.log2(n) * alpha + 2 * part * s * beta
         assert seconds("halving_doubling") == pytest.approx(halving)
     for g in 1, 4, 16:
@@ -168,16 +169,3 @@ def test_messages_to_oneself_cost_nothing_and_who_receives_most_may_be_the_busie
     to_two = [Round((Message(2, 0, 5),))]
     both = [Round((), (Message(0, 0, 5), Message(1, 0, 5)))]
     assert plans.seconds([to_two, to_two, both], 1, 0.0, 1.0) == 10
-
-
-def test_best_is_the_fastest_by_size():
-    """One port each, 16 ranks on 1 GbE: direct, then a few rounds, then the ring's bytes."""
-    tuning = plans.Tuning(16, 50e-6, 8e-9)
-    assert tuning.best(16) == "direct"
-    assert tuning.best(10_000) == "halving_doubling"
-    for num_bytes in 16, 10_000, 10_000_000:
-        times = {name: tuning.seconds(name, num_bytes) for name in plans.ALL_REDUCE}
-        assert tuning.best(num_bytes) == min(times, key=times.get)
-    assert plans.Tuning(3, 50e-6, 8e-9).best(10_000) != "halving_doubling"  # no power of two
-    assert plans.Tuning(4, 1e-6, 1e-9, sharing=0.0).best(10**6) != "direct"
-    assert plans.Tuning(4, 1e-3, 1e-9, sharing=0.0).best(10**6) == "direct"
