@@ -151,8 +151,10 @@ class Mesh:
         if names not in self._joint:
             groups = groups_along(names, self.sizes)
             mine = next(group for group in groups if self.rank in group)
-            axis_name = "+".join(names) or "none"
-            group = _shared_group(axis_name, groups, mine)
+            axis_name, group = "+".join(names) or "none", None
+            if len(mine) > 1:
+                is_world = len(groups) == 1
+                group = dist.group.WORLD if is_world else _group(axis_name, groups, mine)
             self._joint[names] = Axis(axis_name, mine.index(self.rank), len(mine), mine, group)
         return self._joint[names]
 
@@ -189,22 +191,16 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict] = WeakKeyDictionary()
 """The process groups of axes, by name and ranks, for as long as the default group exists."""
 
 
-def _shared_group(
-    name: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]
-) -> dist.ProcessGroup | None:
+def _group(
+    name: str, groups: list[tuple[int, ...]], mine: tuple[int, ...], **options: Any
+) -> dist.ProcessGroup:
     """Make all `groups`, in the same order on every rank; return the one of the ranks `mine`.
 
     A group costs threads and connections, so equal axes of several meshes share one.
     """
-    if len(groups[0]) == 1:
-        return None
-    if len(groups) == 1:
-        return dist.group.WORLD
-    made = _made.setdefault(dist.group.WORLD, {})
-    key = (name, *groups)
+    made, key = _made.setdefault(dist.group.WORLD, {}), (name, *groups)
     if key not in made:
-        every = {ranks: make_group(name, ranks) for ranks in groups}
-        made[key] = every[mine]
+        made[key] = {ranks: make_group(name, ranks, **options) for ranks in groups}[mine]
     return made[key]
 
 
@@ -216,11 +212,9 @@ def with_own_group(axis: Axis, purpose: str) -> Axis:
     """
     if axis.group is None:
         return axis
-    made, key = _made.setdefault(dist.group.WORLD, {}), (axis.name, purpose, axis.ranks)
-    if key not in made:
-        name = f"{axis.name} ({purpose})"
-        made[key] = make_group(name, axis.ranks, use_local_synchronization=True)
-    return replace(axis, group=made[key], purpose=purpose)
+    name, ranks = f"{axis.name} ({purpose})", axis.ranks
+    group = _group(name, [ranks], ranks, use_local_synchronization=True)
+    return replace(axis, group=group, purpose=purpose)
 
 
 def make_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
