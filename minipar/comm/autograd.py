@@ -151,31 +151,19 @@ def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     )
 
 
-def all_to_all(
-    x: Tensor,
-    axis: Axis,
-    split_dim: int = 0,
-    concat_dim: int = 0,
-    *,
-    send_counts: Sequence[int] | None = None,
-    recv_counts: Sequence[int] | None = None,
-) -> Tensor:
+def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
     """Send the r-th slice of `split_dim` to rank r, join what arrives along `concat_dim`: V -> V.
 
     Forward   [1 2] [3 4]  ->  [1 3] [2 4]      [D, F] becomes [n D, F/n]: shapes change too
     Backward  V -> V: back to where it came from
               [a b] [c d]  ->  [a c] [b d]
 
-    Counts, shapes and errors as in `collectives.all_to_all`.
+    Raises `ValueError` when n does not divide the split dim.
     """
     return _transition(
         x,
-        lambda x: collectives.all_to_all(
-            x, axis, split_dim, concat_dim, send_counts=send_counts, recv_counts=recv_counts
-        ),
-        lambda g: all_to_all(
-            g, axis, concat_dim, split_dim, send_counts=recv_counts, recv_counts=send_counts
-        ),
+        lambda x: collectives.all_to_all(x, axis, split_dim, concat_dim),
+        lambda g: all_to_all(g, axis, concat_dim, split_dim),
     )
 
 
@@ -184,6 +172,7 @@ def start_all_to_all(
 ) -> Callable[[], Tensor]:
     """Begin an all-to-all of rows, V -> V; the returned function waits for the rows that arrive.
 
+    ``send_counts[r]`` rows go to rank r, and ``recv_counts[r]`` come from rank r.
     What is computed between the two calls hides the messages, in backward too. Autograd runs in the
     reverse order: gradients leave at the wait, and must have come back at the beginning.
     """

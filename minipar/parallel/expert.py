@@ -206,9 +206,9 @@ def dispatch_and_combine(
 ) -> Tensor:
     """Send, compute, send back, add up: tokens [N, D] -> the weighted sums of their slots."""
     rows = x[plan.order // moe.config.top_k]  # by expert, so by rank
-    arrived = all_to_all(rows, axis, send_counts=plan.send, recv_counts=plan.receive)  # [R, D]
+    arrived = start_all_to_all(rows, axis, plan.send, plan.receive)()  # [R, D]
     computed = plan.compute(moe, arrived)
-    back = all_to_all(computed, axis, send_counts=plan.receive, recv_counts=plan.send)
+    back = start_all_to_all(computed, axis, plan.receive, plan.send)()
     return combine(back, plan.order, routing, x)
 
 
@@ -287,9 +287,9 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     send, receive = [0] * axis.size, [0] * axis.size
     send[peers], receive[peers] = copies[axis.rank].tolist(), copies[peers, node].tolist()
     token = torch.nonzero_static(touched.T, size=sum(send))[:, 1]  # its size is not waited for
-    across = dict(send_counts=send, recv_counts=receive)
-    arrived, weights = (all_to_all(t[token], axis, **across) for t in (x, routing.weights))
-    chosen = collectives.all_to_all(routing.experts[token], axis, **across)
+    across = dict(axis=axis, send_counts=send, recv_counts=receive)
+    arrived, weights = (start_all_to_all(t[token], **across)() for t in (x, routing.weights))
+    chosen = collectives.all_to_all(routing.experts[token], **across)
     chosen = torch.where(chosen // per_node == node, chosen, num_experts)
 
     # 2. Inside each node: the copies are tokens like any others, with fewer choices.
@@ -299,7 +299,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     sums = dispatch_and_combine(moe, axis, plan, arrived, Routing(chosen, weights))
 
     # 3. And back: one row for each copy.
-    home = all_to_all(sums, axis, send_counts=receive, recv_counts=send)
+    home = start_all_to_all(sums, axis, receive, send)()
     return moe.add(add_up(home, token, len(x), nodes), shared)
 
 

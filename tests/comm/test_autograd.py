@@ -158,7 +158,7 @@ def test_uneven_all_to_all_returns_gradients_to_where_rows_came_from():
     counts = [[1, 0, 2], [3, 1, 0], [2, 2, 1]]  # counts[r][s]: rows from rank r to rank s
     x = draw("V", (sum(counts[axis.rank]), 2), axis.rank, seed=3).requires_grad_()
     recv = [row[axis.rank] for row in counts]
-    y = autograd.all_to_all(x, axis, send_counts=counts[axis.rank], recv_counts=recv)
+    y = autograd.start_all_to_all(x, axis, counts[axis.rank], recv)()
     (y * (axis.rank + 1)).sum().backward()  # a row's gradient tells where it was sent
     wanted = [r + 1.0 for r, n in enumerate(counts[axis.rank]) for _ in range(n)]
     assert y.shape == (sum(recv), 2) and x.grad[:, 0].tolist() == wanted
