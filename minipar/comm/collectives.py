@@ -72,7 +72,7 @@ def all_reduce(
 
     ``out=tensor`` reduces in place. Raises `ValueError` for "avg" of integers.
     """
-    result, finish = _copy(tensor, out), partial(_deliver, out=out)
+    result, finish = _copy("all_reduce", tensor, out), partial(_deliver, out=out)
     call = partial(dist.all_reduce, result, _op(op, tensor), axis.group)
     sent = wire_bytes("all_reduce", tensor.nbytes, axis.size)
     return launch("all_reduce", axis, sent, call, result, async_op, finish)
@@ -80,7 +80,7 @@ def all_reduce(
 
 def reduce(tensor: Tensor, axis: Axis, dst: int = 0) -> Tensor:
     """Add up over all ranks; rank `dst` gets the sum, the others a tensor without meaning."""
-    result = _copy(tensor)
+    result = _copy("reduce", tensor)
     call = partial(dist.reduce, result, None, dist.ReduceOp.SUM, axis.group, group_dst=dst)
     sent = wire_bytes("reduce", tensor.nbytes, axis.size)
     return launch("reduce", axis, sent, call, result, False)
@@ -130,6 +130,7 @@ def all_gather(
         raise ValueError(f"all_gather: out= needs dim=0, not dim={dim}")
     tensor = torch.atleast_1d(tensor.detach()).contiguous()  # n numbers become [n]
     shape = (axis.size * tensor.shape[0], *tensor.shape[1:])
+    _check_out("all_gather", out, tensor, shape)
     joined = tensor.new_empty(shape) if out is None else out
     if axis.size == 1:
         joined.copy_(tensor)
@@ -179,7 +180,7 @@ def broadcast(
     tensor: Tensor, axis: Axis, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
 ) -> Tensor | Pending:
     """Give all ranks the tensor of rank `src`. The others pass tensors of equal shape and dtype."""
-    result, finish = _copy(tensor, out), partial(_deliver, out=out)
+    result, finish = _copy("broadcast", tensor, out), partial(_deliver, out=out)
     call = partial(dist.broadcast, result, None, axis.group, group_src=src)
     sent = wire_bytes("broadcast", tensor.nbytes, axis.size)
     return launch("broadcast", axis, sent, call, result, async_op, finish)
@@ -312,10 +313,17 @@ def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
         )
 
 
+def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
+    if out is not None and (out.shape != torch.Size(shape) or out.dtype != like.dtype):
+        fits = f"shape {tuple(shape)} and {like.dtype}"
+        raise ValueError(f"{verb}: out= must be of {fits}, not {tuple(out.shape)} and {out.dtype}")
+
+
 # ---------------------------------------------------------------------- slices in memory
 @torch.no_grad()
-def _copy(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+def _copy(verb: str, tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a contiguous tensor with the values of `tensor`: `out` if it can be."""
+    _check_out(verb, out, tensor, tensor.shape)
     if out is None or not out.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     return out if out is tensor else out.copy_(tensor)
