@@ -13,9 +13,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.library import Library
+from torch.library import _scoped_library
 from torch.utils._pytree import tree_leaves
 
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
@@ -134,53 +133,22 @@ def fused_norms() -> Iterator[None]:
     On a CPU torch runs a dozen operations, which keep float32 beside 16 bits. CUDA does so too if
     the weight and the input differ in type. Values are the same, bit for bit.
     """
-    _define()
-    before, F.rms_norm = F.rms_norm, _rms_norm
-    try:
+    with _scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm", _norm, "CPU")
+        library.m.impl("_fused_rms_norm", "Meta", _norm)  # `library.impl` refuses this key
+        library.impl("_fused_rms_norm_backward", _norm_backward, "CPU")
         yield
-    finally:
-        F.rms_norm = before
 
 
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    if eps is None or weight is None or weight.dtype != input.dtype:
-        return torch.rms_norm(input, normalized_shape, weight, eps)
-    return torch.ops.minipar.rms_norm(input, weight, eps)[0]
-
-
-@cache
-def _define() -> Library:
-    """Register both operations with torch."""
-    library = Library("minipar", "DEF")
-    library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
-    library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale)"
-                   " -> (Tensor, Tensor)")  # fmt: skip
-    library.impl("rms_norm", _norm, "CompositeExplicitAutograd")
-    library.impl("rms_norm_backward", _norm_backward, "CompositeExplicitAutograd")
-
-    def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)  # `scale` has no gradient
-        ctx.save_for_backward(*inputs[:2], output[1])
-
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
-        return *torch.ops.minipar.rms_norm_backward(grad, *ctx.saved_tensors), None
-
-    torch.library.register_autograd("minipar::rms_norm", backward, setup_context=keep, lib=library)
-    return library
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, _: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * scale * weight).to(x.dtype), scale
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_backward(
+    grad: Tensor, x: Tensor, _: Any, scale: Tensor, weight: Tensor, mask: Any
+) -> tuple[Tensor, Tensor]:
     """Return the gradients, bit for bit as autograd computes them."""
     grad, wide = grad.to(scale.dtype), x.to(scale.dtype)
     of_weight = (grad * (wide * scale)).sum(tuple(range(x.ndim - 1)))

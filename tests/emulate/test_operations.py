@@ -50,7 +50,7 @@ def test_it_is_one_operation_each_way_that_keeps_its_input(device):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             out = F.rms_norm(x, (WIDTH,), weight, 1e-5)
         torch.autograd.grad(out, (x, weight), grad)
-    assert [n for n in names.seen if n != "detach"] == ["rms_norm", "rms_norm_backward"]
+    assert [n for n in names.seen if n != "detach"] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
     wide = [t for t in kept if t.numel() >= x.numel()]
     assert [t.data_ptr() for t in wide] == [x.data_ptr()] and wide[0].dtype == torch.bfloat16
 
@@ -59,7 +59,7 @@ def test_it_is_one_operation_each_way_that_keeps_its_input(device):
 def test_with_a_weight_of_another_type_it_is_spelled_out_as_on_a_gpu():
     with fused_norms(), Names() as names:
         norm(*given(torch.bfloat16, torch.float32))
-    assert "rms_norm" not in names.seen and "rsqrt" in names.seen
+    assert "_fused_rms_norm" not in names.seen and "rsqrt" in names.seen
 
 
 def test_where_a_product_is_put_is_none_of_its_factors():

@@ -101,8 +101,9 @@ def test_a_norm_is_one_operation_on_a_gpu_and_spelled_out_on_a_processor():
     gpu, cpu = (trace(CONFIG, plan, seq_len=64, on_cpu=on_cpu) for on_cpu in (False, True))
     names = [[e.op for e in events_of(t.ranks[0], "bytes")] for t in (gpu, cpu)]
     norms = 2 * CONFIG.num_layers + 1
-    assert names[0].count("rms_norm") == names[0].count("rms_norm_backward") == norms
-    assert "rms_norm" not in names[1] and names[1].count("rsqrt") == norms
+    both = "_fused_rms_norm", "_fused_rms_norm_backward"
+    assert [names[0].count(name) for name in both] == [norms, norms]
+    assert both[0] not in names[1] and names[1].count("rsqrt") == norms
     saved = cpu.at_peak()["activations"] - gpu.at_peak()["activations"]
     assert saved > 4 * CONFIG.num_layers * 64 * CONFIG.hidden_size * 2
 
