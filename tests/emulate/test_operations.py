@@ -50,7 +50,10 @@ def test_it_is_one_operation_each_way_that_keeps_its_input(device):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             out = F.rms_norm(x, (WIDTH,), weight, 1e-5)
         torch.autograd.grad(out, (x, weight), grad)
-    assert [n for n in names.seen if n != "detach"] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
+    assert [n for n in names.seen if n != "detach"] == [
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+    ]
     wide = [t for t in kept if t.numel() >= x.numel()]
     assert [t.data_ptr() for t in wide] == [x.data_ptr()] and wide[0].dtype == torch.bfloat16
 
