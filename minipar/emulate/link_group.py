@@ -66,8 +66,6 @@ class LinkWork(dist.Work):
         self.latency = latency  # of the time it takes: during it, the link is free for the next
         self._hold, self._result, self._error = hold, result, None
         self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
-        if hold is not None:
-            hold.ended = self._done
 
     def finish(self, error: Exception | None = None) -> None:
         """Mark as done; wake the threads that wait."""

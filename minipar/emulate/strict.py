@@ -11,19 +11,15 @@ forgives none:
 *   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
     a race, even if its bytes had left long before. (To write the value that was there is not seen.)
 *   Every operation ends late, by a random time, so that groups overtake each other.
-*   An operation that began in the body and that nobody waited for is reported at its end. So is
-    work in a thread (`comm.background`).
+*   An operation that began in the body must be waited for in the body. So must work in a thread
+    (`comm.background`).
 
 In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
 """
 
-import gc
 import random
 import re
-import threading
-import time
 import traceback
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,10 +32,8 @@ from torch.utils._pytree import tree_map_only
 from minipar.comm.calls import Call, Tap, taps
 
 DELAY = 1e-3  # seconds by which an operation is late, in the mean of an exponential law
-PATIENCE = 2.0  # seconds that an operation has left at the end of a body
 
-_flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
-_lost: list[str] = []
+_flying: "set[Handle] | None" = None  # nobody waited for them yet; None: off
 _random = random.Random()
 
 
@@ -58,20 +52,12 @@ def watching() -> Iterator[None]:
     if "link" not in backends:
         found = ", ".join(sorted(backends)) or "none"
         raise ValueError(f"strict.watching() sees the backend link, not {found}; use Ranks of it")
-    before, _flying = _flying, weakref.WeakSet()
-    _lost.clear()
+    before, _flying = _flying, set()
     taps.append(_threads)
     try:
         yield
-        until = time.monotonic() + PATIENCE
-        for handle in list(_flying):
-            handle.ended.wait(max(0.0, until - time.monotonic()))
-        handle = None
         if _flying:
-            time.sleep(0.2)  # other threads let go of operations that ended
-        gc.collect()  # a handle in a cycle is as lost as any other
-        if _lost:
-            race = Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")
+            race = Race(f"never waited for: {'; '.join(sorted(set(map(str, _flying))))}")
             race.report = f"Race: {race}"
             raise race
     finally:
@@ -101,7 +87,7 @@ def delay() -> float:
 
 
 class Handle:
-    """An operation, or work in a thread. It is lost if it is gone before anybody waited for it.
+    """An operation, or work in a thread, for which nobody has waited yet.
 
     An operation reads some tensors of its `args` and fills others. `travelling` holds copies of
     them, to move in their place; the outputs are NaN until `settle` puts the results in.
@@ -127,15 +113,15 @@ class Handle:
             _write(tensor, _poison(tensor))
         self.what = f"{what}{_call_site()}"
         self._kinds = dict.fromkeys(map(_kind, [*read, *written]))
-        self.ended = threading.Event()  # of an operation, replaced by the event of its work
-        self._watch = _flying  # None: it was waited for
+        self._watch = _flying
         _flying.add(self)
+
+    def __str__(self) -> str:
+        return ", ".join([self.what, *self._kinds])
 
     def drop(self) -> None:
         """Forget the operation: its caller has waited, or is told that it has failed."""
-        if self._watch is not None:
-            self._watch.discard(self)
-        self._watch = None
+        self._watch.discard(self)
 
     def settle(self) -> None:
         """Check that nobody touched the tensors, and put the results in. Raises `Race`."""
@@ -155,21 +141,13 @@ class Handle:
                 f"then; wait first, or use another buffer"
             )
 
-    def __del__(self) -> None:
-        if self._watch is not None and self._watch is _flying:
-            _lost.append(", ".join([self.what, *self._kinds]))
-
 
 class _Threads(Tap):
-    """Watch work in threads (`comm.background`): it is lost unless this rank waits for it."""
+    """Watch work in threads (`comm.background`): this rank must wait for it."""
 
     def begin(self, call: Call) -> None:
         if call.axis is None and is_on() and self not in call.notes:
             call.notes[self] = Handle(call.verb)
-
-    def started(self, call: Call) -> None:
-        if self in call.notes:
-            call.notes[self].ended = call.work
 
     def end(self, call: Call) -> None:
         if self in call.notes:
