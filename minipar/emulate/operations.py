@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.library import _scoped_library
 from torch.utils._pytree import tree_leaves
 
@@ -131,28 +132,12 @@ def fused_norms() -> Iterator[None]:
     """Make `F.rms_norm` one operation in the body, and its gradient one, as torch does on CUDA.
 
     On a CPU torch runs a dozen operations, which keep float32 beside 16 bits. CUDA does so too if
-    the weight and the input differ in type. Values are the same, bit for bit.
+    the weight and the input differ in type. Values are the same, up to rounding.
     """
+    norm = decomposition_table[torch.ops.aten._fused_rms_norm.default]
+    backward = decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]
     with _scoped_library("aten", "IMPL") as library:
-        library.impl("_fused_rms_norm", _norm, "CPU")
-        library.m.impl("_fused_rms_norm", "Meta", _norm)  # `library.impl` refuses this key
-        library.impl("_fused_rms_norm_backward", _norm_backward, "CPU")
+        library.impl("_fused_rms_norm", norm, "CPU")
+        library.m.impl("_fused_rms_norm", "Meta", norm)  # `library.impl` refuses this key
+        library.impl("_fused_rms_norm_backward", backward, "CPU")
         yield
-
-
-def _norm(x: Tensor, _: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * scale * weight).to(x.dtype), scale
-
-
-def _norm_backward(
-    grad: Tensor, x: Tensor, _: Any, scale: Tensor, weight: Tensor, mask: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients, bit for bit as autograd computes them."""
-    grad, wide = grad.to(scale.dtype), x.to(scale.dtype)
-    of_weight = (grad * (wide * scale)).sum(tuple(range(x.ndim - 1)))
-    grad = grad * weight
-    of_mean = -0.5 * (grad * wide).sum(-1, keepdim=True) * scale**3 / x.shape[-1]
-    of_x = grad * scale + of_mean * (2 * wide)
-    return of_x.to(x.dtype), of_weight.to(weight.dtype)
