@@ -180,7 +180,7 @@ class LinkGroup(dist.ProcessGroup):
             try:
                 self._raise_if_stopped()
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
-                end = work.t_start + duration + strict.delay()
+                end = work.t_start + duration
                 free = end - work.latency
                 while (left := end - time.monotonic()) > 0:
                     self._stopped.wait(left)

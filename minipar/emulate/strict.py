@@ -10,14 +10,12 @@ forgives none:
 *   Copies travel. The caller's outputs are full of NaN until `wait` puts the result in.
 *   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
     a race, even if its bytes had left long before. (To write the value that was there is not seen.)
-*   Every operation ends late, by a random time, so that groups overtake each other.
 *   An operation that began in the body must be waited for in the body. So must work in a thread
     (`comm.background`).
 
 In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
 """
 
-import random
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -31,10 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from minipar.comm.calls import Call, Tap, taps
 
-DELAY = 1e-3  # seconds by which an operation is late, in the mean of an exponential law
-
 _flying: "set[Handle] | None" = None  # nobody waited for them yet; None: off
-_random = random.Random()
 
 
 class Race(RuntimeError):
@@ -79,11 +74,6 @@ def paused() -> Iterator[None]:
 def is_on() -> bool:
     """True if `watching` is open on this rank."""
     return _flying is not None
-
-
-def delay() -> float:
-    """Return by how many seconds an operation is to be late."""
-    return _random.expovariate(1 / DELAY) if is_on() else 0.0
 
 
 class Handle:
