@@ -61,7 +61,6 @@ class LinkWork(dist.Work):
         self.peer: int | None = None  # the group's rank at the other end of a message
         self.t_issue, self.t_start, self.t_end = clock.now(), None, None
         self.waits: list[float] = []
-        self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
         self._hold, self._result, self._error = hold, result, None
@@ -88,9 +87,6 @@ class LinkWork(dist.Work):
         self.result()
         clock.reach(self.t_end)
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         if not self._done.is_set():

@@ -173,17 +173,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Return the innermost line of the call that is outside of torch and `_CARRIERS`."""
+    """Return the innermost line of the call that is outside of torch and of the wire."""
     for frame in reversed(traceback.extract_stack()):
-        path = frame.filename.replace("\\", "/")
+        path = frame.filename
         if cell := _CELL.fullmatch(path):
             return f" at Cell In[{cell[1]}], line {frame.lineno}"
-        if "/torch/" not in path and not path.endswith(_CARRIERS):
+        if not any(folder in path for folder in ("/torch/", "/minipar/comm/", "/minipar/emulate/")):
             return f" at {'/'.join(path.split('/')[-2:])}:{frame.lineno}"
     return ""
 
 
 _CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
-_CARRIERS = ("emulate/strict.py", "emulate/link_group.py") + tuple(
-    f"comm/{name}.py" for name in ("calls", "collectives", "gloo", "autograd", "background")
-)
