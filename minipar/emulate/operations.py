@@ -1,4 +1,4 @@
-"""The cost of an operation, by its shapes alone: FLOPs, bytes, and seconds on a device.
+"""The cost of an operation, by its shapes alone: bytes, and seconds on a device.
 
 The simulator (`sim/`) and the emulated device (`device.py`) share this law. Matmuls and attention
 cost by their shapes, all other operations by the bytes that they read and write. An optimizer costs
@@ -35,13 +35,12 @@ class Work(NamedTuple):
     # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
     shape: tuple[int, ...]
     dtype: str
-    flops: int
     num_bytes: int  # read and written
 
 
 def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> Work | None:
     """Return the work of `op`, which read the tensors `given` and returned `made`, if any."""
-    name, work, shape, flops = op._opname, "bytes", (), 0
+    name, work, shape = op._opname, "bytes", ()
     if not made and op._schema.is_mutable:
         made = tensors(args[:1])
     if not made or name in _FREE:
@@ -52,22 +51,19 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         a, b = given[-2:]
         work = "product"
         shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
-        flops = 2 * math.prod(shape)
     elif name == "_grouped_mm":  # each expert's rows by its weights, or the weights' gradient
         (a, b), work = given[:2], "product"
         (m, k), n = a.shape, b.shape[-1]
-        flops = 2 * m * k * n
         if b.ndim == 3:
             shape = (len(b), math.ceil(m / len(b)), n, k)
         else:
             shape = (len(made[0]), m, n, math.ceil(k / len(made[0])))
     elif name.startswith("_scaled_dot_product_"):
-        backward, causal = "backward" in name, any(arg is True for arg in args)
-        a, k = given[1:3] if backward else given[:2]
+        causal = any(arg is True for arg in args)
+        a, k = given[1:3] if "backward" in name else given[:2]
         work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
-        flops = (10 if backward else 4) * a.numel() * k.shape[-2] // (1 + causal)
     num_bytes = _num_read(name, given, made, args) + sum(t.nbytes for t in made)
-    return Work(name, work, tuple(shape), str(a.dtype).removeprefix("torch."), flops, num_bytes)
+    return Work(name, work, tuple(shape), str(a.dtype).removeprefix("torch."), num_bytes)
 
 
 def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> int:
@@ -96,7 +92,7 @@ def seconds_of(work: Any, device: Any) -> float:
 
 def step_of(work: Work, num_bytes: int) -> Work:
     """Return the work of an optimizer's step, in the place of its first operation."""
-    return Work("step", "bytes", (), work.dtype, 0, num_bytes)
+    return Work("step", "bytes", (), work.dtype, num_bytes)
 
 
 def bytes_of_step(parameters: Sequence[Tensor], state: Any) -> int:

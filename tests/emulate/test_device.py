@@ -163,7 +163,7 @@ def test_without_gradients_products_are_products_as_well(ranks):
 def test_magnified_sides_make_cubes_of_flops_and_squares_of_bytes():
     """Mutant: bytes counted `magnify` times."""
     emulated = Device(Sheet(byte=1e-9), magnify=10)
-    work = operations.Work("mm", "product", (1, 8, 8, 8), "bfloat16", 1024, 1000)
+    work = operations.Work("mm", "product", (1, 8, 8, 8), "bfloat16", 1000)
     assert operations.seconds_of(work, emulated) == pytest.approx(100)
     add = work._replace(op="add", work="bytes", shape=())
     assert operations.seconds_of(add, emulated) == pytest.approx(1e-4)
@@ -177,7 +177,7 @@ def test_float32_stands_for_bf16():
 
     Mutants: float32 priced as float32; bytes that stay whole; a step whose bytes count half.
     """
-    work = operations.Work("mm", "product", (1, 8, 8, 8), "float32", 1024, 768)
+    work = operations.Work("mm", "product", (1, 8, 8, 8), "float32", 768)
     sheet = Sheet(byte=1.0)
     emulated = Device(sheet)
     operations.seconds_of(work, emulated)

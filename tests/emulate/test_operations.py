@@ -71,7 +71,7 @@ def test_where_a_product_is_put_is_none_of_its_factors():
     aten = torch.ops.aten
     for op, given in ((aten.mm.default, [a, b]), (aten.mm.out, [a, b, c])):
         work = work_of(op, given, [c], (a, b))
-        assert work.shape == (1, 4, 2, 3) and work.flops == 2 * 4 * 2 * 3
+        assert work.shape == (1, 4, 2, 3)
     work = work_of(aten.addmm.out, [c, a, b, c], [c], (c, a, b))
     assert work.shape == (1, 4, 2, 3)
 
