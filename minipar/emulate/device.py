@@ -212,10 +212,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
         self.at += self.known[key] * self.slowdown
         return result
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around each operation, which nothing here needs
-
     def _enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.is_inside += 1
         if self.is_inside == 1 and not self.is_paused:
