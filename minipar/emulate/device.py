@@ -113,11 +113,6 @@ def paused() -> Any:
     return clock.paused()
 
 
-def now() -> float:
-    """Return seconds of the declared device: two of them measure a time."""
-    return clock.now() / (1.0 if current() is None else current().slowdown)
-
-
 def synchronize() -> None:
     """Sleep until the device has done all its work."""
     if clock.device is not None and clock.device.is_main:
@@ -199,14 +194,11 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and not self.is_paused:
-            with self:  # there, a linear layer comes whole; elsewhere autograd has spelled it out
-                result = op.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
         result = op(*args, **kwargs)
         if self.is_paused or op.namespace == "c10d" or operations.is_view(op):
             return result
+        if torch.is_inference_mode_enabled():  # there, a linear layer comes whole
+            raise RuntimeError("an emulated device needs torch.no_grad(), not inference_mode()")
         if self.is_inside:  # an optimizer, at its first operation
             self.at += self.stepping * self.slowdown
             self.stepping = 0.0
@@ -219,10 +211,6 @@ class _Clock(TorchDispatchMode, calls.Tap):
             self.known[key] = 0.0 if idle else operations.seconds_of(work, self.device)
         self.at += self.known[key] * self.slowdown
         return result
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around each operation, which nothing here needs
 
     def _enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.is_inside += 1

@@ -110,10 +110,6 @@ class Topology:
         groups = max(1, self.ranks_per_node // cards // on_node)  # that share a card
         return replace(self.inter, bandwidth=self.inter.bandwidth / groups)
 
-    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
-        """Return how long `(verb, num_bytes, global ranks)` take that neighbours start at once."""
-        return max(seconds(verb, n, len(ranks), self.between(ranks)) for verb, n, ranks in calls)
-
     def scaled(self, factor: float) -> "Topology":
         """Return this topology with both links slowed by `factor`."""
         return replace(self, intra=self.intra.scaled(factor), inter=self.inter.scaled(factor))

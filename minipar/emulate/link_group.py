@@ -61,13 +61,10 @@ class LinkWork(dist.Work):
         self.peer: int | None = None  # the group's rank at the other end of a message
         self.t_issue, self.t_start, self.t_end = clock.now(), None, None
         self.waits: list[float] = []
-        self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
         self._hold, self._result, self._error = hold, result, None
         self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
-        if hold is not None:
-            hold.ended = self._done
 
     def finish(self, error: Exception | None = None) -> None:
         """Mark as done; wake the threads that wait."""
@@ -90,9 +87,6 @@ class LinkWork(dist.Work):
         self.result()
         clock.reach(self.t_end)
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         if not self._done.is_set():
@@ -182,7 +176,7 @@ class LinkGroup(dist.ProcessGroup):
             try:
                 self._raise_if_stopped()
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
-                end = work.t_start + duration + strict.delay()
+                end = work.t_start + duration
                 free = end - work.latency
                 while (left := end - time.monotonic()) > 0:
                     self._stopped.wait(left)
@@ -205,23 +199,16 @@ class LinkGroup(dist.ProcessGroup):
 
     # -------- collectives
     def _collective(
-        self,
-        verb: str,
-        gloo: str,
-        options: type,
-        *args: Any,
-        opts: Any = None,
-        piece: int = 0,
-        each: bool = False,
+        self, verb: str, gloo: str, *args: Any, piece: int = 0, each: bool = False
     ) -> LinkWork:
         """Do `verb` of the cost model by the method `gloo` of gloo.
 
-        Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`,
-        arguments are lists: gloo is called once per pair, and the link carries all as one transfer.
+        The last of `args` are gloo's options. Number `piece` is what one rank holds: it is alike on
+        all ranks. With `each`, arguments are lists: gloo is called once per pair, and the link
+        carries all as one transfer.
         """
-        if opts is None and args and isinstance(args[-1], options):
-            *args, opts = args
-        opts, pieces = opts or options(), args[piece : piece + 1]
+        *args, opts = args
+        pieces = args[piece : piece + 1]
         device.synchronize()  # the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
@@ -253,27 +240,23 @@ class LinkGroup(dist.ProcessGroup):
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
     # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
-    allreduce = partialmethod(_collective, "all_reduce", "allreduce", c10d.AllreduceOptions)
-    broadcast = partialmethod(_collective, "broadcast", "broadcast", c10d.BroadcastOptions)
-    reduce = partialmethod(_collective, "reduce", "reduce", c10d.ReduceOptions)
-    barrier = partialmethod(_collective, "barrier", "barrier", c10d.BarrierOptions)
-    gather = partialmethod(_collective, "gather", "gather", c10d.GatherOptions, piece=1)
-    scatter = partialmethod(_collective, "scatter", "scatter", c10d.ScatterOptions)
-    _gathers = "all_gather", "_allgather_base", c10d.AllgatherOptions
-    allgather = partialmethod(
-        _collective, "all_gather", "allgather", c10d.AllgatherOptions, piece=1
-    )
-    all_gather_single = partialmethod(_collective, *_gathers, piece=1)
-    all_gather_single_coalesced = partialmethod(_collective, *_gathers, piece=1, each=True)
-    _reduces = "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions
-    reduce_scatter = partialmethod(
-        _collective, "reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions
-    )
-    reduce_scatter_single = partialmethod(_collective, *_reduces)
-    reduce_scatter_single_coalesced = partialmethod(_collective, *_reduces, each=True)
-    all_to_all_single = partialmethod(
-        _collective, "all_to_all", "alltoall_base", c10d.AllToAllOptions, piece=1
-    )
+    allreduce = partialmethod(_collective, "all_reduce", "allreduce")
+    broadcast = partialmethod(_collective, "broadcast", "broadcast")
+    reduce = partialmethod(_collective, "reduce", "reduce")
+    gather = partialmethod(_collective, "gather", "gather", piece=1)
+    scatter = partialmethod(_collective, "scatter", "scatter")
+    allgather = partialmethod(_collective, "all_gather", "allgather", piece=1)
+    _gathers = partialmethod(_collective, "all_gather", "_allgather_base", piece=1)
+    all_gather_single = _gathers
+    all_gather_single_coalesced = partialmethod(_gathers, each=True)
+    reduce_scatter = partialmethod(_collective, "reduce_scatter", "reduce_scatter")
+    _reduces = partialmethod(_collective, "reduce_scatter", "_reduce_scatter_base")
+    reduce_scatter_single = _reduces
+    reduce_scatter_single_coalesced = partialmethod(_reduces, each=True)
+    all_to_all_single = partialmethod(_collective, "all_to_all", "alltoall_base", piece=1)
+
+    def barrier(self, opts: Any) -> LinkWork:
+        return self._collective("barrier", "barrier", opts)
 
     def _read_and_written(self, verb: str, args: Sequence[Any], opts: Any) -> list[list]:
         """Return the tensors that an operation reads, and the tensors that it fills."""

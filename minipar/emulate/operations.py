@@ -1,4 +1,4 @@
-"""The cost of an operation, by its shapes alone: FLOPs, bytes, and seconds on a device.
+"""The cost of an operation, by its shapes alone: bytes, and seconds on a device.
 
 The simulator (`sim/`) and the emulated device (`device.py`) share this law. Matmuls and attention
 cost by their shapes, all other operations by the bytes that they read and write. An optimizer costs
@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.library import Library
+from torch._decomp import decomposition_table
+from torch.library import _scoped_library
 from torch.utils._pytree import tree_leaves
 
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
@@ -35,13 +35,12 @@ class Work(NamedTuple):
     # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
     shape: tuple[int, ...]
     dtype: str
-    flops: int
     num_bytes: int  # read and written
 
 
 def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> Work | None:
     """Return the work of `op`, which read the tensors `given` and returned `made`, if any."""
-    name, work, shape, flops = op._opname, "bytes", (), 0
+    name, work, shape = op._opname, "bytes", ()
     if not made and op._schema.is_mutable:
         made = tensors(args[:1])
     if not made or name in _FREE:
@@ -52,22 +51,19 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         a, b = given[-2:]
         work = "product"
         shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
-        flops = 2 * math.prod(shape)
     elif name == "_grouped_mm":  # each expert's rows by its weights, or the weights' gradient
         (a, b), work = given[:2], "product"
         (m, k), n = a.shape, b.shape[-1]
-        flops = 2 * m * k * n
         if b.ndim == 3:
             shape = (len(b), math.ceil(m / len(b)), n, k)
         else:
             shape = (len(made[0]), m, n, math.ceil(k / len(made[0])))
     elif name.startswith("_scaled_dot_product_"):
-        backward, causal = "backward" in name, any(arg is True for arg in args)
-        a, k = given[1:3] if backward else given[:2]
+        causal = any(arg is True for arg in args)
+        a, k = given[1:3] if "backward" in name else given[:2]
         work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
-        flops = (10 if backward else 4) * a.numel() * k.shape[-2] // (1 + causal)
     num_bytes = _num_read(name, given, made, args) + sum(t.nbytes for t in made)
-    return Work(name, work, tuple(shape), str(a.dtype).removeprefix("torch."), flops, num_bytes)
+    return Work(name, work, tuple(shape), str(a.dtype).removeprefix("torch."), num_bytes)
 
 
 def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> int:
@@ -96,7 +92,7 @@ def seconds_of(work: Any, device: Any) -> float:
 
 def step_of(work: Work, num_bytes: int) -> Work:
     """Return the work of an optimizer's step, in the place of its first operation."""
-    return Work("step", "bytes", (), work.dtype, 0, num_bytes)
+    return Work("step", "bytes", (), work.dtype, num_bytes)
 
 
 def bytes_of_step(parameters: Sequence[Tensor], state: Any) -> int:
@@ -132,59 +128,12 @@ def fused_norms() -> Iterator[None]:
     """Make `F.rms_norm` one operation in the body, and its gradient one, as torch does on CUDA.
 
     On a CPU torch runs a dozen operations, which keep float32 beside 16 bits. CUDA does so too if
-    the weight and the input differ in type. Values are the same, bit for bit.
+    the weight and the input differ in type. Values are the same, up to rounding.
     """
-    _define()
-    before, F.rms_norm = F.rms_norm, _rms_norm
-    try:
+    norm = decomposition_table[torch.ops.aten._fused_rms_norm.default]
+    backward = decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]
+    with _scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm", norm, "CPU")
+        library.m.impl("_fused_rms_norm", "Meta", norm)  # `library.impl` refuses this key
+        library.impl("_fused_rms_norm_backward", backward, "CPU")
         yield
-    finally:
-        F.rms_norm = before
-
-
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    if eps is None or weight is None or weight.dtype != input.dtype:
-        return torch.rms_norm(input, normalized_shape, weight, eps)
-    return torch.ops.minipar.rms_norm(input, weight, eps)[0]
-
-
-@cache
-def _define() -> Library:
-    """Register both operations with torch."""
-    library = Library("minipar", "DEF")
-    library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
-    library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale)"
-                   " -> (Tensor, Tensor)")  # fmt: skip
-    library.impl("rms_norm", _norm, "CompositeExplicitAutograd")
-    library.impl("rms_norm_backward", _norm_backward, "CompositeExplicitAutograd")
-
-    def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)  # `scale` has no gradient
-        ctx.save_for_backward(*inputs[:2], output[1])
-
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
-        return *torch.ops.minipar.rms_norm_backward(grad, *ctx.saved_tensors), None
-
-    torch.library.register_autograd("minipar::rms_norm", backward, setup_context=keep, lib=library)
-    return library
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * scale * weight).to(x.dtype), scale
-
-
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients, bit for bit as autograd computes them."""
-    grad, wide = grad.to(scale.dtype), x.to(scale.dtype)
-    of_weight = (grad * (wide * scale)).sum(tuple(range(x.ndim - 1)))
-    grad = grad * weight
-    of_mean = -0.5 * (grad * wide).sum(-1, keepdim=True) * scale**3 / x.shape[-1]
-    of_x = grad * scale + of_mean * (2 * wide)
-    return of_x.to(x.dtype), of_weight.to(weight.dtype)

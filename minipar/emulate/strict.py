@@ -10,20 +10,14 @@ forgives none:
 *   Copies travel. The caller's outputs are full of NaN until `wait` puts the result in.
 *   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
     a race, even if its bytes had left long before. (To write the value that was there is not seen.)
-*   Every operation ends late, by a random time, so that groups overtake each other.
-*   An operation that began in the body and that nobody waited for is reported at its end. So is
-    work in a thread (`comm.background`).
+*   An operation that began in the body must be waited for in the body. So must work in a thread
+    (`comm.background`).
 
 In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
 """
 
-import gc
-import random
 import re
-import threading
-import time
 import traceback
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,12 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from minipar.comm.calls import Call, Tap, taps
 
-DELAY = 1e-3  # seconds by which an operation is late, in the mean of an exponential law
-PATIENCE = 2.0  # seconds that an operation has left at the end of a body
-
-_flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
-_lost: list[str] = []
-_random = random.Random()
+_flying: "set[Handle] | None" = None  # nobody waited for them yet; None: off
 
 
 class Race(RuntimeError):
@@ -58,20 +47,12 @@ def watching() -> Iterator[None]:
     if "link" not in backends:
         found = ", ".join(sorted(backends)) or "none"
         raise ValueError(f"strict.watching() sees the backend link, not {found}; use Ranks of it")
-    before, _flying = _flying, weakref.WeakSet()
-    _lost.clear()
+    before, _flying = _flying, set()
     taps.append(_threads)
     try:
         yield
-        until = time.monotonic() + PATIENCE
-        for handle in list(_flying):
-            handle.ended.wait(max(0.0, until - time.monotonic()))
-        handle = None
         if _flying:
-            time.sleep(0.2)  # other threads let go of operations that ended
-        gc.collect()  # a handle in a cycle is as lost as any other
-        if _lost:
-            race = Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")
+            race = Race(f"never waited for: {'; '.join(sorted(set(map(str, _flying))))}")
             race.report = f"Race: {race}"
             raise race
     finally:
@@ -95,13 +76,8 @@ def is_on() -> bool:
     return _flying is not None
 
 
-def delay() -> float:
-    """Return by how many seconds an operation is to be late."""
-    return _random.expovariate(1 / DELAY) if is_on() else 0.0
-
-
 class Handle:
-    """An operation, or work in a thread. It is lost if it is gone before anybody waited for it.
+    """An operation, or work in a thread, for which nobody has waited yet.
 
     An operation reads some tensors of its `args` and fills others. `travelling` holds copies of
     them, to move in their place; the outputs are NaN until `settle` puts the results in.
@@ -127,15 +103,15 @@ class Handle:
             _write(tensor, _poison(tensor))
         self.what = f"{what}{_call_site()}"
         self._kinds = dict.fromkeys(map(_kind, [*read, *written]))
-        self.ended = threading.Event()  # of an operation, replaced by the event of its work
-        self._watch = _flying  # None: it was waited for
+        self._watch = _flying
         _flying.add(self)
+
+    def __str__(self) -> str:
+        return ", ".join([self.what, *self._kinds])
 
     def drop(self) -> None:
         """Forget the operation: its caller has waited, or is told that it has failed."""
-        if self._watch is not None:
-            self._watch.discard(self)
-        self._watch = None
+        self._watch.discard(self)
 
     def settle(self) -> None:
         """Check that nobody touched the tensors, and put the results in. Raises `Race`."""
@@ -155,21 +131,13 @@ class Handle:
                 f"then; wait first, or use another buffer"
             )
 
-    def __del__(self) -> None:
-        if self._watch is not None and self._watch is _flying:
-            _lost.append(", ".join([self.what, *self._kinds]))
-
 
 class _Threads(Tap):
-    """Watch work in threads (`comm.background`): it is lost unless this rank waits for it."""
+    """Watch work in threads (`comm.background`): this rank must wait for it."""
 
     def begin(self, call: Call) -> None:
         if call.axis is None and is_on() and self not in call.notes:
             call.notes[self] = Handle(call.verb)
-
-    def started(self, call: Call) -> None:
-        if self in call.notes:
-            call.notes[self].ended = call.work
 
     def end(self, call: Call) -> None:
         if self in call.notes:
@@ -205,17 +173,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Return the innermost line of the call that is outside of torch and `_CARRIERS`."""
+    """Return the innermost line of the call that is outside of torch and of the wire."""
     for frame in reversed(traceback.extract_stack()):
-        path = frame.filename.replace("\\", "/")
+        path = frame.filename
         if cell := _CELL.fullmatch(path):
             return f" at Cell In[{cell[1]}], line {frame.lineno}"
-        if "/torch/" not in path and not path.endswith(_CARRIERS):
+        if not any(folder in path for folder in ("/torch/", "/minipar/comm/", "/minipar/emulate/")):
             return f" at {'/'.join(path.split('/')[-2:])}:{frame.lineno}"
     return ""
 
 
 _CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
-_CARRIERS = ("emulate/strict.py", "emulate/link_group.py") + tuple(
-    f"comm/{name}.py" for name in ("calls", "collectives", "gloo", "autograd", "background")
-)

@@ -157,10 +157,10 @@ def _look() -> None:
     if not waits:
         return
     work, callers = frames[waits[0]].f_locals["self"], frames[waits[0] :]
-    called = time.monotonic() - work.t_called
+    waited = time.monotonic() - work.waits[-1]
     groups = list(dist.distributed_c10d._world.pg_map)
     moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
-    if work.t_start is None and called > PATIENCE and not moves:
+    if work.t_start is None and waited > PATIENCE and not moves:
         own = next(frame for frame in callers if not _is_plumbing(frame))
         name, line = own.f_code.co_filename, own.f_lineno
         known = RankShell.instance().compile._filename_map if RankShell.initialized() else {}

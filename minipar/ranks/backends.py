@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -16,8 +15,6 @@ from minipar.comm import threads
 from minipar.comm.mesh import Mesh
 
 BACKENDS = ("gloo", "nccl", "link")
-RANK_BYTES = 100e6
-"""Memory of a process that has imported torch and joined a group, at the least."""
 
 
 def pick_backend(size: int) -> str:
@@ -26,17 +23,11 @@ def pick_backend(size: int) -> str:
     return "nccl" if enough else "gloo"
 
 
-def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> None:
-    """Raise `ValueError` for ranks, of `weight_bytes` each, that this machine cannot start."""
-    if size < 1:
-        raise ValueError(f"{size} ranks: a group needs at least 1 rank")
-    memory, rank_bytes = psutil.virtual_memory().total, RANK_BYTES + weight_bytes
-    most = min(max(64, os.cpu_count() or 1), int(memory / rank_bytes))
-    if size > most:
-        raise ValueError(
-            f"{size:,} ranks do not fit this machine, but up to {most}: it has {memory / 1e9:.1f} "
-            f"GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
-        )
+def check_ranks(size: int, backend: str = "gloo") -> None:
+    """Raise `ValueError` for ranks that this machine cannot start."""
+    most = max(64, os.cpu_count() or 1)
+    if not 1 <= size <= most:
+        raise ValueError(f"{size:,} ranks do not fit this machine, but 1 to {most}")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "nccl" and pick_backend(size) != "nccl":
@@ -87,7 +78,7 @@ def is_lost_connection(error: BaseException) -> bool:
 # ---------------------------------------------------------------------- ranks of torchrun
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets for each rank."""
-_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables by which srun and mpirun tell a task the number of tasks."""
 
 
@@ -98,13 +89,10 @@ def under_torchrun() -> bool:
     """
     if all(name in os.environ for name in VARIABLES):
         return True
-    in_step = "SLURM_STEP_ID" in os.environ  # outside, these are the tasks of the whole job
     for name in _NUM_TASKS:
-        num_tasks = os.environ.get(name, "1") if in_step or "SLURM" not in name else "1"
-        if num_tasks.isdecimal() and int(num_tasks) > 1:
+        if os.environ.get(name, "1") != "1":
             raise ValueError(
-                f"{name}={num_tasks}: {'srun' if 'SLURM' in name else 'mpirun'} started "
-                f"{num_tasks} tasks, and nothing tells a task its rank; start one task on each "
+                f"{name}={os.environ[name]}: nothing tells a task its rank; start one task on each "
                 f"host, and torchrun in it, or export {', '.join(VARIABLES)}"
             )
     return False

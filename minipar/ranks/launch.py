@@ -128,11 +128,9 @@ class Ranks(AbstractContextManager):
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
         """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
-        asked = {rank: args for rank, args in enumerate(args_of) if args is not None}
-        distinct = {id(args): args for args in asked.values()}
         why = "the function, something that it mentions, or an argument cannot be sent to the ranks"
-        packed = {key: pack((fn, args, kwargs), why) for key, args in distinct.items()}
-        calls = {rank: ("call", packed[id(args)]) for rank, args in asked.items()}
+        asked = {rank: args for rank, args in enumerate(args_of) if args is not None}
+        calls = {rank: ("call", pack((fn, args, kwargs), why)) for rank, args in asked.items()}
         with self.lock, _interrupts_held() as raise_interrupt:
             call = self._supervise(calls, self.time_limit or math.inf, raise_interrupt)
             self._mend(call)

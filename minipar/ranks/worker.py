@@ -99,11 +99,11 @@ unpack = cloudpickle.loads
 class Stream(io.RawIOBase):
     """``sys.stdout`` or ``sys.stderr`` of a rank, on its way to the parent; `text` is for writers.
 
-    A rank that prints without end does not fill the notebook. `rank` is its name: "rank 1".
+    A rank that prints without end does not fill the notebook.
     """
 
-    def __init__(self, name: str, say: Callable[[str, str], None], rank: str) -> None:
-        self.name, self._say, self._rank = name, say, rank
+    def __init__(self, name: str, say: Callable[[str, str], None]) -> None:
+        self.name, self._say = name, say
         self._num_lines = 0  # of this call
         self.text = io.TextIOWrapper(self, "utf-8", line_buffering=True)
 
@@ -124,7 +124,7 @@ class Stream(io.RawIOBase):
         self.text.flush()
         left_out, self._num_lines = self._num_lines - MAX_LINES, 0
         if left_out > 0:
-            self._say(self.name, f"... {left_out:,} more lines of {self._rank}\n")
+            self._say(self.name, f"... {left_out:,} more lines\n")
 
 
 # ---------------------------------------------------------------------- the loop
@@ -137,8 +137,7 @@ class _Worker:
         self.call = self.unwanted = self.stopped = 0
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy, self.lock = threading.Event(), threading.Lock()  # busy: the user's code runs
-        who = f"rank {setup.rank}"
-        self.streams = [Stream(name, self.say, who) for name in ("stdout", "stderr")]
+        self.streams = [Stream(name, self.say) for name in ("stdout", "stderr")]
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR2, self._on_signal)

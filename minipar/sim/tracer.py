@@ -39,7 +39,6 @@ class Compute(NamedTuple):
     # Product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal.
     shape: tuple[int, ...]
     dtype: str
-    flops: int
     num_bytes: int  # read and written
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minipar.comm import algorithms, collectives
+from minipar.comm import algorithms, clock, collectives
 from minipar.comm.background import Background
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device, link, operations
 from minipar.emulate.device import Device
 from minipar.observe import timeline
+from minipar.ranks.launch import RankError
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,20 @@ def emulating(ranks, size, emulated, wire="none"):
         pool.run(link.use, "none")
 
 
+def now():
+    """Seconds of the declared device."""
+    return clock.now() / device.current().slowdown
+
+
 def multiply(count):
     """Clock, real seconds and spans of some products in a row, and their result."""
     axis, a = Mesh(dp=2).dp, torch.eye(8)
     collectives.barrier(axis)
-    begun, start = device.now(), time.monotonic()
+    begun, start = now(), time.monotonic()
     with timeline.record() as recorded, timeline.span("forward", "products"):
         for _ in range(count):
             a = a @ torch.eye(8)
-    return device.now() - begun, time.monotonic() - start, recorded.spans, a
+    return now() - begun, time.monotonic() - start, recorded.spans, a
 
 
 @pytest.mark.slow
@@ -106,7 +112,7 @@ def test_a_call_begins_when_its_input_is_there_and_holds_up_who_waits(ranks):
 
 def rounds_beside_products():
     axis, a, x = Mesh(dp=2).dp, torch.eye(8), torch.ones(250_000)
-    start, ends = device.now(), []
+    start, ends = now(), []
 
     def ring(after):
         return Background(lambda: algorithms.all_reduce(x, axis), after, x.device, "rings")
@@ -118,7 +124,7 @@ def rounds_beside_products():
             a = a @ a
         for each in (first, second, ring(second)):
             each.wait()
-            ends.append(device.now() - start)
+            ends.append(now() - start)
     return ends, recorded.hidden_fraction
 
 
@@ -136,28 +142,28 @@ def test_rounds_in_a_thread_go_on_beside_products(ranks):
             assert hidden == pytest.approx(0.4 / 0.75, abs=0.04)
 
 
-def products_of(mode):
+def without_gradients(mode):
     axis, a = Mesh(dp=2).dp, torch.eye(8)
     with mode():
-        start = device.now()
+        start = now()
         F.linear(a, a)
         a @ a
-        took = device.now() - start
-        return took, collectives.all_reduce(a, axis)
+        return now() - start, collectives.all_reduce(a, axis)
 
 
 def test_without_gradients_products_are_products_as_well(ranks):
-    """Mutant: in inference mode a linear layer, which torch hands over whole, costs its bytes."""
+    """In inference mode torch hands a linear layer over whole, which would cost its bytes."""
     with emulating(ranks, 2, Device(Sheet(product=0.05))) as pool:
-        for mode in (torch.no_grad, torch.inference_mode):
-            for took, total in pool.run(products_of, mode):
-                assert took == pytest.approx(0.1) and torch.equal(total, 2 * torch.eye(8))
+        for took, total in pool.run(without_gradients, torch.no_grad):
+            assert took == pytest.approx(0.1) and torch.equal(total, 2 * torch.eye(8))
+        with pytest.raises(RankError, match=r"needs torch.no_grad\(\), not inference_mode"):
+            pool.run(without_gradients, torch.inference_mode)
 
 
 def test_magnified_sides_make_cubes_of_flops_and_squares_of_bytes():
     """Mutant: bytes counted `magnify` times."""
     emulated = Device(Sheet(byte=1e-9), magnify=10)
-    work = operations.Work("mm", "product", (1, 8, 8, 8), "bfloat16", 1024, 1000)
+    work = operations.Work("mm", "product", (1, 8, 8, 8), "bfloat16", 1000)
     assert operations.seconds_of(work, emulated) == pytest.approx(100)
     add = work._replace(op="add", work="bytes", shape=())
     assert operations.seconds_of(add, emulated) == pytest.approx(1e-4)
@@ -171,7 +177,7 @@ def test_float32_stands_for_bf16():
 
     Mutants: float32 priced as float32; bytes that stay whole; a step whose bytes count half.
     """
-    work = operations.Work("mm", "product", (1, 8, 8, 8), "float32", 1024, 768)
+    work = operations.Work("mm", "product", (1, 8, 8, 8), "float32", 768)
     sheet = Sheet(byte=1.0)
     emulated = Device(sheet)
     operations.seconds_of(work, emulated)
@@ -213,10 +219,10 @@ def test_what_travels_counts_half_on_every_kind_of_call(ranks):
 
 def setting_up():
     with device.paused():
-        start = device.now()
+        start = now()
         torch.eye(8) @ torch.eye(8)
         collectives.all_gather_object("hello" * 1000, Mesh(dp=2).dp)
-        return device.now() - start
+        return now() - start
 
 
 def test_a_pause_takes_no_time(ranks):

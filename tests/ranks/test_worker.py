@@ -14,7 +14,7 @@ def heard() -> list[str]:
 
 
 def test_lines_travel_whole(heard):
-    stream = Stream("stdout", lambda _, text: heard.append(text), "rank 3")
+    stream = Stream("stdout", lambda _, text: heard.append(text))
     print("half ", end="", file=stream.text)
     print("and half\n\n1 %", end="", file=stream.text)
     assert heard == ["half and half\n\n1 %"]
@@ -27,7 +27,7 @@ def test_lines_travel_whole(heard):
 def test_beyond_the_last_line_there_is_only_a_count(heard, monkeypatch):
     """Each call has its own lines."""
     monkeypatch.setattr(worker, "MAX_LINES", 3)
-    stream = Stream("stdout", lambda _, text: heard.append(text), "rank 3")
+    stream = Stream("stdout", lambda _, text: heard.append(text))
     out = stream.text
     for _ in range(2):
         out.write("a\nb\nc\nd\ne")
@@ -35,7 +35,7 @@ def test_beyond_the_last_line_there_is_only_a_count(heard, monkeypatch):
             print("x", file=out)
         print("y", end="", flush=True, file=out)
         stream.end()
-        assert "".join(heard) == "a\nb\nc\n... 1,001 more lines of rank 3\n"
+        assert "".join(heard) == "a\nb\nc\n... 1,001 more lines\n"
         heard.clear()
 
 

@@ -1,5 +1,7 @@
 """Jobs and sums for the tests of time and memory."""
 
+from math import prod
+
 from minipar.model.llama import PRESETS
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
@@ -24,7 +26,14 @@ def held(a: cost.Job) -> float:
 
 def flops(rank) -> int:
     """FLOPs of products and attention of a traced rank, with what is computed again."""
-    return sum(event.flops for event in rank.events() if type(event) is Compute)
+    total = 0
+    for event in rank.events():
+        if type(event) is Compute and event.work == "product":
+            total += 2 * prod(event.shape)
+        if type(event) is Compute and event.work == "attention":
+            *sizes, causal = event.shape
+            total += (10 if "backward" in event.op else 4) * prod(sizes) // (1 + causal)
+    return total
 
 
 def sent(rank) -> dict[str, int]:
