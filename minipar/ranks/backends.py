@@ -78,7 +78,7 @@ def is_lost_connection(error: BaseException) -> bool:
 # ---------------------------------------------------------------------- ranks of torchrun
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets for each rank."""
-_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables by which srun and mpirun tell a task the number of tasks."""
 
 
@@ -89,10 +89,13 @@ def under_torchrun() -> bool:
     """
     if all(name in os.environ for name in VARIABLES):
         return True
+    in_step = "SLURM_STEP_ID" in os.environ  # outside, these are the tasks of the whole job
     for name in _NUM_TASKS:
-        if os.environ.get(name, "1") != "1":
+        num_tasks = os.environ.get(name, "1") if in_step or "SLURM" not in name else "1"
+        if num_tasks.isdecimal() and int(num_tasks) > 1:
             raise ValueError(
-                f"{name}={os.environ[name]}: nothing tells a task its rank; start one task on each "
+                f"{name}={num_tasks}: {'srun' if 'SLURM' in name else 'mpirun'} started "
+                f"{num_tasks} tasks, and nothing tells a task its rank; start one task on each "
                 f"host, and torchrun in it, or export {', '.join(VARIABLES)}"
             )
     return False

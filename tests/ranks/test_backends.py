@@ -81,10 +81,11 @@ def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, held_port, cha
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_TASKS=2: nothing tells a task its rank"),
-        ("OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=4: nothing tells"),
+        ("SLURM_STEP_ID=0 SLURM_NTASKS=2", "SLURM_NTASKS=2: srun started 2 tasks, and nothing"),
+        ("SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_TASKS=2: srun started 2"),
+        ("OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=4: mpirun started 4 tasks"),
         ("SLURM_NTASKS=2", None),  # of a job: this is its script, not one of its tasks
-        ("SLURM_STEP_NUM_TASKS=1", None),
+        ("SLURM_STEP_ID=0 SLURM_NTASKS=1", None),
     ],
 )
 def test_tasks_without_a_rank_would_each_train_alone(monkeypatch, given, says):
