@@ -80,6 +80,7 @@ MALFORMED = {
     "train --steps 0": "--steps 0 must be 1 or more",
     "train --mesh xx=2": "'xx=2' is not axis=size",
     "train --mesh dp=500000": "500,000 ranks do not fit this machine",
+    "train --preset llama-3-8b --mesh dp=60": "a rank takes 32.2 GB or more",
     "train --plan tp=3": "tp=3 does not divide num_heads",
     "train --config W/bad.toml": "Unrecognized options: --step",
     "train --config W/twice.toml": "twice.toml: it names another file",

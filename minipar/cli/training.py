@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> None:
         return
     backend, size = config.backend, config.num_ranks
     backend = backends.pick_backend(size) if backend == "auto" else backend
-    backends.check_ranks(size, backend)
+    backends.check_ranks(size, backend, config.weight_bytes())
     folder, start = _place(config)
     if _is_done(config, start):
         return

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,8 @@ from minipar.comm import threads
 from minipar.comm.mesh import Mesh
 
 BACKENDS = ("gloo", "nccl", "link")
+RANK_BYTES = 100e6
+"""Memory of a process that has imported torch and joined a group, at the least."""
 
 
 def pick_backend(size: int) -> str:
@@ -23,11 +26,17 @@ def pick_backend(size: int) -> str:
     return "nccl" if enough else "gloo"
 
 
-def check_ranks(size: int, backend: str = "gloo") -> None:
-    """Raise `ValueError` for ranks that this machine cannot start."""
-    most = max(64, os.cpu_count() or 1)
-    if not 1 <= size <= most:
-        raise ValueError(f"{size:,} ranks do not fit this machine, but 1 to {most}")
+def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> None:
+    """Raise `ValueError` for ranks, of `weight_bytes` each, that this machine cannot start."""
+    if size < 1:
+        raise ValueError(f"{size} ranks: a group needs at least 1 rank")
+    memory, rank_bytes = psutil.virtual_memory().total, RANK_BYTES + weight_bytes
+    most = min(max(64, os.cpu_count() or 1), int(memory / rank_bytes))
+    if size > most:
+        raise ValueError(
+            f"{size:,} ranks do not fit this machine, but up to {most}: it has {memory / 1e9:.1f} "
+            f"GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
+        )
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "nccl" and pick_backend(size) != "nccl":

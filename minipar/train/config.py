@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from minipar.emulate import link
 from minipar.model import hf
 from minipar.model.config import check_kinds
@@ -196,6 +198,11 @@ class TrainConfig:
             knows = f"--init {self.init} knows {shape.vocab_size} tokens"
             raise ValueError(f"{knows}, and the tokenizer has {vocab_size}; use the model's own")
         return shape
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of the model that a rank holds at first; under ZeRO 3, of its part."""
+        whole = self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
+        return whole // self.num_ranks if self.as_plan().zero == 3 else whole
 
     # ------------------------------------------------------------------ files
     def save(self, path: Path) -> None:

@@ -429,7 +429,7 @@ def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
 
 # ---------------------------------------------------------------------- starting and ending
 def test_bad_arguments_start_nothing():
-    with pytest.raises(ValueError, match="0 ranks do not fit this machine, but 1 to"):
+    with pytest.raises(ValueError, match=r"0 ranks: a group needs at least 1 rank"):
         Ranks(0)
     with pytest.raises(ValueError, match="backend='mpi' is unknown; use one of gloo, nccl, link"):
         Ranks(2, backend="mpi")
