@@ -20,6 +20,7 @@ a cell does, the notebook is usable again within seconds: an error, ranks that d
 what no rank sends, the stop button, a killed process. One line then says what must be run again.
 """
 
+import linecache
 import sys
 import time
 from collections.abc import Callable
@@ -35,31 +36,15 @@ from IPython.display import display
 from minipar.comm.mesh import check_sizes
 from minipar.emulate import link as links
 from minipar.lab import shell
-from minipar.lab.shell import RankShell, Source
+from minipar.lab.shell import RankShell
 from minipar.ranks import launch, worker
 from minipar.ranks.backends import check_ranks
 from minipar.ranks.launch import RankError
 from minipar.sim import emulate
 
 
-class CellError(RankError):
-    """A cell failed on some ranks. `advice` says in a line what must be run again, if anything."""
-
-    def __init__(self, failures: dict[int, worker.Failure], advice: str = "") -> None:
-        self.advice = advice
-        super().__init__(failures)
-
-    def reports(self) -> list[str]:
-        """Return the tracebacks of the ranks that failed, equal ones once, and the advice."""
-        return super().reports() + [self.advice] * bool(self.advice)
-
-    def __str__(self) -> str:
-        said = dict.fromkeys(f"{f.kind}: {f.message}" for f in self.failures.values())
-        ranks = ", ".join(map(str, self.failures))
-        return f"rank{'s' * (len(self.failures) > 1)} {ranks}: {'; '.join(said)}"
-
-    def _render_traceback_(self) -> list[str]:
-        return "\n\n".join(self.reports()).splitlines()  # in place of our own frames
+class CellError(worker.InWords, RuntimeError):
+    """A cell failed on some ranks: their tracebacks, and a line on what must be run again."""
 
 
 class Interrupted(worker.InWords, KeyboardInterrupt):
@@ -70,23 +55,28 @@ class TimedOut(worker.InWords, TimeoutError):
     """A cell took longer than `time_limit` allows."""
 
 
-class Misused(worker.InWords, UsageError):
-    """``%%ranks`` cannot do what it was asked."""
-
-
 class Watched(launch.Ranks):
-    """Ranks that are stopped, within seconds, when all that are left wait in vain."""
+    """Ranks that are stopped, within seconds, when all that are left wait in vain.
+
+    They know the cells of the notebook: a function that fails is told by its lines.
+    """
 
     def __init__(
         self, size: int, *, sink: launch.OutputSink = launch.prefixed, **options: Any
     ) -> None:
-        self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
+        self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, place
         self._num_done, self._listener = 0, sink
         super().__init__(size, sink=self._note, **options)
 
     def _start(self) -> None:
         super()._start()
         launch.Ranks.run_each(self, shell.watch, [()] * self.size)
+
+    def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
+        """Run as `launch.Ranks` does; the traceback of an error shows the notebook's own lines."""
+        cells = notebook_cells()
+        args_of = [None if args is None else (cells, fn, *args) for args in args_of]
+        return super().run_each(shell.call, args_of, **kwargs)
 
     def _supervise(self, *args: Any) -> launch.Call:
         """Supervise as `launch.Ranks` does; what ranks said in the call before is forgotten."""
@@ -107,9 +97,9 @@ class Watched(launch.Ranks):
         they = "finished by now" if job.results else "not asked"
         why = f"{they}: rank {', '.join(map(str, others))}" if others else "all ranks wait"
         for rank in job.waiting:
-            _, verb, line = self._stuck[rank][-1]
+            _, verb, place = self._stuck[rank][-1]
             what = f"rank {rank} of {self.size}", "Stuck", f"waits in {verb}, in vain ({why})"
-            job.failures[rank] = worker.Failure(*what, report=f"{what[-1]}\n{line}")
+            job.failures[rank] = worker.Failure(*what, report=what[-1] + place)
         self._stop(job)
 
     def _note(self, rank: int, kind: str, content: Any) -> None:
@@ -198,16 +188,14 @@ class Ranks(Watched):
             remade, pids = self.remade, self.pids
             first = next((rank for rank, args in enumerate(args_of) if args is not None), 0)
             self._transcript = _Transcript(first)
-            if source := Source.of(fn, cell_numbers()):
-                args_of = [None if args is None else (source, fn, *args) for args in args_of]
-                fn = shell.call_from
             advice = ""
             try:
                 results = super().run_each(fn, args_of, **kwargs)
                 advice = self._recover(remade, pids)
                 return results
             except RankError as error:
-                raise CellError(error.failures, self._recover(remade, pids)) from None
+                said = [*error.reports(), self._recover(remade, pids)]
+                raise CellError("\n\n".join(said).rstrip()) from None
             except KeyboardInterrupt:
                 raise Interrupted(f"Interrupted. {self._recover(remade, pids)}") from None
             except TimeoutError as error:
@@ -231,8 +219,6 @@ class Ranks(Watched):
         """Bring the namespaces in line with the process group; say which cells to run again."""
         if self.closed or self.remade == remade:
             return ""
-        found = super().run_each(shell.mesh_sizes, [()] * self.size)
-        self._mesh = next((sizes for sizes in found if sizes), self._mesh)
         self._prepare()
         if pids == self.pids:
             return (
@@ -304,10 +290,10 @@ def current() -> Ranks | None:
 
 
 def chosen_ranks(text: str, size: int) -> list[int]:
-    """Return the ranks that "0,2" names. Raises `ValueError` if there are none such."""
+    """Return the ranks that "0,2" names. Raises `UsageError` if there are none such."""
     chosen = {part.strip() for part in text.split(",")}
     if not chosen <= {str(rank) for rank in range(size)}:
-        raise ValueError(f"-r {text}: the ranks are 0 to {size - 1}; write 0,2")
+        raise UsageError(f"%%ranks -r {text}: the ranks are 0 to {size - 1}; write 0,2")
     return sorted(map(int, chosen))
 
 
@@ -317,20 +303,18 @@ def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
     asked, ranks = parse_argstring(_ranks_magic, line), current()
     if ranks is None:
-        raise Misused("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
-    try:
-        on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
-    except ValueError as error:
-        raise Misused(f"%%ranks: {error}") from None
+        raise UsageError("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
+    on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
     # IPython has counted on before it runs the cell.
-    ranks.cell(head + cell, on, number=max(cell_numbers().values()))
+    ranks.cell(head + cell, on, number=max(get_ipython().compile._filename_map.values()))
 
 
-def cell_numbers() -> dict[str, int]:
-    """Return the number of each cell that was run here, by the file name that Python knows."""
-    return getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
+def notebook_cells() -> dict[str, tuple[str, list[str]]]:
+    """Return title and lines of each cell that was run here, by the file name that Python knows."""
+    numbers = getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
+    return {file: (f"Cell In[{n}]", linecache.getlines(file)) for file, n in numbers.items()}
 
 
 def _explain_name(here: Any, kind: type, error: NameError, tb: Any, tb_offset: Any = None) -> None:

@@ -6,15 +6,15 @@ it to another notebook, or the stored answer where nothing was kept.
 """
 
 import ast
+import dis
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from minipar.lab import exercises
-from minipar.lab.shell import globals_of
 
 FOLDER = "my"
 PIECES = {  # by the name of the file: which exercise it is, and what others call it
@@ -93,7 +93,7 @@ def written(answer: Callable, name: str) -> str:
 
 def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -> None:
     text, space = _source(thing)
-    for other in dict.fromkeys(globals_of(compile(text, "<kept>", "exec"))):
+    for other in dict.fromkeys(_globals_of(compile(text, "<kept>", "exec"))):
         if other in (name, thing.__name__, *parts) or other not in space or other[:2] == "__":
             continue
         value = space[other]
@@ -122,3 +122,13 @@ def _source(thing: Callable) -> tuple[str, dict[str, Any]]:
     if not nodes:
         raise ValueError(f"{thing.__name__} is not defined at the top of a cell or a file")
     return "".join(lines[nodes[-1].lineno - 1 : nodes[-1].end_lineno]).rstrip(), method.__globals__
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that are looked up outside of functions, whatever function they are in."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield step.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals_of(inner)
