@@ -44,7 +44,7 @@ from minipar.sim import emulate
 
 
 class CellError(worker.InWords, RuntimeError):
-    """A cell failed on some ranks: their tracebacks, and a line on what must be run again."""
+    """A cell failed on some ranks. The message is their tracebacks."""
 
 
 class Interrupted(worker.InWords, KeyboardInterrupt):
@@ -151,8 +151,7 @@ class Ranks(Watched):
         if _current is not None:
             _current.close()
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        known = dict(backend=backend, preload=preload)
-        super().__init__(size, sink=self._hear, **known | options)
+        super().__init__(size, sink=self._hear, backend=backend, preload=preload, **options)
         self._prepare()
         _current = self
         register_magic()
@@ -188,23 +187,18 @@ class Ranks(Watched):
             remade, pids = self.remade, self.pids
             first = next((rank for rank, args in enumerate(args_of) if args is not None), 0)
             self._transcript = _Transcript(first)
-            advice = ""
             try:
-                results = super().run_each(fn, args_of, **kwargs)
-                advice = self._recover(remade, pids)
-                return results
+                return super().run_each(fn, args_of, **kwargs)
             except RankError as error:
-                said = [*error.reports(), self._recover(remade, pids)]
-                raise CellError("\n\n".join(said).rstrip()) from None
+                raise CellError("\n\n".join(error.reports())) from None
             except KeyboardInterrupt:
-                raise Interrupted(f"Interrupted. {self._recover(remade, pids)}") from None
+                raise Interrupted("Interrupted.") from None
             except TimeoutError as error:
-                raise TimedOut(f"Stopped. {error}. {self._recover(remade, pids)}") from None
+                raise TimedOut(f"Stopped. {error}.") from None
             finally:
                 self._transcript.close()
                 self._transcript = None
-                if advice:
-                    print(advice)
+                self._recover(remade, pids)
 
     def __repr__(self) -> str:
         wire = f"gloo, {self.link.label}" if self.backend == "link" else f"backend {self.backend}"
@@ -215,20 +209,21 @@ class Ranks(Watched):
     def _prepare(self) -> None:
         super().run_each(shell.prepare, [(self._mesh, self.link, self.device)] * self.size)
 
-    def _recover(self, remade: int, pids: list[int]) -> str:
+    def _recover(self, remade: int, pids: list[int]) -> None:
         """Bring the namespaces in line with the process group; say which cells to run again."""
         if self.closed or self.remade == remade:
-            return ""
+            return
         self._prepare()
         if pids == self.pids:
-            return (
+            print(
                 "The process group was made anew, all variables are kept: "
                 "re-run the cells that built models or groups on it."
             )
-        return (
-            "All ranks were started anew, with empty namespaces: "
-            "re-run the cells that defined what you need, from the first on."
-        )
+        else:
+            print(
+                "All ranks were started anew, with empty namespaces: "
+                "re-run the cells that defined what you need, from the first on."
+            )
 
     def _hear(self, rank: int, kind: str, content: Any) -> None:
         if self._transcript is not None:  # else they are being prepared
@@ -281,12 +276,7 @@ class _Transcript:
 
 
 # ---------------------------------------------------------------------- the magic
-_current: Ranks | None = None  # the ranks of this notebook
-
-
-def current() -> Ranks | None:
-    """Return the ranks that ``%%ranks`` speaks to, or None when none are running."""
-    return None if _current is None or _current.closed else _current
+_current: Ranks | None = None  # the ranks that %%ranks speaks to
 
 
 def chosen_ranks(text: str, size: int) -> list[int]:
@@ -301,8 +291,8 @@ def chosen_ranks(text: str, size: int) -> list[int]:
 @argument("-r", "--ranks", help="only these ranks, such as 0,2")
 def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
-    asked, ranks = parse_argstring(_ranks_magic, line), current()
-    if ranks is None:
+    asked, ranks = parse_argstring(_ranks_magic, line), _current
+    if ranks is None or ranks.closed:
         raise UsageError("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
     on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
@@ -317,21 +307,11 @@ def notebook_cells() -> dict[str, tuple[str, list[str]]]:
     return {file: (f"Cell In[{n}]", linecache.getlines(file)) for file, n in numbers.items()}
 
 
-def _explain_name(here: Any, kind: type, error: NameError, tb: Any, tb_offset: Any = None) -> None:
-    """Show a `NameError` as ever; if it is a name of ours, with what to do."""
-    if error.name in ("rank", "world_size", "mesh", "device"):
-        error.add_note(f"`{error.name}` is known on the ranks: begin the cell with  %%ranks")
-    elif error.name in ("ranks", "Ranks"):
-        error.add_note(f"`{error.name}` comes from the first cell of the notebook: run it again")
-    here.showtraceback((kind, error, tb), tb_offset=tb_offset)
-
-
 def register_magic() -> None:
     """Make ``%%ranks`` known, in a notebook; elsewhere do nothing."""
     here = get_ipython()
     if here is not None and not isinstance(here, RankShell):
         here.register_magic_function(_ranks_magic, "cell", "ranks")
-        here.set_custom_exc((NameError,), _explain_name)
 
 
 register_magic()  # so that %%ranks without ranks is answered, too

@@ -163,11 +163,6 @@ def test_a_flood_is_cut_off_and_the_limit_is_told_at_once(nb):
 
 # ---------------------------------------------------------------------- errors
 def test_slips_are_answered_in_a_line(nb):
-    note = nb.run("rank + 1").error.splitlines()[-1]
-    assert note == "`rank` is known on the ranks: begin the cell with  %%ranks"
-    forgotten = nb.run("kept = ranks; del ranks\nranks")
-    assert forgotten.error.splitlines()[-1].startswith("`ranks` comes from the first cell")
-    assert nb.run("ranks = kept; no_such_name").error.endswith("'no_such_name' is not defined")
     put = "Ranks know names of %%ranks cells, and those of ranks.put(x=x)"
     assert put in nb.run("%%ranks\nours").error
     assert nb.run("%%ranks\nexit()").error.splitlines()[-1].startswith("SystemExit")
@@ -210,9 +205,9 @@ def test_a_traceback_is_the_ranks_own_with_the_lines_of_the_notebook(nb):
     assert f"Cell In[{number}], line 3, in f\n    return 1 / x\n" in shown.error
     assert "launch.py" not in shown.error and "interactiveshell" not in shown.error
     assert "Stopped" not in shown.error  # ranks 0 and 2 were freed, that is no news
-    assert shown.error.endswith(
+    assert shown.text == (
         "The process group was made anew, all variables are kept: "
-        "re-run the cells that built models or groups on it."
+        "re-run the cells that built models or groups on it.\n"
     )
     assert recovered(nb) < usable()
 
@@ -222,7 +217,7 @@ def test_an_error_of_all_ranks_is_shown_once_and_costs_nothing(nb):
     for code in ("1 / 0", "x = = 1", "raise SystemExit"):
         shown = nb.run(f"%%ranks\n{code}")
         assert shown.error.startswith("all 4 ranks alike:") and shown.seconds < usable()
-        assert "made anew" not in shown.error
+        assert "made anew" not in shown.text
     assert "SyntaxError: invalid syntax" in nb.run("%%ranks\nx = = 1").error
     assert nb.run("ranks.remade").value == before
 
@@ -235,7 +230,7 @@ def test_different_calls_are_reported_with_who_called_what(nb):
     verbs = nb.run("%%ranks\ndist.barrier() if rank == 2 else dist.all_reduce(torch.ones(1))")
     assert "rank 2 called barrier" in verbs.error
     assert shapes.seconds < usable() and verbs.seconds < usable()
-    assert "made anew" not in shapes.error + verbs.error
+    assert "made anew" not in shapes.text + verbs.text
     assert recovered(nb) < usable()
     # Functions of the notebook fail with their own lines, whichever cells they are in.
     nb.run("def half(x):\n    y = x - 1\n    return 1 / y")
@@ -273,9 +268,9 @@ def test_the_stop_button(nb, code):
     """A pool that waits for its ranks, or a rank that is stuck in C++, would hang."""
     keep(nb)
     shown = nb.run(f"%%ranks\nprint('before')\n{code}", stop_after=0.5)
-    assert shown.error_name == "Interrupted" and shown.error.startswith("Interrupted. The process")
-    assert "all variables are kept" in shown.error
-    assert shown.text == "".join(f"[{r}] before\n" for r in range(4))
+    assert shown.error_name == "Interrupted" and shown.error == "Interrupted."
+    assert shown.text.startswith("".join(f"[{r}] before\n" for r in range(4)) + "The process")
+    assert "all variables are kept" in shown.text
     assert shown.seconds - 0.5 + recovered(nb) < usable()
 
 
@@ -287,8 +282,8 @@ def test_a_time_limit_presses_the_button_by_itself(nb):
     shown = nb.run("%%ranks\nwhile rank == 1: pass\ndist.barrier()")
     nb.run("ranks.time_limit = None")
     assert shown.error_name == "TimedOut" and "\n" not in shown.error
-    assert shown.error.startswith("Stopped. ranks 0, 1, 2, 3: not done after 1 s. The process")
-    assert "all variables are kept" in shown.error
+    assert shown.error == "Stopped. ranks 0, 1, 2, 3: not done after 1 s."
+    assert "all variables are kept" in shown.text
     assert recovered(nb) < usable()
 
 
@@ -346,7 +341,7 @@ def test_a_rank_that_ends(nb, end):
     assert (
         not end or shown.error.startswith("rank 2 of 4") and "the process ended by" in shown.error
     )
-    assert shown.error.splitlines()[-1] == (
+    assert shown.text.splitlines()[-1] == (
         f"{ANEW}: re-run the cells that defined what you need, from the first on."
     )
     assert shown.seconds + recovered(nb, NONE) < usable()
