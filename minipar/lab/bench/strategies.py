@@ -6,7 +6,8 @@ A contender is a function ``field -> step``, called on each rank. How a race is 
 - fsdp: `ZeroRedundancyOptimizer`, and `fully_shard` on every block. CUDA streams hide the
   collectives of `fully_shard`; on a CPU each of them blocks. So its collectives are asynchronous
   here, and every block names the next one.
-- tensor: `parallelize_module` with `loss_parallel`; the input of q, k and v is prepared once.
+- tensor: `parallelize_module` with `SequenceParallel` and `loss_parallel`; the input of q, k and v
+  is prepared once.
 - context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel, so the
   ring races with the CPU's FlashAttention, which is the kernel of ours.
 - pipeline: `torch.distributed.pipelining` plays the schedule of the same name on the same stages.
@@ -185,13 +186,13 @@ def grid_of(axis: Axis) -> Any:
 
 
 # ---------------------------------------------------------------------- tensor parallel
-def torch_tensor(on: Field, sequence: bool = False) -> Step:
-    """Return a step of `parallelize_module`, with or without its `SequenceParallel`."""
+def torch_tensor(on: Field) -> Step:
+    """Return a step of `parallelize_module`, with its `SequenceParallel`."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
     model = on.model()
-    parallelize_module(model, grid_of(on.axis), tensor_plan(sequence))
+    parallelize_module(model, grid_of(on.axis), tensor_plan())
     # A fused optimizer takes DTensors and tensors in parameter groups of their own.
     groups = [
         dict(params=[p for p in model.parameters() if isinstance(p, DTensor) is is_cut])
@@ -206,20 +207,21 @@ def torch_tensor(on: Field, sequence: bool = False) -> Step:
     return with_loss_parallel
 
 
-def tensor_plan(sequence: bool) -> dict[str, Any]:
+def tensor_plan() -> dict[str, Any]:
     """Return the plan of a Llama for `parallelize_module`: which style for which module."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as styles
 
-    outside = Shard(1) if sequence else Replicate()  # of activations [B, T, D], between matrices
-    layer, whole = "model.layers.*", Replicate()
+    outside, whole = Shard(1), Replicate()  # of activations [B, T, D], between matrices and inside
+    layer = "model.layers.*"
+    norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
     first, second = styles.ColwiseParallel(), styles.RowwiseParallel(output_layouts=outside)
 
     def prepared(others: tuple = ()) -> Any:
         given, wanted = (outside, *others), (whole, *others)
         return styles.PrepareModuleInput(input_layouts=given, desired_input_layouts=wanted)
 
-    plan: dict[str, Any] = {
+    return {
         f"{layer}.self_attn": prepared((None, None)),
         f"{layer}.mlp": prepared(),
         **{f"{layer}.self_attn.{name}_proj": first for name in "qkv"},
@@ -228,11 +230,8 @@ def tensor_plan(sequence: bool) -> dict[str, Any]:
         f"{layer}.mlp.down_proj": second,
         "model.embed_tokens": styles.RowwiseParallel(input_layouts=whole, output_layouts=outside),
         "lm_head": styles.ColwiseParallel(input_layouts=outside, use_local_output=False),
+        **dict.fromkeys(norms, styles.SequenceParallel()),
     }
-    if sequence:
-        norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
-        plan |= dict.fromkeys(norms, styles.SequenceParallel())
-    return plan
 
 
 # ---------------------------------------------------------------------- context parallel
@@ -346,8 +345,7 @@ AXES = {
 """The axis of a strategy, and the tokens of a sequence."""
 DDP = "DistributedDataParallel", torch_ddp
 ZERO = "ZeroRedundancyOptimizer", partial(torch_ddp, sharded=True)
-TENSOR, CUT = partial(our, apply=tensor.apply), partial(our, apply=tensor.apply, sequence=True)
-SEQUENCE = "with SequenceParallel", partial(torch_tensor, sequence=True)
+TENSOR = partial(our, apply=tensor.apply, sequence=True)
 CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
     "ddp": {
         name: (partial(our, apply=ddp.apply, version=name), *DDP)
@@ -359,9 +357,8 @@ CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
         "FSDP": (partial(our, apply=fsdp.apply), "fully_shard", torch_fsdp),
     },
     "tensor": {
-        "plain": (TENSOR, "parallelize_module", torch_tensor),
-        "sequence": (CUT, *SEQUENCE),
-        "overlap": (partial(CUT, overlap=True), *SEQUENCE),
+        "sequence": (TENSOR, "parallelize_module", torch_tensor),
+        "overlap": (partial(TENSOR, overlap=True), "parallelize_module", torch_tensor),
     },
     "context": {"ring": (our_context, "PyTorch's ring", partial(our_context, ring=torch_ring))},
     "pipeline": {
