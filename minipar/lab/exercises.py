@@ -14,7 +14,6 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, with these names:
     SIZES = (4, 3)                                       # numbers of ranks; (4,) if not given
     MESH = {"replica": 2, "node": 2}                     # or a mesh: then the answer gets its axes
     SECONDS = 60                                         # for a run, where `TIME_LIMIT` is short
-    BY_MESSAGE = True                                    # guess whatever was sent, see `slips`
 
     def given(size, random): ...        # -> for each rank, the arguments of the learner's function
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
@@ -33,6 +32,7 @@ The tests prove every file found there: the solution passes, each wrong answer f
 
 import dis
 import importlib.util
+import json
 import math
 import re
 import secrets
@@ -54,7 +54,7 @@ from IPython.display import display
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
-from minipar.lab import cells, slips
+from minipar.lab import cells
 from minipar.lab.cases import Case, CheckFailed, Sent
 from minipar.lab.shell import code_of
 from minipar.ranks import worker
@@ -93,11 +93,11 @@ class Exercise:
         # A host may have left the answers out.
         self.solution, self.solution_bonus = part("solution"), part("solution_bonus")
         self.seconds: float | None = part("SECONDS")
-        self.by_message: bool = part("BY_MESSAGE", False)
         self.bugs: dict[str, str] = part("BUGS", {})
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
         self.wrongs = _named(module, "wrong_")
-        self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {"seed": 0, "told": {}})
+        known = json.loads(file.with_name("slips.json").read_text(encoding="utf-8"))
+        self.slips: dict[str, Any] = known.get(self.id, {"seed": 0, "told": {}})
 
 
 def _run(answer: Callable, axis: Axis | list[Axis], *given: Any) -> Any:
@@ -235,8 +235,7 @@ def examine(
         try:
             criterion(case)
         except CheckFailed as error:
-            seen = None if asked.by_message else case
-            raise CheckFailed(str(error), name, seen) from None
+            raise CheckFailed(str(error), name, case) from None
         except Exception as error:
             why = f"{_short(case.results[0])} ({type(error).__name__}: {error})"
             raise CheckFailed(f"this is no answer: {why}", name) from error

@@ -3,37 +3,22 @@
 Each wrong answer of an exercise has a sentence, ``@fails("result", "Exactly n times ...")``. How it
 fails on the inputs of one seed, the criterion, the message and what was sent, gives a fingerprint.
 An answer that fails with the same fingerprint on the same inputs is told the sentence. The file
-``slips.json`` beside the exercises holds fingerprints and sentences, and no code: it goes into
-copies without answers. ``python -m minipar.lab.publish notebooks/ --slips`` writes it again.
+``slips.json`` beside the exercises holds for each the "seed" and "told", sentences by fingerprint,
+and no code: it goes into copies without answers.
+``python -m minipar.lab.publish notebooks/ --slips`` writes it again.
 """
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-NAME = "slips.json"
 RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Mismatch|Stuck|Race)\b.*$", re.MULTILINE)
 PLACE = re.compile(r" at (?:\S+:\d+|Cell In\[\d+\], line \d+)")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
-
-
-def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return by exercise its "seed", and "told", sentences by fingerprint; {} without a file."""
-    file = folder / NAME
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def write(folder: Path, known: dict[str, dict[str, Any]]) -> Path:
-    """Write what `read` returns; return the file."""
-    file = folder / NAME
-    file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return file
 
 
 def fingerprint(
