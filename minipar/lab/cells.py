@@ -24,7 +24,6 @@ import linecache
 import sys
 import time
 from collections.abc import Callable
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -245,11 +244,8 @@ class _Transcript:
             self._held.append((rank, kind, content))
 
     def close(self) -> None:
-        said = sorted(self._held, key=itemgetter(0))  # of one rank, in the order in which it spoke
-        for (rank, kind), group in groupby(said, key=itemgetter(0, 1)):
-            contents = [content for *_, content in group]
-            for content in contents if kind == "display" else ["".join(contents)]:
-                self._show(rank, kind, content)
+        for held in sorted(self._held, key=itemgetter(0)):  # of a rank, in the order of its words
+            self._show(*held)
         self._end_line()
 
     def _show(self, rank: int, kind: str, content: Any) -> None:
@@ -267,11 +263,10 @@ class _Transcript:
                 out.write(f"[{rank}]" if line == "\n" else f"[{rank}] ")
             out.write(line)
             self._line = None if line[-1] == "\n" else (rank, stream)
-        out.flush()
 
     def _end_line(self) -> None:
         if self._line is not None:
-            print(file=getattr(sys, self._line[1]), flush=True)
+            print(file=getattr(sys, self._line[1]))
             self._line = None
 
 

@@ -264,7 +264,8 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
         try:
             answers = ranks.run_each(_play, calls)[:size]
         except (RankError, TypeError, TimeoutError) as error:
-            raise CheckFailed(_in_words(error), "run") from error
+            reports = error.reports() if isinstance(error, RankError) else [str(error)]
+            raise CheckFailed("\n\n".join(reports), "run") from error
         finally:
             ranks.time_limit = before
     results, sent = zip(*answers, strict=True)
@@ -286,17 +287,6 @@ def waiting(what: str, title: str, todo: str) -> CheckFailed:
 
 
 _END = "return"  # how messages call the barrier after a learner's function
-
-
-def _in_words(error: Exception) -> str:
-    """Say how a run failed, with the lines of cells as the notebook numbers them."""
-    text = "\n\n".join(error.reports()) if isinstance(error, RankError) else str(error)
-    for filename, (title, _) in cells.notebook_cells().items():
-        file = "/".join(filename.split("/")[-2:])  # as a race names it
-        text = re.sub(rf"{re.escape(file)}:(\d+)", rf"{title}, line \1", text)
-    return text
-
-
 _own: cells.Watched | None = None
 
 
@@ -339,8 +329,8 @@ def _play(answer: Callable, run: Callable, sizes: dict, given: tuple) -> Any:
             raise
         except Exception as error:
             file = getattr(code_of(answer), "co_filename", None)
-            frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-            if returned and all(frame.f_code.co_filename != file for frame in frames):
+            frames = traceback.extract_tb(error.__traceback__)
+            if returned and all(frame.filename != file for frame in frames):
                 went = f"your function returned {returned}. The check went on with this, and met"
                 error.report = f"{went}\n{type(error).__name__}: {error}"
             raise

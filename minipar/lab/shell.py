@@ -9,6 +9,7 @@ which only the learner's own lines are left (`call`).
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -208,6 +209,8 @@ def _report(error: BaseException) -> str:
     text = "".join(shown.format() if shown.stack else shown.format_exception_only()).rstrip()
     for filename, title in _titles.items():
         text = text.replace(f'File "{filename}"', title)
+        short = "/".join(filename.split("/")[-2:])  # as a race names it
+        text = re.sub(rf"{re.escape(short)}:(\d+)", rf"{title}, line \1", text)
     return text
 
 
