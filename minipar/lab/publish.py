@@ -87,7 +87,7 @@ def hand_out(notebooks: Path, folder: Path) -> None:
 
 
 def learn_slips(asked: exercises.Exercise) -> dict[str, Any]:
-    """Run the wrong answers of an exercise; return how each fails, and its sentence, for `slips`.
+    """Run the wrong answers of an exercise; return how each fails, and its sentence, for the file.
 
     The seed is the first of twenty that tells different sentences apart, else `ValueError`.
     """

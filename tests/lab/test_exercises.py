@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import isend, recv
 
 from minipar.emulate import link
-from minipar.lab import exercises, publish
+from minipar.lab import exercises, publish, shell
 from minipar.lab.cases import CheckFailed, Sent
 from minipar.lab.exercises import check, exercise, play
 from minipar.parallel.pipeline import schedules
@@ -40,6 +40,13 @@ def pool(ranks, monkeypatch, request):
     """Let the checks use the tests' own standing ranks, as many as the exercise takes."""
     number = getattr(request.node, "callspec", None) and request.node.callspec.params.get("number")
     standing = ranks(max(4, *exercise(number).sizes) if number else 4, "link")
+    run_each = standing.run_each
+
+    def wording_errors(fn, args_of, **kwargs):  # as `Watched` does
+        args_of = [None if args is None else ({}, fn, *args) for args in args_of]
+        return run_each(shell.call, args_of, **kwargs)
+
+    monkeypatch.setattr(standing, "run_each", wording_errors)
     monkeypatch.setattr(exercises, "_own", standing)
     return standing
 
