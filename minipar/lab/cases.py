@@ -1,9 +1,9 @@
 """The facts of a check: each rank's inputs, result and messages; and how a check refuses.
 
 Each wrong answer of an exercise has a sentence, ``@fails("result", "Did you divide?")``. An answer
-that fails with the same fingerprint, on the inputs of one seed, is told the sentence. ``slips.json``
-beside the exercises holds for each the "seed" and "told", sentences by fingerprint, and no code: it
-goes into copies without answers. ``python -m minipar.lab.publish notebooks/ --slips`` writes it.
+that fails with the same fingerprint, on the inputs of one seed, is told the sentence. The file
+``slips.json`` holds for each exercise the "seed" and "told", sentences by fingerprint, and no code:
+it goes into copies without answers. ``python -m minipar.lab.publish notebooks/ --slips`` writes it.
 """
 
 import hashlib
