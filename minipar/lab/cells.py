@@ -20,10 +20,10 @@ a cell does, the notebook is usable again within seconds: an error, ranks that d
 what no rank sends, the stop button, a killed process. One line then says what must be run again.
 """
 
+import linecache
 import sys
 import time
 from collections.abc import Callable
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -35,31 +35,15 @@ from IPython.display import display
 from minipar.comm.mesh import check_sizes
 from minipar.emulate import link as links
 from minipar.lab import shell
-from minipar.lab.shell import RankShell, Source
+from minipar.lab.shell import RankShell
 from minipar.ranks import launch, worker
 from minipar.ranks.backends import check_ranks
 from minipar.ranks.launch import RankError
 from minipar.sim import emulate
 
 
-class CellError(RankError):
-    """A cell failed on some ranks. `advice` says in a line what must be run again, if anything."""
-
-    def __init__(self, failures: dict[int, worker.Failure], advice: str = "") -> None:
-        self.advice = advice
-        super().__init__(failures)
-
-    def reports(self) -> list[str]:
-        """Return the tracebacks of the ranks that failed, equal ones once, and the advice."""
-        return super().reports() + [self.advice] * bool(self.advice)
-
-    def __str__(self) -> str:
-        said = dict.fromkeys(f"{f.kind}: {f.message}" for f in self.failures.values())
-        ranks = ", ".join(map(str, self.failures))
-        return f"rank{'s' * (len(self.failures) > 1)} {ranks}: {'; '.join(said)}"
-
-    def _render_traceback_(self) -> list[str]:
-        return "\n\n".join(self.reports()).splitlines()  # in place of our own frames
+class CellError(worker.InWords, RuntimeError):
+    """A cell failed on some ranks. The message is their tracebacks."""
 
 
 class Interrupted(worker.InWords, KeyboardInterrupt):
@@ -70,23 +54,28 @@ class TimedOut(worker.InWords, TimeoutError):
     """A cell took longer than `time_limit` allows."""
 
 
-class Misused(worker.InWords, UsageError):
-    """``%%ranks`` cannot do what it was asked."""
-
-
 class Watched(launch.Ranks):
-    """Ranks that are stopped, within seconds, when all that are left wait in vain."""
+    """Ranks that are stopped, within seconds, when all that are left wait in vain.
+
+    They know the cells of the notebook: a function that fails is told by its lines.
+    """
 
     def __init__(
         self, size: int, *, sink: launch.OutputSink = launch.prefixed, **options: Any
     ) -> None:
-        self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
+        self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, place
         self._num_done, self._listener = 0, sink
         super().__init__(size, sink=self._note, **options)
 
     def _start(self) -> None:
         super()._start()
         launch.Ranks.run_each(self, shell.watch, [()] * self.size)
+
+    def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
+        """Run as `launch.Ranks` does; the traceback of an error shows the notebook's own lines."""
+        cells = notebook_cells()
+        args_of = [None if args is None else (cells, fn, *args) for args in args_of]
+        return super().run_each(shell.call, args_of, **kwargs)
 
     def _supervise(self, *args: Any) -> launch.Call:
         """Supervise as `launch.Ranks` does; what ranks said in the call before is forgotten."""
@@ -107,9 +96,9 @@ class Watched(launch.Ranks):
         they = "finished by now" if job.results else "not asked"
         why = f"{they}: rank {', '.join(map(str, others))}" if others else "all ranks wait"
         for rank in job.waiting:
-            _, verb, line = self._stuck[rank][-1]
+            _, verb, place = self._stuck[rank][-1]
             what = f"rank {rank} of {self.size}", "Stuck", f"waits in {verb}, in vain ({why})"
-            job.failures[rank] = worker.Failure(*what, report=f"{what[-1]}\n{line}")
+            job.failures[rank] = worker.Failure(*what, report=what[-1] + place)
         self._stop(job)
 
     def _note(self, rank: int, kind: str, content: Any) -> None:
@@ -161,8 +150,7 @@ class Ranks(Watched):
         if _current is not None:
             _current.close()
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        known = dict(backend=backend, preload=preload)
-        super().__init__(size, sink=self._hear, **known | options)
+        super().__init__(size, sink=self._hear, backend=backend, preload=preload, **options)
         self._prepare()
         _current = self
         register_magic()
@@ -198,25 +186,18 @@ class Ranks(Watched):
             remade, pids = self.remade, self.pids
             first = next((rank for rank, args in enumerate(args_of) if args is not None), 0)
             self._transcript = _Transcript(first)
-            if source := Source.of(fn, cell_numbers()):
-                args_of = [None if args is None else (source, fn, *args) for args in args_of]
-                fn = shell.call_from
-            advice = ""
             try:
-                results = super().run_each(fn, args_of, **kwargs)
-                advice = self._recover(remade, pids)
-                return results
+                return super().run_each(fn, args_of, **kwargs)
             except RankError as error:
-                raise CellError(error.failures, self._recover(remade, pids)) from None
+                raise CellError("\n\n".join(error.reports())) from None
             except KeyboardInterrupt:
-                raise Interrupted(f"Interrupted. {self._recover(remade, pids)}") from None
+                raise Interrupted("Interrupted.") from None
             except TimeoutError as error:
-                raise TimedOut(f"Stopped. {error}. {self._recover(remade, pids)}") from None
+                raise TimedOut(f"Stopped. {error}.") from None
             finally:
                 self._transcript.close()
                 self._transcript = None
-                if advice:
-                    print(advice)
+                self._recover(remade, pids)
 
     def __repr__(self) -> str:
         wire = f"gloo, {self.link.label}" if self.backend == "link" else f"backend {self.backend}"
@@ -227,22 +208,21 @@ class Ranks(Watched):
     def _prepare(self) -> None:
         super().run_each(shell.prepare, [(self._mesh, self.link, self.device)] * self.size)
 
-    def _recover(self, remade: int, pids: list[int]) -> str:
+    def _recover(self, remade: int, pids: list[int]) -> None:
         """Bring the namespaces in line with the process group; say which cells to run again."""
         if self.closed or self.remade == remade:
-            return ""
-        found = super().run_each(shell.mesh_sizes, [()] * self.size)
-        self._mesh = next((sizes for sizes in found if sizes), self._mesh)
+            return
         self._prepare()
         if pids == self.pids:
-            return (
+            print(
                 "The process group was made anew, all variables are kept: "
                 "re-run the cells that built models or groups on it."
             )
-        return (
-            "All ranks were started anew, with empty namespaces: "
-            "re-run the cells that defined what you need, from the first on."
-        )
+        else:
+            print(
+                "All ranks were started anew, with empty namespaces: "
+                "re-run the cells that defined what you need, from the first on."
+            )
 
     def _hear(self, rank: int, kind: str, content: Any) -> None:
         if self._transcript is not None:  # else they are being prepared
@@ -264,11 +244,8 @@ class _Transcript:
             self._held.append((rank, kind, content))
 
     def close(self) -> None:
-        said = sorted(self._held, key=itemgetter(0))  # of one rank, in the order in which it spoke
-        for (rank, kind), group in groupby(said, key=itemgetter(0, 1)):
-            contents = [content for *_, content in group]
-            for content in contents if kind == "display" else ["".join(contents)]:
-                self._show(rank, kind, content)
+        for held in sorted(self._held, key=itemgetter(0)):  # of a rank, in the order of its words
+            self._show(*held)
         self._end_line()
 
     def _show(self, rank: int, kind: str, content: Any) -> None:
@@ -286,28 +263,22 @@ class _Transcript:
                 out.write(f"[{rank}]" if line == "\n" else f"[{rank}] ")
             out.write(line)
             self._line = None if line[-1] == "\n" else (rank, stream)
-        out.flush()
 
     def _end_line(self) -> None:
         if self._line is not None:
-            print(file=getattr(sys, self._line[1]), flush=True)
+            print(file=getattr(sys, self._line[1]))
             self._line = None
 
 
 # ---------------------------------------------------------------------- the magic
-_current: Ranks | None = None  # the ranks of this notebook
-
-
-def current() -> Ranks | None:
-    """Return the ranks that ``%%ranks`` speaks to, or None when none are running."""
-    return None if _current is None or _current.closed else _current
+_current: Ranks | None = None  # the ranks that %%ranks speaks to
 
 
 def chosen_ranks(text: str, size: int) -> list[int]:
-    """Return the ranks that "0,2" names. Raises `ValueError` if there are none such."""
+    """Return the ranks that "0,2" names. Raises `UsageError` if there are none such."""
     chosen = {part.strip() for part in text.split(",")}
     if not chosen <= {str(rank) for rank in range(size)}:
-        raise ValueError(f"-r {text}: the ranks are 0 to {size - 1}; write 0,2")
+        raise UsageError(f"%%ranks -r {text}: the ranks are 0 to {size - 1}; write 0,2")
     return sorted(map(int, chosen))
 
 
@@ -315,31 +286,20 @@ def chosen_ranks(text: str, size: int) -> list[int]:
 @argument("-r", "--ranks", help="only these ranks, such as 0,2")
 def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
-    asked, ranks = parse_argstring(_ranks_magic, line), current()
-    if ranks is None:
-        raise Misused("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
-    try:
-        on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
-    except ValueError as error:
-        raise Misused(f"%%ranks: {error}") from None
+    asked, ranks = parse_argstring(_ranks_magic, line), _current
+    if ranks is None or ranks.closed:
+        raise UsageError("%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)")
+    on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
     # IPython has counted on before it runs the cell.
-    ranks.cell(head + cell, on, number=max(cell_numbers().values()))
+    ranks.cell(head + cell, on, number=max(get_ipython().compile._filename_map.values()))
 
 
-def cell_numbers() -> dict[str, int]:
-    """Return the number of each cell that was run here, by the file name that Python knows."""
-    return getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
-
-
-def _explain_name(here: Any, kind: type, error: NameError, tb: Any, tb_offset: Any = None) -> None:
-    """Show a `NameError` as ever; if it is a name of ours, with what to do."""
-    if error.name in ("rank", "world_size", "mesh", "device"):
-        error.add_note(f"`{error.name}` is known on the ranks: begin the cell with  %%ranks")
-    elif error.name in ("ranks", "Ranks"):
-        error.add_note(f"`{error.name}` comes from the first cell of the notebook: run it again")
-    here.showtraceback((kind, error, tb), tb_offset=tb_offset)
+def notebook_cells() -> dict[str, tuple[str, list[str]]]:
+    """Return title and lines of each cell that was run here, by the file name that Python knows."""
+    numbers = getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
+    return {file: (f"Cell In[{n}]", linecache.getlines(file)) for file, n in numbers.items()}
 
 
 def register_magic() -> None:
@@ -347,7 +307,6 @@ def register_magic() -> None:
     here = get_ipython()
     if here is not None and not isinstance(here, RankShell):
         here.register_magic_function(_ranks_magic, "cell", "ranks")
-        here.set_custom_exc((NameError,), _explain_name)
 
 
 register_magic()  # so that %%ranks without ranks is answered, too

@@ -14,7 +14,6 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, with these names:
     SIZES = (4, 3)                                       # numbers of ranks; (4,) if not given
     MESH = {"replica": 2, "node": 2}                     # or a mesh: then the answer gets its axes
     SECONDS = 60                                         # for a run, where `TIME_LIMIT` is short
-    BY_MESSAGE = True                                    # guess whatever was sent, see `slips`
 
     def given(size, random): ...        # -> for each rank, the arguments of the learner's function
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
@@ -33,6 +32,7 @@ The tests prove every file found there: the solution passes, each wrong answer f
 
 import dis
 import importlib.util
+import json
 import math
 import re
 import secrets
@@ -54,9 +54,9 @@ from IPython.display import display
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
-from minipar.lab import cells, slips
+from minipar.lab import cells
 from minipar.lab.cases import Case, CheckFailed, Sent
-from minipar.lab.shell import Source, call_from, code_of, globals_of
+from minipar.lab.shell import code_of
 from minipar.ranks import worker
 from minipar.ranks.launch import RankError, Ranks
 
@@ -93,11 +93,11 @@ class Exercise:
         # A host may have left the answers out.
         self.solution, self.solution_bonus = part("solution"), part("solution_bonus")
         self.seconds: float | None = part("SECONDS")
-        self.by_message: bool = part("BY_MESSAGE", False)
         self.bugs: dict[str, str] = part("BUGS", {})
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
         self.wrongs = _named(module, "wrong_")
-        self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {"seed": 0, "told": {}})
+        known = json.loads(file.with_name("slips.json").read_text(encoding="utf-8"))
+        self.slips: dict[str, Any] = known.get(self.id, {"seed": 0, "told": {}})
 
 
 def _run(answer: Callable, axis: Axis | list[Axis], *given: Any) -> Any:
@@ -203,17 +203,14 @@ def _diagnose(asked: Exercise, name: str) -> None:
 GUESSES = {  # by what any refusal may say
     r"NameError: name '\w+' is not": "A cell of %%ranks defines its names on the ranks only.",
     r"\b(got|returned|says) None\b": "Is a `return` missing?",
-    r"ha(s|ve) left your function": "Does a rank return early, or skip a call that others make?",
+    r"(called|waits in) return\b": "Does a rank return early, or skip a call that others make?",
     r"in vain|not done after": "Does each call have group=axis.group? Does each loop end?",
 }
 
 
 def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
     """Return the sentence of the wrong answer that fails alike on the same inputs, or ""."""
-    code, ask = code_of(answer), {"rank": "axis.rank", "world_size": "axis.size", "mesh": "axis"}
     general = next((guess for said, guess in GUESSES.items() if re.search(said, str(error))), "")
-    for name in sorted(ask.keys() & globals_of(code) if code else []):
-        general = f"`{name}` is none of your function's arguments: ask {ask[name]}, say"
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
         try:
             with redirect_stdout(StringIO()):  # it has said once which pieces it is made of
@@ -238,8 +235,7 @@ def examine(
         try:
             criterion(case)
         except CheckFailed as error:
-            seen = None if asked.by_message else case
-            raise CheckFailed(str(error), name, seen) from None
+            raise CheckFailed(str(error), name, case) from None
         except Exception as error:
             why = f"{_short(case.results[0])} ({type(error).__name__}: {error})"
             raise CheckFailed(f"this is no answer: {why}", name) from error
@@ -259,26 +255,21 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
         todo = f"{write}, run its cell, then this one again."
         raise waiting(f"Exercise {asked.id}", asked.title, todo)
     given = asked.given(size, torch.Generator().manual_seed(seed))
-    source = Source.of(answer, cells.cell_numbers())
     ranks = _pool(size)
     sizes = asked.mesh or {"dp": size}
-    calls = [(answer, asked.run, source, sizes, mine) for mine in given]
-    calls += [(answer, asked.run, source, sizes, ())] * (ranks.size - size)
+    calls = [(answer, asked.run, sizes, mine) for mine in given]
+    calls += [(answer, asked.run, sizes, ())] * (ranks.size - size)
     with ranks.lock:
-        ranks.run_each(_import, [(asked.run,)] * ranks.size)  # long, once, on a busy host
         before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
         try:
             answers = ranks.run_each(_play, calls)[:size]
         except (RankError, TypeError, TimeoutError) as error:
-            raise CheckFailed(_in_words(error, source), "run") from error
+            reports = error.reports() if isinstance(error, RankError) else [str(error)]
+            raise CheckFailed("\n\n".join(reports), "run") from error
         finally:
             ranks.time_limit = before
     results, sent = zip(*answers, strict=True)
     return Case(size, given, [*results], [*sent])
-
-
-def _import(run: Callable) -> None:
-    """Do nothing: a rank that has unpacked this call has imported the modules of exercises."""
 
 
 def _is_stub(answer: Callable) -> bool:
@@ -295,23 +286,7 @@ def waiting(what: str, title: str, todo: str) -> CheckFailed:
     return CheckFailed(f"{what} is waiting for you: {title}{end}\n{todo}", "written")
 
 
-_END = "the end"  # how a rank calls the barrier after a learner's function
-
-
-def _in_words(error: Exception, source: Source | None) -> str:
-    """Say how a run failed; call the barrier behind it, which no learner wrote, leaving."""
-    text = "\n\n".join(error.reports()) if isinstance(error, RankError) else str(error)
-    for who, verb in ((r"ranks [\d, ]+", "have"), (r"rank \d+", "has")):
-        text = re.sub(rf"({who}) called {_END}\b", rf"\1 {verb} left your function", text)
-    left = r"has left your function, others have not\1"  # and not at a line of ours
-    text = re.sub(rf"waits in {_END}, in vain(.*)\n.+\n.+", left, text)
-    text = re.sub(rf"\b{_END} on (rank \d+):", r"after your function, \1:", text)
-    if source is None:
-        return text
-    file = "/".join(source.filename.split("/")[-2:])  # as a race names it
-    return re.sub(rf"{re.escape(file)}:(\d+)", rf"{source.title}, line \1", text)
-
-
+_END = "return"  # how messages call the barrier after a learner's function
 _own: cells.Watched | None = None
 
 
@@ -326,7 +301,7 @@ def _pool(size: int) -> Ranks:
     return _own
 
 
-def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tuple) -> Any:
+def _play(answer: Callable, run: Callable, sizes: dict, given: tuple) -> Any:
     """Run `answer` on a rank, with axes of its own; note the messages that go over them."""
     axes = [axis for name in sizes if (axis := _own_axis(name, sizes)) is not None]
     if not axes:
@@ -349,14 +324,13 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     try:
         try:
             with strict.watching():
-                args = (watched, axis, *given)
-                result = run(*args) if source is None else call_from(source, run, *args)
+                result = run(watched, axis, *given)
         except strict.Race:
             raise
         except Exception as error:
             file = getattr(code_of(answer), "co_filename", None)
-            frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-            if returned and all(frame.f_code.co_filename != file for frame in frames):
+            frames = traceback.extract_tb(error.__traceback__)
+            if returned and all(frame.filename != file for frame in frames):
                 went = f"your function returned {returned}. The check went on with this, and met"
                 error.report = f"{went}\n{type(error).__name__}: {error}"
             raise

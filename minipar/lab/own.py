@@ -6,15 +6,15 @@ it to another notebook, or the stored answer where nothing was kept.
 """
 
 import ast
+import dis
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from minipar.lab import exercises
-from minipar.lab.shell import globals_of
 
 FOLDER = "my"
 PIECES = {  # by the name of the file: which exercise it is, and what others call it
@@ -28,51 +28,46 @@ PIECES = {  # by the name of the file: which exercise it is, and what others cal
 }
 
 
-def keep(piece: str, answer: Callable | None = None) -> None:
-    """Write an answer into ``my/``; without one, the stored answer.
+def keep(piece: str, answer: Callable) -> None:
+    """Write an answer into ``my/``.
 
     An answer that did not pass its check yet is checked first. Raises `CheckFailed` if it does not
-    pass, and `ValueError` for an unknown piece, where a host has left the stored answer out, and
-    where the file holds another answer.
+    pass, and `ValueError` for an unknown piece, and where the file holds another answer.
     """
     number, name = _known(piece)
-    file, whose = _file(piece), "your answer" if answer is not None else "the stored answer"
-    if answer is None:
-        answer = _stored(piece)
-    elif exercises.passed.get(number) is not answer:
+    file = _file(piece)
+    if exercises.passed.get(number) is not answer:
         exercises.check(number, answer)
     text = f'"""{name}: exercise {number}, which it has passed."""\n\n{written(answer, name)}'
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         raise ValueError(f"{file.as_posix()} holds another answer: rename or delete it first")
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
-    print(f"Kept: {file.as_posix()}, {whose} to exercise {number}.")
+    print(f"Kept: {file.as_posix()}, your answer to exercise {number}.")
 
 
 def piece(name: str) -> Any:
-    """Return a piece that was kept, or else the stored answer. Say which."""
+    """Return a piece that was kept, or else the stored answer. Say which.
+
+    Raises `ValueError` where nothing was kept and a host has left the stored answer out.
+    """
     number, called = _known(name)
-    file = _file(name)
-    if not file.is_file():
-        print(f"{name}: the stored answer to exercise {number}")
-        return _stored(name)
-    print(f"{name}: {file.as_posix()}")
-    return getattr(exercises.load(file), called)
+    file, stored = _file(name), exercises.exercise(number).solution
+    if file.is_file():
+        print(f"{name}: {file.as_posix()}")
+        return getattr(exercises.load(file), called)
+    if stored is None:
+        raise ValueError(
+            f"there is no {file.as_posix()}: first pass exercise {number}, and keep it"
+        )
+    print(f"{name}: the stored answer to exercise {number}")
+    return stored
 
 
 def _known(piece: str) -> tuple[str, str]:
     if piece not in PIECES:
         raise ValueError(f"there is no piece {piece!r}; there are {', '.join(PIECES)}")
     return PIECES[piece]
-
-
-def _stored(piece: str) -> Any:
-    number, name = PIECES[piece]
-    answer = exercises.exercise(number).solution
-    if answer is None:
-        how = f'write your own there, then keep("{piece}", {name})'
-        raise ValueError(f"the answer to exercise {number} was left out of this copy; {how}")
-    return answer
 
 
 def _file(piece: str) -> Path:
@@ -93,7 +88,7 @@ def written(answer: Callable, name: str) -> str:
 
 def _add(thing: Callable, name: str, imports: set[str], parts: dict[str, str]) -> None:
     text, space = _source(thing)
-    for other in dict.fromkeys(globals_of(compile(text, "<kept>", "exec"))):
+    for other in dict.fromkeys(_globals_of(compile(text, "<kept>", "exec"))):
         if other in (name, thing.__name__, *parts) or other not in space or other[:2] == "__":
             continue
         value = space[other]
@@ -122,3 +117,13 @@ def _source(thing: Callable) -> tuple[str, dict[str, Any]]:
     if not nodes:
         raise ValueError(f"{thing.__name__} is not defined at the top of a cell or a file")
     return "".join(lines[nodes[-1].lineno - 1 : nodes[-1].end_lineno]).rstrip(), method.__globals__
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that are looked up outside of functions, whatever function they are in."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield step.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals_of(inner)

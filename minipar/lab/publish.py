@@ -10,7 +10,7 @@ no times of execution, no versions, no widget state.
 
 import argparse
 import ast
-import hashlib
+import json
 import re
 import sysconfig
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import nbformat
 from nbconvert.preprocessors import ClearOutputPreprocessor, CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
-from minipar.lab import exercises, slips
+from minipar.lab import exercises
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -34,25 +34,13 @@ def normalise(notebook: NotebookNode, root: Path) -> None:
     `root` is the folder of the repository: paths below it become relative.
     """
     notebook.metadata = NotebookNode(kernelspec=KERNEL, language_info={"name": "python"})
-    notebook.nbformat, notebook.nbformat_minor = 4, 5  # the first with ids of cells
     # Text that arrived in several pieces is joined: where it was cut is a matter of luck.
     CoalesceStreamsPreprocessor().preprocess(notebook, {})
-    seen: set[str] = set()
     for cell in notebook.cells:
-        cell.id = _cell_id(cell, seen)
         kept = ("tags", "jupyter")
         cell.metadata = NotebookNode({k: cell.metadata[k] for k in kept if k in cell.metadata})
         for output in cell.get("outputs", []):
             _normalise_output(output, root)
-
-
-def _cell_id(cell: NotebookNode, seen: set[str]) -> str:
-    """Name a cell by its content: an id changes when the cell does, not when its place does."""
-    text = f"{cell.cell_type}\n{cell.source}"
-    while (name := hashlib.sha256(text.encode()).hexdigest()[:8]) in seen:
-        text += "\nonce more"
-    seen.add(name)
-    return name
 
 
 def _normalise_output(output: NotebookNode, root: Path) -> None:
@@ -99,7 +87,7 @@ def hand_out(notebooks: Path, folder: Path) -> None:
 
 
 def learn_slips(asked: exercises.Exercise) -> dict[str, Any]:
-    """Run the wrong answers of an exercise; return how each fails, and its sentence, for `slips`.
+    """Run the wrong answers of an exercise; return how each fails, and its sentence, for the file.
 
     The seed is the first of twenty that tells different sentences apart, else `ValueError`.
     """
@@ -159,7 +147,9 @@ def main(arguments: list[str] | None = None) -> None:
     elif asked.slips:
         solutions = asked.notebooks / "solutions"
         known = map(exercises.Exercise, sorted(solutions.glob("ex_*.py")))
-        print(slips.write(solutions, {asked.id: learn_slips(asked) for asked in known}))
+        learnt = {asked.id: learn_slips(asked) for asked in known}
+        text = json.dumps(learnt, indent=1, ensure_ascii=False)
+        (solutions / "slips.json").write_text(f"{text}\n", encoding="utf-8")
     else:
         for path in asked.notebooks.glob("*.ipynb"):
             notebook = nbformat.read(path, as_version=4)

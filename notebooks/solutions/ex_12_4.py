@@ -24,7 +24,6 @@ GOOD = "losses and gradients of one device, a share of the weights per rank, no 
 PRAISE = "A trainer on three axes, made of pieces that you wrote, and equal to one device."
 MESH = {"pp": 2, "dp": 2, "tp": 2}
 SECONDS = 60
-BY_MESSAGE = True  # there are many ways to share a loss, and buckets of any size
 
 CONFIG = LlamaConfig(32, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2)
 MICROBATCHES, BATCH, TOKENS, STEPS = 4, 2, 5, 3

@@ -45,6 +45,37 @@ def test_what_is_no_list_of_whole_numbers_stays_as_it_is():
         assert whole_numbers(value) is value
 
 
+def fingerprint(criterion, message, sent=None, results=None):
+    case = None if sent is None else Case(len(sent), [], results, sent)
+    return CheckFailed(message, criterion, case).fingerprint
+
+
+def test_noise_of_a_processor_does_not_change_a_fingerprint():
+    one = fingerprint("result", "rank 0: expected 0.123456, got 1.2e-17 of 4,096 bytes")
+    other = fingerprint("result", "rank 0: expected 0.123461, got -3e-18 of 4,096 bytes")
+    assert one == other
+
+
+def test_a_sum_that_is_what_rounding_leaves_of_nothing_does_not_count():
+    """Mutant: the sum alone, whose digits are then those of one processor."""
+    one, other = ([torch.tensor([1.0, -1.0 + left])] for left in (3e-8, -2e-8))
+    assert fingerprint("r", "m", [[]], one) == fingerprint("r", "m", [[]], other)
+    turned = fingerprint("r", "m", [[]], [torch.tensor([1.0, 1.0])])
+    assert turned != fingerprint("r", "m", [[]], one)
+
+
+def test_of_an_error_only_what_was_raised_counts():
+    at = "rank {}:\n  File x, line {}\nTypeError: 'NoneType' has no len(), call {}"
+    marks = {fingerprint("run", at.format(*where)) for where in ((0, 3, 1), (2, 88, 4))}
+    assert len(marks) == 1
+    assert fingerprint("run", "ValueError: another") not in marks
+
+
+def test_of_silent_answers_what_they_returned_counts():
+    results = [None, 1, "1", True, [1], torch.ones(2), torch.zeros(2), torch.ones(3), {"a": 1}]
+    assert len({fingerprint("r", "m", [[]], result) for result in results}) == len(results)
+
+
 def test_calls_are_noted_by_what_was_called():
     """Mutant: what has the same name counts, or what one of them calls itself."""
     with calls_of(apart, told_apart) as called:

@@ -24,14 +24,17 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", own.PIECES)
-def test_the_stored_answer_is_kept_and_passes_again_from_its_file(name, ranks, monkeypatch, capsys):
+def test_an_answer_is_kept_and_passes_again_from_its_file(name, ranks, monkeypatch, capsys):
     """Catches a file that lacks an import or a helper."""
     number, called = own.PIECES[name]
     size = max(4, *exercise(number).sizes)
     monkeypatch.setattr(exercises, "_own", ranks(size, "link"))
-    own.keep(name)
+    stored = own.piece(name)
+    assert capsys.readouterr().out == f"{name}: the stored answer to exercise {number}\n"
+    exercises.passed[number] = stored
+    own.keep(name, stored)
     said = capsys.readouterr().out
-    assert said == f"Kept: my/{name}.py, the stored answer to exercise {number}.\n"
+    assert said == f"Kept: my/{name}.py, your answer to exercise {number}.\n"
     piece = own.piece(name)
     assert piece.__name__ == called and capsys.readouterr().out == f"{name}: my/{name}.py\n"
     exercises.check(number, piece)
@@ -82,13 +85,21 @@ def test_a_file_has_helpers_and_imports(monkeypatch):
         own.written(uses_a_tensor, "Overlapped")
 
 
+def test_a_copy_without_answers_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(exercise("3.5"), "solution", None)
+    with pytest.raises(ValueError, match="there is no my/ddp.py: first pass exercise 3.5"):
+        own.piece("ddp")
+
+
 def test_nothing_that_a_learner_wrote_is_lost(folder):
-    """Neither edits of a file, nor an answer where the stored one is asked for."""
+    """Neither edits of a file, nor another answer."""
     exercises.passed["3.5"] = uses_much
     own.keep("ddp", uses_much)
     file = folder / "my/ddp.py"
+    exercises.passed["3.5"] = _helper
     with pytest.raises(ValueError, match="my/ddp.py holds another answer: rename or delete it"):
-        own.keep("ddp")
+        own.keep("ddp", _helper)
+    exercises.passed["3.5"] = uses_much
     own.keep("ddp", uses_much)  # again: the same file
     edited = file.read_text(encoding="utf-8") + "# mine\n"
     file.write_text(edited, encoding="utf-8")

@@ -2,8 +2,8 @@
 
 Each method trains the same Llama on the same batches over an emulated link, several times from
 different weights. Its loss is compared with the loss of fp32 from the same weights. The ledger
-counts what each rank sends. A step takes as long as its slowest rank; the median of turns of eight
-steps counts.
+counts what each rank sends. A step takes as long as the slowest rank takes for all of them, on
+average.
 
 "fp32 disturbed" trains from weights that differ by one part in a million: a gap to fp32 as small as
 its own is chance. Ranks share the cores of one machine: compressing takes time from computing,
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -44,7 +43,7 @@ LINK = "1gbe*4"  # slowed 4 times, to sit beside cores that are slow, too
 PEAK_LR = 1e-3
 """The learning rate of AdamW. With 2e-3, runs that differ by one part in a million at the start end
 as far apart as methods."""
-TURN = 8  # steps; methods that do not meet in every step meet every 8, so once in a turn
+EVERY = 8  # steps; methods that do not meet in every step meet so often
 
 # ---------------------------------------------------------------------- the methods
 Attach = Callable[[nn.Module, Axis, torch.optim.Optimizer], Strategy]
@@ -75,10 +74,10 @@ def by(codec: Callable[[], codecs.Compressor], feedback: bool | None = None) -> 
 
 
 def seldom(method: str) -> Attach:
-    """Meet every `TURN` steps, or late."""
+    """Meet every `EVERY` steps, or late."""
 
     def attach(model: nn.Module, axis: Axis, optimizer: torch.optim.Optimizer) -> Strategy:
-        options = {} if method == "delayed gradients" else {"every": TURN}
+        options = {} if method == "delayed gradients" else {"every": EVERY}
         return local_sgd.apply(model, axis, optimizer, average=False, method=method, **options)
 
     return attach
@@ -143,7 +142,7 @@ class Learned(NamedTuple):
     losses: list[float]  # of every step, nats per token
     validation: float
     num_bytes: float  # per step, sent by a rank
-    seconds: list[float]  # per step, of the slowest rank: a mean for each turn
+    seconds: float  # per step, of the slowest rank
     exposed: float  # seconds per step, mean over the ranks
 
 
@@ -154,7 +153,7 @@ def learn(name: str, seed: int) -> Learned:
     optimizer = make_optimizer(model, lr=PEAK_LR, weight_decay=0.1)
     strategy = METHODS[name][1](model, axis, optimizer)
     batches = batches_of("train", axis, seed).forever()
-    losses, times = [], [time.monotonic()]
+    losses, start = [], time.monotonic()
     with race.using(LINK), timeline.record(model) as recorded:
         for at in range(STEPS):
             lr = warmup_cosine(at, peak=PEAK_LR, warmup_steps=10, total_steps=STEPS)
@@ -162,16 +161,14 @@ def learn(name: str, seed: int) -> Learned:
                 group["lr"] = lr
             step = train_step(model, [strategy], optimizer, next(batches), axis, max_norm=1.0)
             losses.append(step.loss.item())
-            times.append(time.monotonic())
         if hasattr(strategy, "state_dict"):
             strategy.state_dict()  # waits for exchanges under way: they count, too
-    lengths = np.diff(times).tolist()
-    seconds = [statistics.mean(lengths[i : i + TURN]) for i in range(0, STEPS, TURN)]
+        seconds = (time.monotonic() - start) / STEPS
     exposed = sum(overlap.exposed for overlap in recorded.overlap()) / STEPS
-    turns, exposed = zip(*all_gather_object((seconds, exposed), axis), strict=True)
+    seconds, exposed = zip(*all_gather_object((seconds, exposed), axis), strict=True)
     num_bytes = sum(recorded.bytes_by_axis().values()) / STEPS
-    slowest = [max(turn) for turn in zip(*turns, strict=True)]
-    return Learned(losses, validate(strategy, axis), num_bytes, slowest, statistics.mean(exposed))
+    times = max(seconds), statistics.mean(exposed)
+    return Learned(losses, validate(strategy, axis), num_bytes, *times)
 
 
 def validate(strategy: Strategy, axis: Axis) -> float:
@@ -208,7 +205,7 @@ def row(name: str, learned: dict[str, list[Learned]]) -> dict[str, Any]:
         "num_bytes": num_bytes,
         "share": num_bytes / statistics.mean(run.num_bytes for run in exact),
         "exposed_ms": statistics.mean(run.exposed for run in runs) * 1e3,
-        "step_ms": statistics.median(turn for run in runs for turn in run.seconds) * 1e3,
+        "step_ms": statistics.mean(run.seconds for run in runs) * 1e3,
         "loss": statistics.mean(run.validation for run in runs),
         "gap": statistics.mean(gaps),
         "gap_low": min(gaps),

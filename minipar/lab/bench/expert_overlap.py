@@ -19,21 +19,16 @@ WAYS = {
     "paired": "(d) a forward beside a backward",
 }
 """The word for `expert.apply`, and the name in pictures."""
-LAYERS = 4
-
-
-def shape_of(num_layers: int) -> LlamaConfig:
-    """Return a Llama of so many layers, all with experts."""
-    moe = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
-    return LlamaConfig(61, 64, 256, num_layers=num_layers, num_heads=4, num_kv_heads=4, moe=moe)
+MOE = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
+SHAPE = LlamaConfig(61, 64, 256, num_layers=4, num_heads=4, num_kv_heads=4, moe=MOE)
 
 
 def play(axis: Axis, dispatch: str) -> Timeline:
     """Record one forward and one backward; called on every rank of `axis`, with a device."""
     with device.paused():
-        model = Llama(shape_of(LAYERS), seed=0)
+        model = Llama(SHAPE, seed=0)
         expert.apply(model, axis, dispatch=dispatch)
-        layers = stages.part_of(model, range(LAYERS))
+        layers = stages.part_of(model, range(SHAPE.num_layers))
         x, before = torch.randn(2, 1, 64, 64).requires_grad_().unbind()
         made = layers(before)
         gradient = torch.randn_like(made)

@@ -1,12 +1,14 @@
 """`minipar bench STRATEGY`: strategies of ours, and whom of PyTorch's each races against.
 
-A contender is a function ``field -> step``, called on each rank. How a race is run: race.py.
+A contender is a function ``field -> step``, called on each rank. Ours trains by a plan, as `minipar
+train` does. How a race is run: race.py.
 
 - ddp: `DistributedDataParallel`.
 - fsdp: `ZeroRedundancyOptimizer`, and `fully_shard` on every block. CUDA streams hide the
   collectives of `fully_shard`; on a CPU each of them blocks. So its collectives are asynchronous
   here, and every block names the next one.
-- tensor: `parallelize_module` with `loss_parallel`; the input of q, k and v is prepared once.
+- tensor: `parallelize_module` with `SequenceParallel` and `loss_parallel`; the input of q, k and v
+  is prepared once.
 - context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel, so the
   ring races with the CPU's FlashAttention, which is the kernel of ours.
 - pipeline: `torch.distributed.pipelining` plays the schedule of the same name on the same stages.
@@ -15,6 +17,7 @@ Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipe
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,11 +31,12 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import RaceConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of, token_loss
-from minipar.parallel import context, ddp, fsdp, tensor, zero
-from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.pipeline import runtime, stages
+from minipar.parallel import compose
+from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.plan import Plan
 from minipar.train.config import check_numbers
+from minipar.train.step import forward_backward
 
 Step = Callable[[], Tensor]
 """A training step: forward, backward, optimizer. It returns the loss in nats per token."""
@@ -45,10 +49,14 @@ ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
 class Field(NamedTuple):
     """The conditions that all contenders of a race share."""
 
-    axis: Axis
+    mesh: Mesh  # of one axis
     shape: LlamaConfig
     seq_len: int
     batch_size: int = 2  # sequences per rank and step; of a pipeline, per microbatch
+
+    @property
+    def axis(self) -> Axis:
+        return self.mesh[next(iter(self.mesh.sizes))]
 
     def model(self) -> Llama:
         """Return the model, with the same weights on all ranks."""
@@ -66,10 +74,9 @@ class Field(NamedTuple):
         model: nn.Module,
         finish: Callable[[], None] = lambda: None,
         optimizer: torch.optim.Optimizer | None = None,
-        cut: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> Step:
-        """Return a training step on one batch; `cut` chooses the tokens of a rank."""
-        inputs, targets = (cut(part).contiguous() for part in self.tokens(self.batch_size))
+        """Return a training step on one batch."""
+        inputs, targets = self.tokens(self.batch_size)
 
         def backward() -> Tensor:
             loss = loss_of(model)(model(inputs), targets) / targets.numel()
@@ -112,19 +119,33 @@ def run(config: RaceConfig) -> list[dict[str, Any]]:
 def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, list[float]]:
     """Run a contender of ours and PyTorch's in turns on a link; called on every rank."""
     axis_name, seq_len = AXES[config.strategy]
-    axis = getattr(Mesh(**{axis_name: RANKS}), axis_name)
-    shape = replace(PRESETS["small"], tie_embeddings=axis.name not in ("tp", "pp"))
-    if axis.name == "pp":
+    shape = replace(PRESETS["small"], tie_embeddings=axis_name not in ("tp", "pp"))
+    if axis_name == "pp":
         shape = replace(shape, num_layers=4 * RANKS)
-    mine, _, rival = CONTESTS[config.strategy][name]
-    field = Field(axis, shape, seq_len)
-    return race.race(mine(field), rival(field), axis, link_name, config.rounds)
+    words, _, rival = CONTESTS[config.strategy][name]
+    field = Field(Mesh(**{axis_name: RANKS}), shape, seq_len)
+    return race.race(ours(field, words), rival(field), field.axis, link_name, config.rounds)
 
 
-def our(on: Field, apply: Callable[..., Strategy], **options: Any) -> Step:
-    """Return a step that trains by a strategy of ours."""
+def ours(on: Field, words: str = "", ring: Callable[[], type] | None = None) -> Step:
+    """Return a step by the plan that has these `words`; `ring` makes attention in place of ours."""
+    plan = Plan.parse(f"{on.axis.name}={on.axis.size}" + f",{words}" * bool(words))
     model = on.model()
-    return on.training(model, apply(model, on.axis, **options).finish_backward)
+    mine = compose.apply(model, on.mesh, plan, lambda m, make: make(m.parameters(), **ADAMW))
+    if ring:
+        mine.parts.context.attention = ring()
+    whole = (part.chunk(plan.microbatches) for part in on.tokens(plan.microbatches * on.batch_size))
+    batch = [mine.shard(microbatch) for microbatch in zip(*whole, strict=True)]
+    num_tokens = sum(targets.numel() for _, targets, *_ in batch)
+
+    def backward() -> Tensor:
+        run = mine.run or forward_backward
+        how = dict(weigh=lambda x: x / (num_tokens * mine.axis.size), autocast=nullcontext)
+        loss = run(model, [mine], batch, **how)
+        mine.finish_backward()
+        return loss / num_tokens
+
+    return stepping(mine.optimizer, backward)
 
 
 # ---------------------------------------------------------------------- data parallel
@@ -139,14 +160,6 @@ def torch_ddp(on: Field, sharded: bool = False) -> Step:
     options = dict(parameters_as_bucket_view=True, **ADAMW)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
     return on.training(model, optimizer=optimizer)
-
-
-def our_zero(on: Field, stage: int) -> Step:
-    """Return a step of `minipar.parallel.zero`."""
-    model = on.model()
-    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, on.axis, **ADAMW)
-    strategy = zero.apply(model, on.axis, optimizer=optimizer, stage=stage)
-    return on.training(model, strategy.finish_backward, optimizer)
 
 
 def torch_fsdp(on: Field) -> Step:
@@ -164,10 +177,10 @@ def torch_fsdp(on: Field) -> Step:
         while works:
             works.pop(0).wait()
 
-    model = on.model()
+    model, grid = on.model(), on.mesh.device_mesh()
     blocks = list(model.model.layers)
     for module in (*blocks, model):
-        fully_shard(module, mesh=grid_of(on.axis))
+        fully_shard(module, mesh=grid)
         module.set_custom_reduce_scatter(AsyncReduceScatter())
     model._set_unshard_async_op(True)
     for here, following in zip((model, *blocks), blocks, strict=False):
@@ -177,21 +190,14 @@ def torch_fsdp(on: Field) -> Step:
     return on.training(model, finish)
 
 
-def grid_of(axis: Axis) -> Any:
-    """Return PyTorch's name for an axis, a `DeviceMesh`."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(axis.group, "cpu", mesh_dim_names=(axis.name,))
-
-
 # ---------------------------------------------------------------------- tensor parallel
-def torch_tensor(on: Field, sequence: bool = False) -> Step:
-    """Return a step of `parallelize_module`, with or without its `SequenceParallel`."""
+def torch_tensor(on: Field) -> Step:
+    """Return a step of `parallelize_module`, with its `SequenceParallel`."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
     model = on.model()
-    parallelize_module(model, grid_of(on.axis), tensor_plan(sequence))
+    parallelize_module(model, on.mesh.device_mesh(), tensor_plan())
     # A fused optimizer takes DTensors and tensors in parameter groups of their own.
     groups = [
         dict(params=[p for p in model.parameters() if isinstance(p, DTensor) is is_cut])
@@ -206,20 +212,21 @@ def torch_tensor(on: Field, sequence: bool = False) -> Step:
     return with_loss_parallel
 
 
-def tensor_plan(sequence: bool) -> dict[str, Any]:
+def tensor_plan() -> dict[str, Any]:
     """Return the plan of a Llama for `parallelize_module`: which style for which module."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as styles
 
-    outside = Shard(1) if sequence else Replicate()  # of activations [B, T, D], between matrices
-    layer, whole = "model.layers.*", Replicate()
+    outside, whole = Shard(1), Replicate()  # of activations [B, T, D], between matrices and inside
+    layer = "model.layers.*"
+    norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
     first, second = styles.ColwiseParallel(), styles.RowwiseParallel(output_layouts=outside)
 
     def prepared(others: tuple = ()) -> Any:
         given, wanted = (outside, *others), (whole, *others)
         return styles.PrepareModuleInput(input_layouts=given, desired_input_layouts=wanted)
 
-    plan: dict[str, Any] = {
+    return {
         f"{layer}.self_attn": prepared((None, None)),
         f"{layer}.mlp": prepared(),
         **{f"{layer}.self_attn.{name}_proj": first for name in "qkv"},
@@ -228,24 +235,11 @@ def tensor_plan(sequence: bool) -> dict[str, Any]:
         f"{layer}.mlp.down_proj": second,
         "model.embed_tokens": styles.RowwiseParallel(input_layouts=whole, output_layouts=outside),
         "lm_head": styles.ColwiseParallel(input_layouts=outside, use_local_output=False),
+        **dict.fromkeys(norms, styles.SequenceParallel()),
     }
-    if sequence:
-        norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
-        plan |= dict.fromkeys(norms, styles.SequenceParallel())
-    return plan
 
 
 # ---------------------------------------------------------------------- context parallel
-def our_context(on: Field, ring: Callable[[], type] | None = None) -> Step:
-    """Return a step of ring attention; `ring` makes attention in place of ours."""
-    model = on.model()
-    strategy = context.apply(model, on.axis)
-    if ring:
-        strategy.attention = ring()
-    data = ddp.apply(model, on.axis)  # sums the gradients of all tokens
-    return on.training(model, data.finish_backward, cut=strategy.own_tokens)
-
-
 def torch_ring() -> type[torch.autograd.Function]:
     """Return PyTorch's ring around the CPU's kernel; it takes the arguments of `RingAttention`."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
@@ -284,22 +278,6 @@ PIPELINES = {
 }
 """Schedules of ours, and the class of `torch.distributed.pipelining` that plays the same."""
 MICROBATCHES = 4  # per rank
-
-
-def our_pipeline(on: Field, name: str) -> Step:
-    """Return a step of `minipar.parallel.pipeline`."""
-    m = MICROBATCHES * on.axis.size
-    model = on.model()
-    pipeline = runtime.apply(model, on.axis, make(name, on.axis.size, m))
-    inputs, targets = on.tokens(m * on.batch_size)
-    microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
-
-    def backward() -> Tensor:
-        loss = pipeline.run(model, [pipeline], microbatches, weigh=lambda x: x / targets.numel())
-        pipeline.finish_backward()
-        return loss / targets.numel()
-
-    return stepping(torch.optim.AdamW(model.parameters(), **ADAMW), backward)
 
 
 def torch_pipeline(on: Field, name: str) -> Step:
@@ -344,29 +322,27 @@ AXES = {
     "pipeline": ("pp", 128),
 }
 """The axis of a strategy, and the tokens of a sequence."""
-DDP = "DistributedDataParallel", torch_ddp
 ZERO = "ZeroRedundancyOptimizer", partial(torch_ddp, sharded=True)
-TENSOR, CUT = partial(our, apply=tensor.apply), partial(our, apply=tensor.apply, sequence=True)
-SEQUENCE = "with SequenceParallel", partial(torch_tensor, sequence=True)
-CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
-    "ddp": {
-        name: (partial(our, apply=ddp.apply, version=name), *DDP)
-        for name in ("overlapped", "tuned")
-    },
+TENSOR = "parallelize_module", torch_tensor
+CONTESTS: dict[str, dict[str, tuple[str, str, Contender]]] = {
+    "ddp": {"overlapped": ("", "DistributedDataParallel", torch_ddp)},
     "fsdp": {
-        "ZeRO-1": (partial(our_zero, stage=1), *ZERO),
-        "ZeRO-2": (partial(our_zero, stage=2), *ZERO),  # PyTorch has no ZeRO-2
-        "FSDP": (partial(our, apply=fsdp.apply), "fully_shard", torch_fsdp),
+        "ZeRO-1": ("zero=1", *ZERO),
+        "ZeRO-2": ("zero=2", *ZERO),  # PyTorch has no ZeRO-2
+        "FSDP": ("zero=3", "fully_shard", torch_fsdp),
     },
     "tensor": {
-        "plain": (TENSOR, "parallelize_module", torch_tensor),
-        "sequence": (CUT, *SEQUENCE),
-        "overlap": (partial(CUT, overlap=True), *SEQUENCE),
+        "sequence": ("sequence_parallel", *TENSOR),
+        "overlap": ("sequence_parallel,tp_overlap", *TENSOR),
     },
-    "context": {"ring": (our_context, "PyTorch's ring", partial(our_context, ring=torch_ring))},
+    "context": {"ring": ("", "PyTorch's ring", partial(ours, ring=torch_ring))},
     "pipeline": {
-        name: (partial(our_pipeline, name=name), theirs, partial(torch_pipeline, name=name))
+        name: (
+            f"schedule={name},microbatches={MICROBATCHES * RANKS}",
+            theirs,
+            partial(torch_pipeline, name=name),
+        )
         for name, theirs in PIPELINES.items()
     },
 }
-"""Contenders of ours by name, each with the name of PyTorch's and PyTorch's."""
+"""The plans of ours by name: words beside the axis, the name of PyTorch's contender, and it."""
