@@ -75,22 +75,11 @@ workshop: $(READY)
 bench: $(READY) ## compare our data parallel with PyTorch's own; ARGS=fsdp compares another strategy
 	$(BIN)/minipar bench $(or $(ARGS),ddp)
 
-# A 1B model on one GPU, then a plan of each kind on all (two ranks share a single one). Each run saves
-# its model: 20 GB of disk for 1B.
-N = $(patsubst 1,2,$(shell nvidia-smi -L | wc -l))
-KINDS = dp=$(N) dp=$(N),zero=1 dp=$(N),zero=3 cp=$(N) pp=$(N),microbatches=8 \
-	tp=$(N),sequence_parallel tp=$(N),sequence_parallel,tp_overlap
-gpu-check: $(READY) ## parity, speed, memory and overlap on this machine's GPUs, into runs/gpu-check
-	nvidia-smi -L
+gpu-check: $(READY) ## parity, speed, memory and overlap on this machine's GPUs
 	MINIPAR_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/law/test_law.py -k equals_one_device
-	mkdir -p runs/gpu-check && rm -f runs/gpu-check/machine.toml
-	$(BIN)/minipar calibrate --ranks 1 --out runs/gpu-check/machine.toml
-	set -e; train="$(BIN)/minipar train --precision bf16 --steps 12 --out runs/gpu-check $(ARGS)"; \
-	for batch in "4" "2 --recompute full"; do \
-		$$train --preset llama-3.2-1b --plan dp=1 --seq-len 2048 --batch-size $$batch; done; \
-	for plan in $(KINDS); do \
-		$$train --preset medium --plan $$plan --seq-len 1024 --batch-size $$((8 * $(N))); done; \
-	$$train --preset tiny-moe --plan ep=$(N) --seq-len 1024 --batch-size $$((8 * $(N)))
+	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
+	rm -f notebooks/assets/measured/gpu_machine.toml
+	$(BIN)/minipar calibrate --ranks 1 --out notebooks/assets/measured/gpu_machine.toml
 
 # Check style and the direction of imports.
 lint: $(READY)

@@ -30,9 +30,8 @@ def rows_page() -> str:
     """Return all rows that `minipar bench` has written, a table for each bench."""
     parts = [
         "# All measured rows",
-        "`minipar bench` ran on two cores of a shared machine, `make gpu-check` of an earlier "
-        "release on the machine that its table names. In brackets: quartiles of a ratio, the least "
-        "and the largest gap.",
+        "`minipar bench` ran on two cores of a shared machine, `make gpu-check` on the machine "
+        "that its table names. In brackets: quartiles of a ratio, the least and the largest gap.",
     ]
     for path in sorted((ROOT / "notebooks/assets/measured").glob("*.json")):
         rows = json.loads(path.read_text(encoding="utf-8"))
