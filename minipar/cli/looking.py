@@ -12,6 +12,7 @@ import tyro
 from tqdm import tqdm
 
 from minipar.lab import draw
+from minipar.lab.draw import hang as draw_hang
 from minipar.observe import hang as observe_hang
 from minipar.observe.spans import clipped, is_ours
 from minipar.observe.timeline import Timeline
@@ -49,6 +50,8 @@ class Hang:
 
     dumps: tyro.conf.Positional[list[str]]
     """Dumps of PyTorch's flight recorder (pickle or JSON), one file per rank, or their folder."""
+    out: str = ""
+    """Where to draw the picture, if at all."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ def hang(command: Hang) -> None:
         raise ValueError("name the dumps: minipar hang FOLDER, or minipar hang nccl_trace_rank_*")
     report = observe_hang.explain(dumps.read(command.dumps))
     print(report)
+    if command.out:
+        print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")
     if report.findings:
         sys.exit(1)
 

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from minipar.lab.draw.hang import hang as picture
 from minipar.observe import hang
 from minipar.tools import dumps
 from tests.tools.test_hang import WORLD, call, dump, many, run, told, waits, write
@@ -110,3 +111,4 @@ def test_names_from_dumps_are_shown_and_nothing_more(tmp_path):
     one["entries"][0]["frames"][0]["name"] = "\u202eevil\n"
     report = told(tmp_path, {0: one})
     assert all(line.isprintable() for line in str(report).splitlines())
+    assert picture(report)

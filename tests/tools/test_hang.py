@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minipar.cli import main
+from minipar.lab.draw.hang import hang as picture
 from minipar.observe import hang
 from minipar.tools import dumps
 
@@ -66,6 +67,10 @@ def test_six_ways_to_hang_are_told_apart(way):
     assert line in str(report)
     waiting = set().union(*report.waits.values())
     assert waiting and not (way == "absent" and waiting & {*report.culprits})
+    figure = picture(report)
+    words = {text.get_text() for ax in figure.axes for text in ax.texts}
+    assert {"rank 0", "#4" if way != "circle" else "#2"} <= words
+    assert ("rank 1 · no dump" in words) == ("?" in words) == (way == "frozen")
 
 
 def test_exit_codes_tell(tmp_path, capfd):
@@ -74,10 +79,11 @@ def test_exit_codes_tell(tmp_path, capfd):
         (tmp_path / f"node{rank // 2}").mkdir(exist_ok=True)
         file = tmp_path / f"node{rank // 2}" / f"nccl_trace_rank_{rank}"
         file.write_bytes((DUMPS / "absent" / file.name).read_bytes())
-    assert run(tmp_path) == 1
+    assert run(tmp_path, "--out", tmp_path / "a.png") == 1
     said = capfd.readouterr().out
     assert "Whether rank 2 came to all_reduce #4" in said
     assert "-> perhaps rank 2\n" in said and "rank 2: nothing is known" in said
+    assert (tmp_path / "a.png").stat().st_size > 5000
     assert run(write(tmp_path / "done", many((0, 1), call("all_reduce", 1)))) == 0
     assert "no hang: every recorded call has ended; not recorded are" in capfd.readouterr().out
 
@@ -280,6 +286,7 @@ def test_who_is_to_blame(tmp_path, name):
     of_ranks, findings, culprits = NCCL[name]
     report = told(tmp_path, of_ranks)
     assert report.findings == findings and report.culprits == culprits
+    assert picture(report)
 
 
 def test_culprits_are_on_the_first_screen(tmp_path):
