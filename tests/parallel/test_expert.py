@@ -1,18 +1,15 @@
 """Expert parallelism by itself: what it sends, what it refuses, and what tokens meet on the way."""
 
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import calls
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import MLP
@@ -202,42 +199,6 @@ def test_trap_35_all_ranks_agree_on_the_capacity_however_uneven_they_are(ranks, 
     assert sum(dropped) == alone.dropped and len(set(dropped)) > 1 and min(dropped) > 0
 
 
-class _Order(calls.Tap):
-    """Of counts, and of what was computed meanwhile."""
-
-    def __init__(self) -> None:
-        self.seen, self.gathers = [], set()
-
-    def begin(self, call: calls.Call) -> None:
-        self.seen.append(call.verb)
-        self.gathers |= {call} if call.verb == "all_gather" else set()
-
-    def wait(self, call: calls.Call) -> None:
-        if call in self.gathers:
-            self.seen.append("counts are here")
-
-
-def _order(dispatch: str) -> list[str]:
-    axis, layer, order = Mesh(dp=1, ep=2).ep, one_layer(replace(SIX, num_shared=1)), _Order()
-    nodes = 2 if dispatch == "hierarchical" else 1
-    expert.apply(layer, axis, dispatch=dispatch, nodes=nodes)
-    layer.shared_experts.register_forward_hook(lambda *_: order.seen.append("shared"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "taps", [order])
-        layer(tokens_of(axis.rank))
-    return order.seen
-
-
-@pytest.mark.parametrize("dispatch", ["all_to_all", "hierarchical", "overlapped"])
-def test_shared_experts_compute_while_counts_travel_or_while_rows_do(ranks, dispatch):
-    """Mutant: the host waits for counts, and only then begins with what needs none."""
-    for seen in ranks(2).run(_order, dispatch):
-        first = ["all_gather", "shared", "counts are here", "all_to_all"]
-        if dispatch == "overlapped":
-            first = ["all_gather", "counts are here", "all_to_all", "shared"]
-        assert seen[:4] == first
-
-
 def _evaluated(dispatch: str) -> Tensor:
     axis, layer = Mesh(dp=1, ep=2).ep, one_layer(replace(SIX, capacity_factor=0.3)).eval()
     expert.apply(layer, axis, dispatch=dispatch)
@@ -387,15 +348,3 @@ def test_biases_of_copies_stay_alike(ranks, kind):
     """Every strategy over data counts the tokens of all its ranks. Mutant: biases drift apart."""
     (one, counts), (other, theirs) = ranks(2).run(_biases, kind)
     assert torch.equal(one, other) and not torch.equal(counts, theirs) and one.any()
-
-
-def test_counts_are_kept_until_all_are_told(monkeypatch):
-    """NCCL reads them late, from memory that may have another owner by then. Mutant: it may."""
-    monkeypatch.setattr(
-        expert.collectives, "all_gather", lambda *_, **__: SimpleNamespace(wait=int)
-    )
-    counts = torch.ones(1, 6)
-    kept = weakref.ref(counts)
-    told = expert.gather_counts(counts, None)
-    del counts
-    assert kept() is not None and told() == 0
