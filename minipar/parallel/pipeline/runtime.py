@@ -103,8 +103,6 @@ Microbatch = tuple[Tensor, ...]
 """Tokens and targets [B, T], then what `Llama.forward` takes besides, such as positions."""
 Method = Callable[[Action, Tensor | None], Tensor | None]
 """Does an action: takes the tensor that was received, returns the tensor to be sent."""
-FROZEN = None, None
-"""In the place of the input and the node of a forward through frozen weights alone."""
 
 
 @dataclass(eq=False)
@@ -113,7 +111,8 @@ class Step:
 
     Each method takes the tensor that its action needs (None at the ends of the model) and returns
     the tensor for the next stage. From F to the end of its backward, `live` holds the input of a
-    stage and the node where backward begins. The output is not kept.
+    stage and the node where backward begins, but nothing of frozen weights alone. The output is not
+    kept.
     """
 
     pipeline: "Pipeline"
@@ -155,7 +154,7 @@ class Step:
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """B: gradient of the output (None: the loss) -> gradient of the input (None: tokens)."""
-        x, root = self.live.pop((action.stage, action.microbatch), FROZEN)
+        x, root = self.live.pop((action.stage, action.microbatch), (None, None))
         with self._synchronise_last(action):
             if root is not None:
                 torch.autograd.backward(root, gradient)
@@ -163,7 +162,7 @@ class Step:
 
     def backward_input(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """I: as `backward`, but gradients of weights wait for `backward_weight`."""
-        x, root = self.live.pop((action.stage, action.microbatch), FROZEN)
+        x, root = self.live.pop((action.stage, action.microbatch), (None, None))
         jobs = self.owed[action.stage, action.microbatch] = []
         if root is None:
             return None
@@ -231,7 +230,7 @@ class Pipeline(Strategy):
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
             p = next((found[name] for name in weight.names if name in found), None)
-            if p is None or self.axis.size == 1:
+            if p is None:
                 continue
             mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
             if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
