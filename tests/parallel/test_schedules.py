@@ -235,29 +235,28 @@ def test_trap_06_an_oracle_is_checked_before_it_is_believed(p, m):
 # ---------------------------------------------------------------------- corruption is refused
 HEAD = "mine: microbatches 2; stages on ranks 0 1\n"
 FLAT = {
-    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1": "1B1 is missing on rank 1",
-    "0F0 0F1 0B0 0B1 | 1B0 1F0 1F1 1B1": "deadlock: .* rank 1 at 1B0 for 1F0 on rank 1",
-    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1F0": "1F0 on rank 1: it is there twice",
-    "0F0 0F1 0B0 0B1 1F0 | 1B0 1F1 1B1": "1F0 on rank 0: its stage is on rank 1",
-    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1W1": "1B1 on rank 1 is I and W in one",
-    "0F0 0F1 0B0 0B1 | 1F0 1I0 1F1 1B1": "1W0 is missing on rank 1: the optimizer would",
-    "0F0 0F1 0B0 0B1 | 1F0 1W0 1I0 1F1 1B1": "rank 1 at 1W0 for 1I0 on rank 1",
-    "0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1": (
-        "deadlock: rank 0 at 0B0 for 1B0 on rank 1; rank 1 at 1F1 for 0F1 on rank 0"
-    ),
+    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1": "stage 1 has F for microbatch 1, and needs F B or F I W",
+    "0F0 0F1 0B0 0B1 | 1B0 1F0 1F1 1B1": "deadlock: .* rank 1 at 1B0 for 1F0",
+    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1F0": "stage 1 has F F B for microbatch 0",
+    "0F0 0F1 0B0 0B1 1F0 | 1B0 1F1 1B1": "1F0 on rank 0: .* and this rank has .0.",
+    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1W1": "stage 1 has F B W for microbatch 1",
+    "0F0 0F1 0B0 0B1 | 1F0 1I0 1F1 1B1": "F I for microbatch 0, .*: the optimizer would",
+    "0F0 0F1 0B0 0B1 | 1F0 1W0 1I0 1F1 1B1": "rank 1 at 1W0 for 1I0",
+    "0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1": ("deadlock: rank 0 at 0B0 for 1B0; rank 1 at 1F1 for 0F1"),
 }
 FIRST = "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | "  # of rank 0, and right
 LAST = " | 1RF0 1RF1 1F0 1F1 1B0 1SB0 1B1 1SB1"
 WITH_MESSAGES = {
     # Both ranks send first: fine for messages that return at once, else neither receives.
     FIRST + "1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1": (
-        "deadlock with blocking messages: rank 0 at 0SF1 for rank 1; rank 1 at 1SB0 for rank 0"
+        "deadlock: rank 0 at 0SF1 for 1RF1; rank 1 at 1SB0 for 0RB0"
     ),
-    FIRST + "1RF1 1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1": "rank 0 at 0SF0 for rank 1; rank 1 at 1RF1",
-    FIRST + "1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1": "1RF1 is missing on rank 1, for 1F1",
-    FIRST + "1RF0 1RF1 1F0 1F1 1SF0 1B0 1SB0 1B1 1SB1": "1SF0 on rank 1: no rank needs this",
-    "0SF0 0F0 0F1 0SF1 0RB0 0B0 0RB1 0B1" + LAST: "0SF0 must stand after 0F0 on rank 0",
-    "0F0 0SF0 0F1 0SF1 0RB0 0B0 0B1 0RB1" + LAST: "0RB1 must stand before 0B1 on rank 0",
+    FIRST + "1RF1 1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1": "rank 0 at 0SF0 for 1RF0; rank 1 at 1RF1",
+    FIRST + "1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1": "rank 1 at 1F1 for 1RF1",
+    FIRST
+    + "1RF0 1RF1 1F0 1F1 1SF0 1B0 1SB0 1B1 1SB1": "1SF0 on rank 1: .* goes through the stages 0-1",
+    "0SF0 0F0 0F1 0SF1 0RB0 0B0 0RB1 0B1" + LAST: "rank 0 at 0SF0 for 0F0",
+    "0F0 0SF0 0F1 0SF1 0RB0 0B0 0B1 0RB1" + LAST: "rank 0 at 0B1 for 0RB1",
 }
 
 
