@@ -283,7 +283,6 @@ ERRORS = [
     (lambda: make("dualpipe", 3, 6), "p=3: .* use an even p: 2 or 4"),
     (lambda: make("gpipes", 2, 2), "no schedule 'gpipes'; use one of naive, gpipe"),
     (lambda: make("zb_v", 2, 4, 3), "v=3: zb_v has v=2; use v=2, or one of interleaved_1f1b"),
-    (lambda: make("interleaved_1f1b", 0, 1), "p=0; a pipeline has at least 1"),
     (lambda: validate(with_action(Action(0, "F", -1))), "0F-1 on rank 0: there are 2 microbatches"),
 ]
 
