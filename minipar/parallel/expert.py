@@ -54,7 +54,6 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
     expert.apply(model, mesh.ep, copies=mesh.dp)
 """
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
@@ -69,7 +68,7 @@ from minipar.comm.values import to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, check_divides, is_part, mark
+from minipar.parallel.base.shards import axes_of, check_divides, mark
 from minipar.parallel.base.strategy import Strategy, refuse_state, share_counts, sum_over
 
 Dispatch = Literal[
@@ -111,13 +110,9 @@ def apply(
         name = type(model).__name__
         raise ValueError(f"{name} has no MoE of minipar.model.moe; expert can spread no others")
     for name, p in model.named_parameters():
-        others = [f"expert along {axes_of(p)[0].name}"] if hasattr(p, "copies") else []
-        others += [*getattr(p, "claimed_by", ())]
-        others += [f"tensor along {a.name}" for a in axes_of(p) if is_part(a, axis)]
-        if others:
+        if axes_of(p) or hasattr(p, "claimed_by"):
             raise ValueError(
-                f"{name} is shared by {others[0]} already; apply expert once, before tensor, ddp, "
-                f"zero and fsdp"
+                f"{name} is shared already; apply expert once, before tensor, ddp, zero and fsdp"
             )
     for _, moe in mixtures(model):
         check_sizes(moe.config, axis, dispatch, nodes, 1 if pieces is None else pieces.size)
@@ -258,8 +253,8 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     order, counts = sort_by_expert(routing.experts, num_experts)
     table = collectives.all_gather(torch.cat([counts, touched.sum(0)])[None], axis)
     slots = on_host(table[:, :num_experts], len(order))  # [n, E]
-    share = nodes_touched(num_experts, moe.config.top_k, nodes)
-    copies = on_host(table[:, num_experts:], round(len(x) * share))  # [n, nodes]
+    # "meta" has no counts: there each token has experts on all nodes.
+    copies = on_host(table[:, num_experts:], nodes * len(x))  # [n, nodes]
 
     # 1. Between nodes: tokens with their choices and weights, to the peers.
     send, receive = [0] * axis.size, [0] * axis.size
@@ -279,12 +274,6 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     # 3. And back: one row for each copy.
     home = all_to_all(sums, axis, send_counts=receive, recv_counts=send)
     return moe.add(add_up(home, token, len(x), nodes), moe.shared(x))
-
-
-def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:
-    """Return the mean number of nodes that a token's experts are on, if all are equally likely."""
-    elsewhere = math.comb(num_experts - num_experts // nodes, top_k)
-    return nodes * (1 - elsewhere / math.comb(num_experts, top_k))
 
 
 # ---------------------------------------------------------------------- 5. while others compute

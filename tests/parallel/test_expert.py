@@ -94,13 +94,6 @@ def test_between_nodes_there_is_one_copy_of_a_token(ranks, nodes):
         assert nodes == 4 or v > 0
 
 
-def test_a_token_touches_as_many_nodes_as_chance_lets_it():
-    stream = torch.Generator().manual_seed(0)
-    chosen = torch.rand(4000, 8, generator=stream).topk(3).indices // 4
-    mean = sum(len(set(row)) for row in chosen.tolist()) / 4000
-    assert expert.nodes_touched(8, 3, 2) == pytest.approx(mean, rel=0.02)
-
-
 # ---------------------------------------------------------------------- what is refused
 def _share_data(how: str, model: torch.nn.Module, data: Axis) -> None:
     if how == "fsdp":
@@ -138,9 +131,7 @@ def test_experts_are_spread_once_and_first(before):
         expert.apply(model, axis)
     else:
         _share_data(before, model, axis)
-    with pytest.raises(
-        ValueError, match=f"is shared by {before} along ep already; apply expert on"
-    ):
+    with pytest.raises(ValueError, match="is shared already; apply expert once"):
         expert.apply(model, axis)
 
 
@@ -176,7 +167,7 @@ def test_tensor_parallelism_leaves_experts_of_its_ranks_to_them():
         tensor.apply(model, mesh.tp, sequence=True)
     other = models.llama(0, moe=SIX)
     tensor.apply(other, mesh.tp, sequence=True)
-    with pytest.raises(ValueError, match="by tensor along tp already"):
+    with pytest.raises(ValueError, match="is shared already"):
         expert.apply(other, mesh.tp)
 
 

@@ -173,12 +173,7 @@ class Schedule:
                 "'mine: microbatches 4; stages on ranks 0 1'"
             )
         name, m, rank_of, copies = match.groups(default="1")
-        rows = []
-        for rank, line in enumerate(lines):
-            label, _, actions = line.partition(":")
-            if label != f"rank {rank}":
-                raise ValueError(f"line {rank + 2} starts with {label!r}; write 'rank {rank}: ...'")
-            rows.append(tuple(map(Action.parse, actions.split())))
+        rows = [tuple(map(Action.parse, line.partition(":")[2].split())) for line in lines]
         return Schedule(name, int(m), tuple(map(int, rank_of.split())), tuple(rows), int(copies))
 
 
