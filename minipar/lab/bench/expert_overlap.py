@@ -33,7 +33,7 @@ def play(axis: Axis, dispatch: str) -> Timeline:
     with device.paused():
         model = Llama(shape_of(LAYERS), seed=0)
         expert.apply(model, axis, dispatch=dispatch)
-        layers = stages.part_of(model, range(LAYERS))
+        layers = stages.part_of(model, (0, LAYERS, 0), 1)
         x, before = torch.randn(2, 1, 64, 64).requires_grad_().unbind()
         made = layers(before)
         gradient = torch.randn_like(made)

@@ -53,7 +53,6 @@ from minipar.parallel.pipeline.stages import (
     estimate_costs,
     homes_of,
     keep_only,
-    layers_of,
     part_of,
 )
 
@@ -214,14 +213,12 @@ class Pipeline(Strategy):
         if schedule.splits_backward:
             split_backward.enable(model)
         self.names = list(model.state_dict(keep_vars=True))
-        last = len(cut) - 1
-        parts = [part_of(model, layers_of(cut, i), i == 0, i == last) for i in range(len(cut))]
+        parts = [part_of(model, cut, part) for part in range(len(cut))]
         self.weights = homes_of(parts, schedule)
         own = {stage: schedule.part(stage) for stage in schedule.stages_on(axis.rank)}
         self.stages: dict[int, Llama] = {stage: parts[part] for stage, part in own.items()}
         self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
-        layers = {layer for part in own.values() for layer in layers_of(cut, part)}
-        keep_only(model, layers, 0 in own.values(), last in own.values())
+        keep_only(model, cut, own.values())
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
