@@ -155,7 +155,7 @@ def test_bubbles_by_the_formula(name, p, more, v, forward, inputs, share):
     m = p + more if name not in LOOPED else p * (1 + more % 3)
     weights = share * min(forward, inputs)
     schedule = make(name, p, m, v if name in LOOPED else None)
-    costs = Costs(forward, inputs, weights).per_rank(schedule)
+    costs = Costs(forward, inputs, weights)
     expected = FORMULAS[name](p, m, v, forward, inputs, weights)
     found = bubble(simulate(schedule, costs))
     assert found == approx(expected / (m * (forward + inputs + weights)))
@@ -176,7 +176,7 @@ def test_bubbles_of_the_zero_bubble_schedules(p):
     0 from a rank's own start to its own end; a step that all ranks wait for still has a bubble.
     """
     m = 3 * p
-    t = {name: simulate(s, Costs().per_rank(s)) for name, s in every(p, m).items()}
+    t = {name: simulate(s) for name, s in every(p, m).items()}
     whole = {name: bubble(x) / (1 + bubble(x)) for name, x in t.items()}  # of the step
     assert whole["1f1b"] == approx((p - 1) / (m + p - 1))
     assert bubble(t["zb_h1"]) == approx(bubble(t["1f1b"]) / 3)
@@ -192,9 +192,7 @@ def test_bubbles_of_the_zero_bubble_schedules(p):
 
 
 def test_trap_25_b_is_i_and_w():
-    costs = Costs(1.0, 1.5, 0.25)
-    assert costs.seconds("B", 0) == costs.seconds("I", 0) + costs.seconds("W", 0) == 1.75
-    t = simulate(make("1f1b", 1, 3), costs)
+    t = simulate(make("1f1b", 1, 3), Costs(1.0, 1.5, 0.25))
     assert t.duration == approx(3 * 2.75) and bubble(t) == approx(0)
 
 

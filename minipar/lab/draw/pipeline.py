@@ -46,7 +46,7 @@ def compare(
     shown = {}
     for title, panel in panels.items():
         if isinstance(panel, Schedule):
-            panel = panel, simulate(panel, (costs or Costs()).per_rank(panel))
+            panel = panel, simulate(panel, costs)
         spans = [span for span in panel[1] if span.name[0].isdigit()]  # named as actions
         shown[title] = panel[0], Timeline(spans, panel[1].label).shifted()
     scale = 1e3 if unit == "ms" else 1.0
@@ -85,7 +85,7 @@ def memory_against_bubble(schedules: Mapping[str, Schedule], *, title: str) -> F
     """
     points: dict[tuple[float, float], list[str]] = {}
     for name, plan in schedules.items():
-        share = bubble(simulate(plan, Costs().per_rank(plan)))
+        share = bubble(simulate(plan))
         at = _held(plan), round(100 * share, 6)
         points.setdefault(at, []).append(name.replace("_", " "))
     figure = pen.figure(7.2, 4.4, title)

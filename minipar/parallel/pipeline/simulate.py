@@ -25,9 +25,11 @@ SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each action of one stage: one number, or a sequence by part of the model.
+    """Seconds of F, I and W, and of a message on the wire.
 
-    A message keeps the wire busy for `message` seconds.
+    A number is for a rank's whole share, 1/p of the model. A stage, 1/S of the model, takes p/S of
+    the number, so schedules of different v are compared on the same model. A sequence has the
+    seconds of each part of the model.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -35,26 +37,17 @@ class Costs:
     weight_gradient: float | Sequence[float] = 1.0
     message: float = 0.0
 
-    def per_rank(self, schedule: Schedule) -> "Costs":
-        """Scale costs of 1/p of the model to a stage of `schedule`, which is 1/S of the model.
-
-        So schedules of different v are compared on the same model. Costs by part of the model are
-        costs of stages already.
-        """
-        share = schedule.num_ranks / schedule.num_stages
-        kinds = "forward", "input_gradient", "weight_gradient"
-        return replace(self, **{kind: getattr(self, kind) * share for kind in kinds})
-
-    def seconds(self, kind: str, part: int) -> float:
-        """Return the seconds of F, B, I or W of a part of the model."""
-        if kind == "B":
-            return self.seconds("I", part) + self.seconds("W", part)
-        cost = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[kind]
-        return cost if isinstance(cost, int | float) else cost[part]
+    def seconds(self, schedule: Schedule, action: Action) -> float:
+        """Return the seconds of an action; those of B are those of I and W."""
+        costs = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}
+        part, share = schedule.part(action.stage), schedule.num_ranks / schedule.num_stages
+        found = [costs[kind] for kind in action.kind.replace("B", "IW")]
+        return sum(c * share if isinstance(c, int | float) else c[part] for c in found)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Time all computing and all messages. By default, F, I and W take 1 s, messages nothing.
+    """Time all computing and all messages. By default, F, I and W of a rank's whole share
+    take 1 s, messages nothing.
 
     A span has the name of its action, and `stage` and `microbatch` in its meta; a message is a span
     of its sender. Raises ValueError for a schedule that deadlocks.
@@ -89,7 +82,7 @@ def events(
 
     for slot, rank in advance(rows, waits_for):
         start = max([clock[rank], *(there[needed, rank] for needed in inputs(slot))])
-        end = start + sum(costs.seconds(a.kind, schedule.part(a.stage)) for a in slot)
+        end = start + sum(costs.seconds(schedule, action) for action in slot)
         clock[rank] = end
         for action in slot:
             there[action, rank] = end
