@@ -71,7 +71,8 @@ def apply(
     The weights come from rank 0 of the axis.
 
     Args:
-        schedule: for as many ranks as the axis has, and the microbatches of a step.
+        schedule: for as many ranks as the axis has, and the microbatches of a step. `lower` places
+            its messages, wherever they were.
         cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
             are balanced.
         token_shards: ranks of sequence parallelism, which cut activations between layers.
@@ -82,8 +83,7 @@ def apply(
     for other ranks, and for a cut that does not fit.
     """
     validate(schedule)
-    if paired or not schedule.is_lowered:
-        schedule = lower(schedule, paired)
+    schedule = lower(schedule, paired)
     if schedule.num_ranks != axis.size:
         raise ValueError(
             f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
@@ -308,20 +308,17 @@ class Pipeline(Strategy):
         stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
         for p, stand_in in stand_ins.items():
             stand_in.grad_dtype = p.grad_dtype
-        places = [
-            (module._parameters, name, p)
-            for module in self.model.modules()
-            for name, p in module._parameters.items()
-            if p in stand_ins
-        ]
         try:
-            for parameters, name, p in places:
-                parameters[name] = stand_ins[p]
+            self._swap(stand_ins)
             yield
         finally:
-            for parameters, name, p in places:
-                parameters[name] = p
+            self._swap({stand_in: p for p, stand_in in stand_ins.items()})
         self._add_twins(stand_ins)
+
+    def _swap(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for module in self.model.modules():
+            for name, p in module._parameters.items():
+                module._parameters[name] = new.get(p, p)
 
     def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""
