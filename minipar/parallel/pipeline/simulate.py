@@ -12,8 +12,6 @@ Bubble: idle time of a step that starts and ends for all ranks together: (p-1)/M
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
@@ -53,7 +51,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     of its sender. Raises ValueError for a schedule that deadlocks.
     """
     spans = []
-    for action, rank, start, end in events(schedule, costs or Costs()):
+    for (action,), rank, start, end in events(schedule, costs or Costs()):
         meta = {"stage": action.stage, "microbatch": action.microbatch}
         kind = SPAN_KIND.get(action.kind, "comm")
         axis = "" if action.computes else "pp"
@@ -63,10 +61,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def events(
     schedule: Schedule, costs: Costs, paired: bool = False
-) -> Iterator[tuple[Action, int, float, float]]:
-    """Yield (action, rank, start, end) of all computing and of all messages that take time.
+) -> Iterator[tuple[tuple[Action, ...], int, float, float]]:
+    """Yield (slot, rank, start, end) of all computing and of all messages that take time.
 
-    A pair starts when both of its actions can start, and both end together.
+    A slot is an action or, if `paired`, two. A pair starts when both of its actions can start, and
+    both end together.
     """
     schedule = schedule.without_messages()
     rows = [deque(slots(row, paired)) for row in schedule.actions]
@@ -84,16 +83,16 @@ def events(
         start = max([clock[rank], *(there[needed, rank] for needed in inputs(slot))])
         end = start + sum(costs.seconds(schedule, action) for action in slot)
         clock[rank] = end
+        yield slot, rank, start, end
         for action in slot:
             there[action, rank] = end
-            yield action, rank, start, end
             send = schedule.makes(action)
             if schedule.travels(send):
                 peer = schedule.peer(send)
                 departs = max(end, wire[rank, peer])
                 there[action, peer] = wire[rank, peer] = departs + costs.message
                 if costs.message:
-                    yield send, rank, departs, wire[rank, peer]
+                    yield (send,), rank, departs, wire[rank, peer]
 
 
 def lower(schedule: Schedule, paired: bool = False) -> Schedule:
@@ -106,10 +105,8 @@ def lower(schedule: Schedule, paired: bool = False) -> Schedule:
     both send. Raises ValueError if the schedule deadlocks.
     """
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
-    computing = [(end, rank, a) for a, rank, _, end in events(schedule, Costs(), paired)]
-    ended = itemgetter(0, 1)
-    for (_, rank), group in groupby(sorted(computing, key=ended), key=ended):
-        slot = [action for _, _, action in group]
+    computing = [(end, rank, slot) for slot, rank, _, end in events(schedule, Costs(), paired)]
+    for _, rank, slot in sorted(computing):
         rows[rank] += slot
         for send in filter(schedule.travels, map(schedule.makes, slot)):
             rows[rank].append(send)
