@@ -40,9 +40,10 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
         where all-to-all sends one per slot, and results come back summed.
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
-Costs you. The host reads the counts once per layer and pass, because the host sets the sizes of
-        messages. On a GPU the host then waits for all queued work. "padded" knows sizes from the
-        capacity c: nothing is read, empty seats travel, and full experts drop tokens.
+Costs you. The host reads the counts once per layer and pass (halves: twice), because the host sets
+        the sizes of messages. On a GPU the host then waits for all queued work. "padded" knows
+        sizes from the capacity c: nothing is read, empty seats travel, and full experts drop
+        tokens.
 Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; DeepSeek-AI 2024 (arXiv
         2412.19437), section 3.2.2, for one copy per node; Liu et al. 2025, "MoE Parallel Folding"
         (arXiv 2504.14960), for the two roles. In torch: none; `torchtitan` has `ExpertParallel`.
@@ -53,7 +54,6 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
     expert.apply(model, mesh.ep, copies=mesh.dp)
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -68,7 +68,7 @@ from minipar.comm.values import to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import axes_of, check_divides, is_part, mark, region_of
+from minipar.parallel.base.shards import axes_of, check_divides, mark, region_of
 from minipar.parallel.base.strategy import Strategy, refuse_state, share_counts, sum_over
 
 Dispatch = Literal[
@@ -110,13 +110,9 @@ def apply(
         name = type(model).__name__
         raise ValueError(f"{name} has no MoE of minipar.model.moe; expert can spread no others")
     for name, p in model.named_parameters():
-        others = [f"expert along {axes_of(p)[0].name}"] if hasattr(p, "copies") else []
-        others += [*getattr(p, "claimed_by", ())]
-        others += [f"tensor along {a.name}" for a in axes_of(p) if is_part(a, axis)]
-        if others:
+        if axes_of(p) or hasattr(p, "claimed_by"):
             raise ValueError(
-                f"{name} is shared by {others[0]} already; apply expert once, before tensor, ddp, "
-                f"zero and fsdp"
+                f"{name} is shared already; apply expert once, before tensor, ddp, zero and fsdp"
             )
     for _, moe in mixtures(model):
         check_sizes(moe.config, axis, dispatch, nodes, 1 if pieces is None else pieces.size)
@@ -154,7 +150,7 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     )
     tokens = all_gather(x, axis, to="R")  # [n N, D] R@ep
     order, counts = sort_by_expert(every.experts, config.num_experts)
-    counts = on_host(counts[None], [len(order)])[0]
+    counts = on_host(counts[None], len(order))[0]
     own = experts_of(axis, config.num_experts)
     order = order[counts[: own.start].sum() : counts[: own.stop].sum()]
     rows = moe.experts(tokens[order // config.top_k], counts[own])
@@ -195,10 +191,8 @@ class DispatchPlan:
 
 def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     """Send each row to the rank of its expert, and back: tokens [N, D] -> [N, D]."""
-    wait_for_plans = plan_dispatch(moe, axis, [routing])
-    shared = moe.shared(x)  # while counts travel
-    (plan,) = wait_for_plans()
-    return moe.add(dispatch_and_combine(moe, axis, plan, x, routing), shared)
+    plan = plan_dispatch(moe, axis, routing)
+    return moe.add(dispatch_and_combine(moe, axis, plan, x, routing), moe.shared(x))
 
 
 def dispatch_and_combine(
@@ -212,43 +206,23 @@ def dispatch_and_combine(
     return combine(back, plan.order, routing, x)
 
 
-def plan_dispatch(
-    moe: MoE, axis: Axis, routings: list[Routing]
-) -> Callable[[], list[DispatchPlan]]:
-    """Begin to gather all counts; the returned function waits, and plans each part of the tokens.
-
-    A collective: (n-1) times 8 E bytes for each part.
-    """
-    config, parts = moe.config, len(routings)
-    by_expert = [sort_by_expert(routing.experts, config.num_experts) for routing in routings]
-    orders, counts = zip(*by_expert, strict=True)
-    wait_for_counts = gather_counts(torch.stack(counts), axis)
-
-    def wait() -> list[DispatchPlan]:
-        table = on_host(wait_for_counts(), [len(order) for order in orders])
-        tables = table.view(axis.size, parts, -1).unbind(1)  # [n, E] for each part
-        return [DispatchPlan(o, t, axis) for o, t in zip(orders, tables, strict=True)]
-
-    return wait
+def plan_dispatch(moe: MoE, axis: Axis, routing: Routing) -> DispatchPlan:
+    """Tell all ranks how many slots of this rank each expert has: (n-1) times 8 E bytes."""
+    order, counts = sort_by_expert(routing.experts, moe.config.num_experts)
+    table = collectives.all_gather(counts[None], axis)  # [n, E]
+    return DispatchPlan(order, on_host(table, len(order)), axis)
 
 
-def gather_counts(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin to gather `counts` [parts, E]; the returned function waits for [n parts, E]."""
-    gathering = collectives.all_gather(counts, axis, async_op=True)
-    # The closure keeps `counts` alive: NCCL may read their memory late.
-    return lambda: (gathering.wait(), counts)[0]
-
-
-def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
+def on_host(table: Tensor, num_slots: int) -> Tensor:
     """Return counts on the host, which sets the sizes of messages; the host waits for them.
 
-    "meta" has no values: there the `num_slots` of each part are spread evenly over the experts.
+    "meta" has no values: there `num_slots` of each rank are spread evenly over the experts.
     """
     if not table.is_meta:
         return to_host(table)
     num_experts = table.shape[1]
-    even = [[(num + e) // num_experts for e in range(num_experts)] for num in num_slots]
-    return torch.tensor(even, device="cpu").repeat(len(table) // len(num_slots), 1)
+    even = [(num_slots + e) // num_experts for e in range(num_experts)]
+    return torch.tensor(even, device="cpu").repeat(len(table), 1)
 
 
 # ---------------------------------------------------------------------- 3. sizes that are known
@@ -277,11 +251,10 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     touched = torch.zeros(len(x), nodes + 1, dtype=torch.bool, device=x.device)
     touched = touched.scatter(1, routing.experts // per_node, True)[:, :nodes]
     order, counts = sort_by_expert(routing.experts, num_experts)
-    wait_for_counts = gather_counts(torch.cat([counts, touched.sum(0)])[None], axis)
-    shared, gathered_counts = moe.shared(x), wait_for_counts()  # computed while counts travel
-    slots = on_host(gathered_counts[:, :num_experts], [len(order)])  # [n, E]
-    share = nodes_touched(num_experts, moe.config.top_k, nodes)
-    copies = on_host(gathered_counts[:, num_experts:], [round(len(x) * share)])  # [n, nodes]
+    table = collectives.all_gather(torch.cat([counts, touched.sum(0)])[None], axis)
+    slots = on_host(table[:, :num_experts], len(order))  # [n, E]
+    # "meta" has no counts: there each token has experts on all nodes.
+    copies = on_host(table[:, num_experts:], nodes * len(x))  # [n, nodes]
 
     # 1. Between nodes: tokens with their choices and weights, to the peers.
     send, receive = [0] * axis.size, [0] * axis.size
@@ -300,13 +273,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
 
     # 3. And back: one row for each copy.
     home = start_all_to_all(sums, axis, receive, send)()
-    return moe.add(add_up(home, token, len(x), nodes), shared)
-
-
-def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:
-    """Return the mean number of nodes that a token's experts are on, if all are equally likely."""
-    elsewhere = math.comb(num_experts - num_experts // nodes, top_k)
-    return nodes * (1 - elsewhere / math.comb(num_experts, top_k))
+    return moe.add(add_up(home, token, len(x), nodes), moe.shared(x))
 
 
 # ---------------------------------------------------------------------- 5. while others compute
@@ -318,7 +285,7 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
     """
     tokens, *cut = (t.tensor_split(parts) for t in (x, routing.experts, routing.weights))
     routings = [Routing(*pair) for pair in zip(*cut, strict=True)]
-    plans = plan_dispatch(moe, axis, routings)()
+    plans = [plan_dispatch(moe, axis, own) for own in routings]
     there = [
         start_all_to_all(part[plan.order // moe.config.top_k], axis, plan.send, plan.receive)
         for plan, part in zip(plans, tokens, strict=True)

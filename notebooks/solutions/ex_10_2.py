@@ -12,7 +12,7 @@ import torch
 from minipar.lab.exercises import Case, CheckFailed, fails
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live, validate
-from minipar.parallel.pipeline.simulate import simulate
+from minipar.parallel.pipeline.simulate import Costs, simulate
 
 LEVEL, MINUTES = "hard", 30
 GOOD = "1F1B's bubble divided by v, with at most (v-1)p + 2(p-r) - 1 stage activations on rank r"
@@ -55,7 +55,8 @@ def check_valid(case: Case) -> None:
 def check_bubble(case: Case) -> None:
     for schedule, v in _schedules(case):
         p, m = schedule.num_ranks, schedule.num_microbatches
-        took, best = simulate(schedule).duration, 3 * (m * v + p - 1)
+        costs = Costs(*([[1.0] * p * v] * 3))  # F, I and W of each stage
+        took, best = simulate(schedule, costs).duration, 3 * (m * v + p - 1)
         if took > best:
             raise CheckFailed(
                 f"p={p}, m={m}, v={v}: with F = 1 and B = 2 for each stage the step takes "

@@ -16,7 +16,7 @@ from minipar.lab.exercises import Case, CheckFailed, fails
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.checks import peak_live, validate
 from minipar.parallel.pipeline.schedules import SCHEDULES, compose, one_f_one_b
-from minipar.parallel.pipeline.simulate import Costs, lower, simulate
+from minipar.parallel.pipeline.simulate import lower, simulate
 
 LEVEL, MINUTES = "hard", 40
 GOOD = "right, your own, with p microbatches of a rank's share and half of 1F1B's bubble at most"
@@ -71,7 +71,7 @@ def _held(schedule: Schedule) -> float:
 
 def _seconds(schedule: Schedule) -> float:
     """Of a step, where F, I and W of a rank's whole share of the model take 1 s each."""
-    return simulate(schedule, Costs().per_rank(schedule)).duration
+    return simulate(schedule).duration
 
 
 def _half(p: int) -> float:

@@ -290,7 +290,7 @@ def test_the_bubble_is_that_of_the_schedule(name, p):
         made = schedules.make(name, p, m)
         for weights in (1 / 3,) if name == "zb_h2" else (1 / 3, 0.15):
             half = (1 - weights) / 2
-            costs = simulate.Costs(half, half, weights).per_rank(made)
+            costs = simulate.Costs(half, half, weights)
             spans = {}
             for _, rank, start, end in simulate.events(made, costs, False):
                 low, high = spans.get(rank, (start, end))

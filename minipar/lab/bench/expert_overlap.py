@@ -28,7 +28,7 @@ def play(axis: Axis, dispatch: str) -> Timeline:
     with device.paused():
         model = Llama(SHAPE, seed=0)
         expert.apply(model, axis, dispatch=dispatch)
-        layers = stages.part_of(model, range(SHAPE.num_layers))
+        layers = stages.part_of(model, (0, SHAPE.num_layers, 0), 1)
         x, before = torch.randn(2, 1, 64, 64).requires_grad_().unbind()
         made = layers(before)
         gradient = torch.randn_like(made)

@@ -292,10 +292,9 @@ def torch_pipeline(on: Field, name: str) -> Step:
     cut = stages.balance(stages.estimate_costs(on.shape), schedule.num_stages)
     parts = []
     for stage in own:
-        part = stages.part_of(model, stages.layers_of(cut, stage), stage == 0, stage == last)
+        part = stages.part_of(model, cut, stage)
         parts.append(PipelineStage(part, stage, last + 1, inputs.device, group=on.axis.group))
-    kept = {layer for stage in own for layer in stages.layers_of(cut, stage)}
-    stages.keep_only(model, kept, 0 in own, last in own)
+    stages.keep_only(model, cut, own)
     kind = getattr(theirs, PIPELINES[name])
     runner = kind(
         parts[0] if issubclass(kind, theirs.PipelineScheduleSingle) else parts,

@@ -46,7 +46,7 @@ def compare(
     shown = {}
     for title, panel in panels.items():
         if isinstance(panel, Schedule):
-            panel = panel, simulate(panel, (costs or Costs()).per_rank(panel))
+            panel = panel, simulate(panel, costs)
         spans = [span for span in panel[1] if span.name[0].isdigit()]  # named as actions
         shown[title] = panel[0], Timeline(spans, panel[1].label).shifted()
     scale = 1e3 if unit == "ms" else 1.0

@@ -79,14 +79,19 @@ class Schedule:
         return len(self.rank_of) // self.copies
 
     @cached_property
+    def every(self) -> frozenset[Action]:
+        """The actions of all ranks."""
+        return frozenset(action for row in self.actions for action in row)
+
+    @cached_property
     def is_lowered(self) -> bool:
         """True if the lists hold messages as well."""
-        return any(not action.computes for row in self.actions for action in row)
+        return not all(action.computes for action in self.every)
 
     @property
     def splits_backward(self) -> bool:
         """True if some backward is I and W."""
-        return any(action.kind == "W" for row in self.actions for action in row)
+        return any(action.kind == "W" for action in self.every)
 
     def stages_on(self, rank: int) -> list[int]:
         """Return the stages of a rank, ascending."""
@@ -102,7 +107,7 @@ class Schedule:
         return range(first, first + self.num_stages)
 
     def takes(self, action: Action) -> Action | None:
-        """Return the message that an action needs; None for W and at the ends of the model.
+        """Return the message that an action needs; None for W, messages and ends of the model.
 
         `2F0` needs `2RF0`, the output of stage 1; `2B0` needs `2RB0`, the gradient from stage 3.
         """
@@ -115,7 +120,7 @@ class Schedule:
     def _message(self, way: str, action: Action) -> Action | None:
         is_forward = action.kind == "F"
         other = action.stage + (1 if is_forward == (way == "S") else -1)
-        if action.kind == "W" or other not in self.path(action.microbatch):
+        if action.kind not in ("F", "B", "I") or other not in self.path(action.microbatch):
             return None
         return Action(action.stage, way + ("F" if is_forward else "B"), action.microbatch)
 
@@ -168,12 +173,7 @@ class Schedule:
                 "'mine: microbatches 4; stages on ranks 0 1'"
             )
         name, m, rank_of, copies = match.groups(default="1")
-        rows = []
-        for rank, line in enumerate(lines):
-            label, _, actions = line.partition(":")
-            if label != f"rank {rank}":
-                raise ValueError(f"line {rank + 2} starts with {label!r}; write 'rank {rank}: ...'")
-            rows.append(tuple(map(Action.parse, actions.split())))
+        rows = [tuple(map(Action.parse, line.partition(":")[2].split())) for line in lines]
         return Schedule(name, int(m), tuple(map(int, rank_of.split())), tuple(rows), int(copies))
 
 

@@ -10,7 +10,7 @@ messages is checked under the first meaning, and a schedule with messages under 
 `simulate.lower` places messages so that both work.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -19,31 +19,41 @@ from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
-    """Return the computing actions, on any rank, that must end before `action` starts.
+    """Return the actions that must end before `action` starts.
 
-    Where a stage may have B or I, both are in the list; a schedule holds one of them.
+    `2B0` needs `2F0`, and the gradient from stage 3: its receive `2RB0` if the lists hold messages,
+    else `3B0` or `3I0`, whichever there is.
     """
     stage, i = action.stage, action.microbatch
-    before = {"W": ["I"], "F": []}.get(action.kind, ["F"])
-    here = [Action(stage, kind, i) for kind in before]
+    before = {"B": "F", "I": "F", "W": "I", "SF": "F", "SB": "BI"}.get(action.kind, "")
+    wanted = [Action(stage, kind, i) for kind in before]
     message = schedule.takes(action)
-    if message is None:
-        return here
-    return here + [Action(message.twin.stage, k, i) for k in ("F" if action.kind == "F" else "BI")]
+    if message is not None and schedule.is_lowered and schedule.travels(message):
+        return [*wanted, message]
+    if message is not None:
+        kinds = "F" if action.kind == "F" else "BI"
+        wanted += [Action(message.twin.stage, kind, i) for kind in kinds]
+    return [needed for needed in wanted if needed in schedule.every]
 
 
-def advance(rows: Sequence[deque], must_wait: Callable[[Any, int], Any]) -> Iterator[tuple]:
+def advance(
+    rows: Sequence[deque], waits_for: Callable[[Any, int], Action | None]
+) -> Iterator[tuple]:
     """Take items off the rows of all ranks, each as soon as it need not wait; yield item and rank.
 
-    Ends when no rank gets any further: then `rows` hold what is left.
+    Raises ValueError when no rank gets any further.
     """
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(rows):
-            while row and not must_wait(row[0], rank):
+            while row and not waits_for(row[0], rank):
                 yield row.popleft(), rank
                 moved = True
+    stuck = [(rank, row[0]) for rank, row in enumerate(rows) if row]
+    if stuck:
+        waits = (f"rank {rank} at {item} for {waits_for(item, rank)}" for rank, item in stuck)
+        raise ValueError(f"deadlock: {'; '.join(waits)}")
 
 
 def peak_live(schedule: Schedule) -> list[int]:
@@ -59,88 +69,46 @@ def peak_live(schedule: Schedule) -> list[int]:
 
 # ---------------------------------------------------------------------- validate
 def validate(schedule: Schedule) -> None:
-    """Raise ValueError, which names the action at fault, unless the schedule can be run.
+    """Raise ValueError, which names what is wrong, unless the schedule can be run.
 
-    Checked in this order. Each action is on the rank of its stage, once. Every stage runs F of
-    every microbatch of its copy, and B, or I and W; else the optimizer would step without a part of
-    the gradient. Each message, if there are any, is sent after the action that makes it and
-    received before the action that needs it. No rank waits for ever.
+    Each action is on the rank of its stage. Every stage runs, once for every microbatch of its
+    copy, F and B, or F, I and W; else the optimizer would step without a part of the gradient. No
+    rank waits for ever.
     """
-    of_messages = [_wrong_messages] if schedule.is_lowered else []
-    for check in (_wrong_actions, _missing_actions, *of_messages, _deadlocks):
-        for problem in check(schedule):
-            raise ValueError(problem)
-
-
-def _wrong_actions(schedule: Schedule) -> Iterator[str]:
-    m, seen = schedule.num_microbatches, set()
+    m = schedule.num_microbatches
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            where, i = f"{action} on rank {rank}", action.microbatch
-            path = schedule.path(i)
-            if not 0 <= i < m:
-                yield f"{where}: there are {m} microbatches"
-            if action.stage not in path:
-                yield f"{where}: microbatch {i} goes through the stages {path[0]}-{path[-1]}"
-            if (owner := schedule.rank_of[action.stage]) != rank:
-                yield f"{where}: its stage is on rank {owner}"
-            if action in seen:
-                yield f"{where}: it is there twice"
-            seen.add(action)
-
-
-def _missing_actions(schedule: Schedule) -> Iterator[str]:
-    exists = {action for row in schedule.actions for action in row}
-    for i in range(schedule.num_microbatches):
+            path, own = schedule.path(action.microbatch), schedule.stages_on(rank)
+            ends = {action.stage, action.stage if action.computes else action.twin.stage}
+            is_known = 0 <= action.microbatch < m and all(stage in path for stage in ends)
+            if not is_known or action.stage not in own:
+                raise ValueError(
+                    f"{action} on rank {rank}: there are {m} microbatches, this one goes through "
+                    f"the stages {path[0]}-{path[-1]}, and this rank has {own}"
+                )
+    count = Counter(action for row in schedule.actions for action in row)
+    for i in range(m):
         for stage in schedule.path(i):
-            where = f"on rank {schedule.rank_of[stage]}"
-            has = {kind for kind in COMPUTE if Action(stage, kind, i) in exists}
-            wanted = {"F", "I", "W"} if has & {"I", "W"} else {"F", "B"}
-            if "B" in has - wanted:
-                yield f"{stage}B{i} {where} is I and W in one; one of them is there as well"
-            for kind in sorted(wanted - has):
-                yield f"{stage}{kind}{i} is missing {where}: the optimizer would step without it"
+            has = [kind for kind in COMPUTE for _ in range(count[Action(stage, kind, i)])]
+            if has not in (["F", "B"], ["F", "I", "W"]):
+                raise ValueError(
+                    f"stage {stage} has {' '.join(has) or 'nothing'} for microbatch {i}, and needs "
+                    f"F B or F I W: the optimizer would step without a part of the gradient"
+                )
+    _check_waits(schedule)
 
 
-def _wrong_messages(schedule: Schedule) -> Iterator[str]:
-    for rank, row in enumerate(schedule.actions):
-        at, wanted = {action: i for i, action in enumerate(row)}, set()
-        for action in filter(lambda action: action.computes, row):
-            takes, makes = schedule.takes(action), schedule.makes(action)
-            for message in filter(schedule.travels, (takes, makes)):
-                wanted.add(message)
-                if message not in at:
-                    yield f"{message} is missing on rank {rank}, for {action}"
-                elif (at[message] < at[action]) != (message == takes):
-                    side = "before" if message == takes else "after"
-                    yield f"{message} must stand {side} {action} on rank {rank}"
-        for message in at.keys() - wanted:
-            if not message.computes:
-                yield f"{message} on rank {rank}: no rank needs this message"
-
-
-def _deadlocks(schedule: Schedule) -> Iterator[str]:
+def _check_waits(schedule: Schedule) -> None:
+    """Raise ValueError for a deadlock."""
     rows = [deque(row) for row in schedule.actions]
-    exists = {action for row in schedule.actions for action in row}
     done: set[Action] = set()
 
-    def waits_for(action: Action, rank: int) -> str:
-        """Return the reason why `rank` waits with `action` next; "" if it can go on."""
+    def waits_for(action: Action, rank: int) -> Action | None:
         if not action.computes:  # blocking: the other rank has to be at the other end
-            peer = schedule.peer(action)
-            met = action.twin in done or (rows[peer] and rows[peer][0] == action.twin)
-            return "" if met else f"rank {peer}"
-        for needed in (needed for needed in needs(schedule, action) if needed in exists):
-            other = schedule.rank_of[needed.stage]
-            # With messages, a receive before the action has waited for other ranks.
-            if needed not in done and (other == rank or not schedule.is_lowered):
-                return f"{needed} on rank {other}"
-        return ""
+            other = rows[schedule.peer(action)]
+            if action.twin not in done and (not other or other[0] != action.twin):
+                return action.twin
+        return next((needed for needed in needs(schedule, action) if needed not in done), None)
 
     for action, _ in advance(rows, waits_for):
         done.add(action)
-    if any(rows):
-        what = "deadlock with blocking messages" if schedule.is_lowered else "deadlock"
-        stuck = [(rank, row[0]) for rank, row in enumerate(rows) if row]
-        waits = "; ".join(f"rank {rank} at {a} for {waits_for(a, rank)}" for rank, a in stuck)
-        yield f"{what}: {waits}"

@@ -59,9 +59,7 @@ class Mail:
         """Keep the result of an action: to be sent at its turn, or taken by an action here."""
         message = self.schedule.makes(action)
         if message is not None:
-            twin = message.twin
-            is_here = self.schedule.rank_of[twin.stage] == self.axis.rank
-            self._here[twin if is_here else message] = result
+            self._here[message if self.schedule.travels(message) else message.twin] = result
 
     def take(self, action: Action) -> Tensor | None:
         """Return the tensor that an action needs, and wait for it; None if it needs none."""

@@ -53,7 +53,6 @@ from minipar.parallel.pipeline.stages import (
     estimate_costs,
     homes_of,
     keep_only,
-    layers_of,
     part_of,
 )
 
@@ -72,7 +71,8 @@ def apply(
     The weights come from rank 0 of the axis.
 
     Args:
-        schedule: for as many ranks as the axis has, and the microbatches of a step.
+        schedule: for as many ranks as the axis has, and the microbatches of a step. `lower` places
+            its messages, wherever they were.
         cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
             are balanced.
         token_shards: ranks of sequence parallelism, which cut activations between layers.
@@ -83,8 +83,7 @@ def apply(
     for other ranks, and for a cut that does not fit.
     """
     validate(schedule)
-    if paired or not schedule.is_lowered:
-        schedule = lower(schedule, paired)
+    schedule = lower(schedule, paired)
     if schedule.num_ranks != axis.size:
         raise ValueError(
             f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
@@ -103,8 +102,6 @@ Microbatch = tuple[Tensor, ...]
 """Tokens and targets [B, T], then what `Llama.forward` takes besides, such as positions."""
 Method = Callable[[Action, Tensor | None], Tensor | None]
 """Does an action: takes the tensor that was received, returns the tensor to be sent."""
-FROZEN = None, None
-"""In the place of the input and the node of a forward through frozen weights alone."""
 
 
 @dataclass(eq=False)
@@ -113,7 +110,8 @@ class Step:
 
     Each method takes the tensor that its action needs (None at the ends of the model) and returns
     the tensor for the next stage. From F to the end of its backward, `live` holds the input of a
-    stage and the node where backward begins. The output is not kept.
+    stage and the node where backward begins, but nothing of frozen weights alone. The output is not
+    kept.
     """
 
     pipeline: "Pipeline"
@@ -155,7 +153,7 @@ class Step:
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """B: gradient of the output (None: the loss) -> gradient of the input (None: tokens)."""
-        x, root = self.live.pop((action.stage, action.microbatch), FROZEN)
+        x, root = self.live.pop((action.stage, action.microbatch), (None, None))
         with self._synchronise_last(action):
             if root is not None:
                 torch.autograd.backward(root, gradient)
@@ -163,7 +161,7 @@ class Step:
 
     def backward_input(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """I: as `backward`, but gradients of weights wait for `backward_weight`."""
-        x, root = self.live.pop((action.stage, action.microbatch), FROZEN)
+        x, root = self.live.pop((action.stage, action.microbatch), (None, None))
         jobs = self.owed[action.stage, action.microbatch] = []
         if root is None:
             return None
@@ -215,14 +213,12 @@ class Pipeline(Strategy):
         if schedule.splits_backward:
             split_backward.enable(model)
         self.names = list(model.state_dict(keep_vars=True))
-        last = len(cut) - 1
-        parts = [part_of(model, layers_of(cut, i), i == 0, i == last) for i in range(len(cut))]
+        parts = [part_of(model, cut, part) for part in range(len(cut))]
         self.weights = homes_of(parts, schedule)
         own = {stage: schedule.part(stage) for stage in schedule.stages_on(axis.rank)}
         self.stages: dict[int, Llama] = {stage: parts[part] for stage, part in own.items()}
         self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
-        layers = {layer for part in own.values() for layer in layers_of(cut, part)}
-        keep_only(model, layers, 0 in own.values(), last in own.values())
+        keep_only(model, cut, own.values())
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -231,7 +227,7 @@ class Pipeline(Strategy):
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
             p = next((found[name] for name in weight.names if name in found), None)
-            if p is None or self.axis.size == 1:
+            if p is None:
                 continue
             mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
             if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
@@ -312,20 +308,17 @@ class Pipeline(Strategy):
         stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
         for p, stand_in in stand_ins.items():
             stand_in.grad_dtype = p.grad_dtype
-        places = [
-            (module._parameters, name, p)
-            for module in self.model.modules()
-            for name, p in module._parameters.items()
-            if p in stand_ins
-        ]
         try:
-            for parameters, name, p in places:
-                parameters[name] = stand_ins[p]
+            self._swap(stand_ins)
             yield
         finally:
-            for parameters, name, p in places:
-                parameters[name] = p
+            self._swap({stand_in: p for p, stand_in in stand_ins.items()})
         self._add_twins(stand_ins)
+
+    def _swap(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for module in self.model.modules():
+            for name, p in module._parameters.items():
+                module._parameters[name] = new.get(p, p)
 
     def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""

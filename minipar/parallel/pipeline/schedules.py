@@ -87,8 +87,14 @@ def compose(
     return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows))
 
 
-def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
-    """All microbatches of a round through a rank's first stage, then its second ...; back again."""
+def _looped(
+    name: str, p: int, m: int, score: Score, v: int = 1, rounds: Sequence[range] = ()
+) -> Schedule:
+    """Make a schedule of stages that go round v times: rank 0 has stages 0, p, 2p ...
+
+    All microbatches of a round go through a rank's first stage, then its second ...; back again.
+    """
+    rounds = rounds or [range(m)]
 
     def queues(stages: list[int]) -> Queues:
         return {
@@ -96,15 +102,7 @@ def _breadth_first(rounds: Sequence[range]) -> Callable[[list[int]], Queues]:
             "B": [(s, i) for each in rounds for s in stages[::-1] for i in each],
         }
 
-    return queues
-
-
-def _looped(
-    name: str, p: int, m: int, score: Score, v: int = 1, rounds: Sequence[range] = ()
-) -> Schedule:
-    """Make a schedule of stages that go round v times: rank 0 has stages 0, p, 2p ..."""
-    rank_of = [stage % p for stage in range(p * v)]
-    return compose(name, rank_of, m, score, _breadth_first(rounds or [range(m)]))
+    return compose(name, [stage % p for stage in range(p * v)], m, score, queues)
 
 
 # ---------------------------------------------------------------------- one stage per rank
@@ -324,9 +322,6 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """
     if name not in SCHEDULES:
         raise ValueError(f"no schedule {name!r}; use one of {', '.join(SCHEDULES)}")
-    for what, count in (("p", p), ("m", m), ("v", 2 if v is None else v)):
-        if count < 1:
-            raise ValueError(f"{what}={count}; a pipeline has at least 1")
     if name in LOOPED:
         return SCHEDULES[name](p, m, 2 if v is None else v)
     schedule = SCHEDULES[name](p, m)

@@ -12,8 +12,6 @@ Bubble: idle time of a step that starts and ends for all ranks together: (p-1)/M
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
@@ -25,9 +23,11 @@ SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each action of one stage: one number, or a sequence by part of the model.
+    """Seconds of F, I and W, and of a message on the wire.
 
-    A message keeps the wire busy for `message` seconds.
+    A number is for a rank's whole share, 1/p of the model. A stage, 1/S of the model, takes p/S of
+    the number, so schedules of different v are compared on the same model. A sequence has the
+    seconds of each part of the model.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -35,32 +35,23 @@ class Costs:
     weight_gradient: float | Sequence[float] = 1.0
     message: float = 0.0
 
-    def per_rank(self, schedule: Schedule) -> "Costs":
-        """Scale costs of 1/p of the model to a stage of `schedule`, which is 1/S of the model.
-
-        So schedules of different v are compared on the same model. Costs by part of the model are
-        costs of stages already.
-        """
-        share = schedule.num_ranks / schedule.num_stages
-        kinds = "forward", "input_gradient", "weight_gradient"
-        return replace(self, **{kind: getattr(self, kind) * share for kind in kinds})
-
-    def seconds(self, kind: str, part: int) -> float:
-        """Return the seconds of F, B, I or W of a part of the model."""
-        if kind == "B":
-            return self.seconds("I", part) + self.seconds("W", part)
-        cost = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[kind]
-        return cost if isinstance(cost, int | float) else cost[part]
+    def seconds(self, schedule: Schedule, action: Action) -> float:
+        """Return the seconds of an action; those of B are those of I and W."""
+        costs = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}
+        part, share = schedule.part(action.stage), schedule.num_ranks / schedule.num_stages
+        found = [costs[kind] for kind in action.kind.replace("B", "IW")]
+        return sum(c * share if isinstance(c, int | float) else c[part] for c in found)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Time all computing and all messages. By default, F, I and W take 1 s, messages nothing.
+    """Time all computing and all messages. By default, F, I and W of a rank's whole share
+    take 1 s, messages nothing.
 
     A span has the name of its action, and `stage` and `microbatch` in its meta; a message is a span
     of its sender. Raises ValueError for a schedule that deadlocks.
     """
     spans = []
-    for action, rank, start, end in events(schedule, costs or Costs()):
+    for (action,), rank, start, end in events(schedule, costs or Costs()):
         meta = {"stage": action.stage, "microbatch": action.microbatch}
         kind = SPAN_KIND.get(action.kind, "comm")
         axis = "" if action.computes else "pp"
@@ -70,37 +61,38 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def events(
     schedule: Schedule, costs: Costs, paired: bool = False
-) -> Iterator[tuple[Action, int, float, float]]:
-    """Yield (action, rank, start, end) of all computing and of all messages that take time.
+) -> Iterator[tuple[tuple[Action, ...], int, float, float]]:
+    """Yield (slot, rank, start, end) of all computing and of all messages that take time.
 
-    A pair starts when both of its actions can start, and both end together.
+    A slot is an action or, if `paired`, two. A pair starts when both of its actions can start, and
+    both end together.
     """
-    rows = [deque(slots(row, paired)) for row in schedule.without_messages().actions]
-    exists = {action for row in rows for slot in row for action in slot}
+    schedule = schedule.without_messages()
+    rows = [deque(slots(row, paired)) for row in schedule.actions]
     there: dict[tuple[Action, int], float] = {}  # when a rank has the result of an action
     clock = [0.0] * len(rows)
     wire: dict[tuple[int, int], float] = defaultdict(float)  # busy until then, by rank and peer
 
-    def inputs(slot: tuple[Action, ...], rank: int) -> list[float | None]:
-        wanted = (needed for action in slot for needed in needs(schedule, action))
-        return [there.get((needed, rank)) for needed in wanted if needed in exists]
+    def inputs(slot: tuple[Action, ...]) -> Iterator[Action]:
+        return (needed for action in slot for needed in needs(schedule, action))
 
-    for slot, rank in advance(rows, lambda *at: None in inputs(*at)):
-        start = max([clock[rank], *inputs(slot, rank)])
-        end = start + sum(costs.seconds(a.kind, schedule.part(a.stage)) for a in slot)
+    def waits_for(slot: tuple[Action, ...], rank: int) -> Action | None:
+        return next((needed for needed in inputs(slot) if (needed, rank) not in there), None)
+
+    for slot, rank in advance(rows, waits_for):
+        start = max([clock[rank], *(there[needed, rank] for needed in inputs(slot))])
+        end = start + sum(costs.seconds(schedule, action) for action in slot)
         clock[rank] = end
+        yield slot, rank, start, end
         for action in slot:
             there[action, rank] = end
-            yield action, rank, start, end
             send = schedule.makes(action)
             if schedule.travels(send):
                 peer = schedule.peer(send)
                 departs = max(end, wire[rank, peer])
                 there[action, peer] = wire[rank, peer] = departs + costs.message
                 if costs.message:
-                    yield send, rank, departs, wire[rank, peer]
-    if any(rows):
-        raise ValueError("deadlock: `validate` says which ranks wait, and for what")
+                    yield (send,), rank, departs, wire[rank, peer]
 
 
 def lower(schedule: Schedule, paired: bool = False) -> Schedule:
@@ -113,10 +105,8 @@ def lower(schedule: Schedule, paired: bool = False) -> Schedule:
     both send. Raises ValueError if the schedule deadlocks.
     """
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
-    computing = [(end, rank, a) for a, rank, _, end in events(schedule, Costs(), paired)]
-    ended = itemgetter(0, 1)
-    for (_, rank), group in groupby(sorted(computing, key=ended), key=ended):
-        slot = [action for _, _, action in group]
+    computing = [(end, rank, slot) for slot, rank, _, end in events(schedule, Costs(), paired)]
+    for _, rank, slot in sorted(computing):
         rows[rank] += slot
         for send in filter(schedule.travels, map(schedule.makes, slot)):
             rows[rank].append(send)

@@ -36,14 +36,9 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """Find the cut whose dearest part is cheapest, for costs of embedding, L layers and head.
 
     In a pipeline every rank waits for the slowest. Ties go by the second dearest part, and so on.
-    Every part has a layer. Raises ValueError for more parts than layers.
+    Every part has a layer. For more parts than layers, returns (), which `check_cut` refuses.
     """
     embedding, *layers, head = costs
-    if not 1 <= num_parts <= len(layers):
-        raise ValueError(
-            f"{num_parts} stages do not fit {len(layers)} layers: each needs one; use at most "
-            f"{len(layers)} stages (ranks times stages per rank)"
-        )
     layers[0] += embedding
     layers[-1] += head
     # best[i] is (parts from the dearest on, layers per part) for the first i layers.
@@ -58,7 +53,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
                 parts, cut = before[start]
                 found = sorted([*parts, own], reverse=True), (*cut, end - start)
                 best[end] = min(found, best.get(end, found))
-    return best[len(layers)][1]
+    return best.get(len(layers), ([], ()))[1]
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> None:
@@ -76,25 +71,23 @@ def layers_of(cut: Sequence[int], part: int) -> range:
     return range(start, start + cut[part])
 
 
-def part_of(
-    model: Llama, layers: Collection[int], first: bool = False, last: bool = False
-) -> Llama:
-    """Make a Llama that shares some of the modules of `model`; the others are None."""
+def part_of(model: Llama, cut: Sequence[int], number: int) -> Llama:
+    """Make a Llama that shares the modules of one part of `model`; the others are None."""
     part, inner = copy.copy(model), copy.copy(model.model)
     part._modules, inner._modules = dict(model._modules), dict(model.model._modules)
     part.model, inner.layers = inner, nn.ModuleList(model.model.layers)
-    keep_only(part, layers, first, last)
+    keep_only(part, cut, [number])
     return part
 
 
-def keep_only(model: Llama, layers: Collection[int], first: bool, last: bool) -> None:
-    """Set other layers to None, in place; the embedding unless `first`, the head unless `last`."""
-    for i in range(model.config.num_layers):
-        if i not in layers:
-            model.model.layers[i] = None
-    if not first:
+def keep_only(model: Llama, cut: Sequence[int], parts: Collection[int]) -> None:
+    """Set to None, in place, the modules of other parts: layers, and those at the ends."""
+    for part in set(range(len(cut))) - set(parts):
+        for layer in layers_of(cut, part):
+            model.model.layers[layer] = None
+    if 0 not in parts:
         model.model.embed_tokens = None
-    if not last:
+    if len(cut) - 1 not in parts:
         model.model.norm = model.lm_head = None
 
 
