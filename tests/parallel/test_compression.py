@@ -149,7 +149,6 @@ PAYLOADS = {  # bytes of a compressed vector, and their share of those in float3
     "fp8-e4m3": ((1 + 4 / 256) * NUMEL, 0.26),
     "sign": ((1 / 8 + 4 / 256) * NUMEL, 0.036),
     "top-k": (0.01 * 8 * NUMEL, 0.021),
-    "random-k": (0.01 * 4 * NUMEL, 0.0102),
     "powersgd": (4 * (4 * LARGE + REST), 0.12),
 }
 

@@ -12,7 +12,6 @@ Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fracti
           uncompressed   2 (n-1)/n 4 N
           codec          2 (n-1)/n c 4 N   c = 1/2 fp16, bf16; 1/4 + 1/b int8, fp8; 1/32 + 1/b sign
           top-k          (n-1) 8 k         k = fraction N: a number and its place
-          random-k       2 (n-1)/n 4 k     the places follow from a seed that all ranks share
           PowerSGD       2 (n-1)/n 4 (r sum (rows + columns) + what is no matrix worth it)
 
         with one scale of 4 bytes per block of b numbers.
@@ -20,7 +19,7 @@ Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks d
         So a codec either gathers all vectors (n-1 of them arrive), or each rank gets one chunk
         from every rank, decompresses, adds in float32, compresses the sum and sends the sum to
         all: 2 (n-1)/n vectors, one rounding more. On two ranks both cost the same; they gather.
-        Random-k and PowerSGD send numbers that are linear in the gradient: an all-reduce adds them.
+        PowerSGD sends numbers that are linear in the gradient: an all-reduce adds them.
 Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
 Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. A loss scale
         must not change from step to step. A checkpoint holds no residues. Use compression over dp

@@ -1,7 +1,7 @@
 """Ways to add up vectors over all ranks with fewer bytes.
 
-A codec turns a vector into bytes, which ranks gather, since a link cannot add codes. `RandomK` and
-`PowerSGD` send numbers that are linear in the vector, which a link can add.
+A codec turns a vector into bytes, which ranks gather, since a link cannot add codes. `PowerSGD`
+sends numbers that are linear in the vector, which a link can add.
 """
 
 import math
@@ -22,8 +22,6 @@ class Compressor:
 
     feedback = True
     """True if the error has a bias, so that residues are kept by default."""
-    generator: torch.Generator | None = None
-    """Random numbers from the first call on, alike on all ranks."""
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
@@ -186,23 +184,6 @@ class TopK(Codec):
 
 # ---------------------------------------------------------------------- linear in the gradient
 @dataclass
-class RandomK(Compressor):
-    """The same random `fraction` of the numbers on all ranks: no places are sent, sums are easy."""
-
-    fraction: float = 0.01
-
-    def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
-        k = math.ceil(self.fraction * len(vector))
-        order = torch.randperm(len(vector), generator=self.generator, device=vector.device)
-        places, total = order[:k], torch.zeros_like(vector)
-        sent = vector[places] + 0 * vector.sum()  # an overflow elsewhere must show: nan
-        total[places] = all_reduce(sent, axis)
-        vector[places] = 0
-        return total
-
-
-@dataclass
 class PowerSGD(Compressor):
     """Gradients of matrices as products of two thin ones: M [R, C] -> P [R, r] Q^T [r, C].
 
@@ -216,6 +197,7 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         self.starts: dict[nn.Parameter, Tensor] = {}  # Q of the last step
+        self.generator: torch.Generator | None = None  # alike on all ranks
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """True if gradients of this shape are sent as P and Q."""

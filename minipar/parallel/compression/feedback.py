@@ -17,7 +17,6 @@ from minipar.parallel.compression.codecs import (
     Half,
     Int8,
     PowerSGD,
-    RandomK,
     Sign,
     TopK,
 )
@@ -72,7 +71,6 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "fp8-e4m3": Fp8,
     "sign": Sign,
     "top-k": TopK,
-    "random-k": RandomK,
     "powersgd": PowerSGD,
 }
 """Makers of each compressor with its defaults, by the name that a user types."""
