@@ -93,7 +93,6 @@ METHODS: dict[str, tuple[str, Attach]] = {
     "bf16": (ROUNDING, by(lambda: codecs.Half(torch.bfloat16))),
     "int8": (ROUNDING, by(codecs.Int8)),
     "int8, no feedback": (ROUNDING, by(codecs.Int8, False)),
-    "fp8 e4m3": (ROUNDING, by(codecs.Fp8)),
     "sign": (ROUNDING, by(codecs.Sign)),
     "sign, no feedback": (ROUNDING, by(codecs.Sign, False)),
     "top-k 10 %": (FEWER, by(lambda: codecs.TopK(0.1))),

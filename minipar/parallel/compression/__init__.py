@@ -10,7 +10,7 @@ Shapes. Buckets of N numbers, P@dp -> R@dp; bit for bit the same result on all r
 Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fraction of 4 N bytes):
 
           uncompressed   2 (n-1)/n 4 N
-          codec          2 (n-1)/n c 4 N   c = 1/2 fp16, bf16; 1/4 + 1/b int8, fp8; 1/32 + 1/b sign
+          codec          2 (n-1)/n c 4 N   c = 1/2 fp16, bf16; 1/4 + 1/b int8; 1/32 + 1/b sign
           top-k          (n-1) 8 k         k = fraction N: a number and its place
           PowerSGD       2 (n-1)/n 4 (r sum (rows + columns) + what is no matrix worth it)
 
@@ -26,7 +26,7 @@ Costs you. Accuracy: see each class. Time to compress, in a thread beside backwa
         alone: a thread launches the calls, and NCCL wants one order among the calls of all groups.
 Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
         QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
-        fp8: 2209.05433. PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.
+        PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.
 In torch: `torch.distributed.algorithms.ddp_comm_hooks`.
 Proved by tests/parallel/test_compression.py and tests/law/test_law.py.
 

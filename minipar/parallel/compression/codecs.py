@@ -87,27 +87,26 @@ class Half(Codec):
 
 
 @dataclass
-class _Scaled(Codec):
-    """Numbers as small codes, times a scale for each block of `block` numbers.
+class Int8(Codec):
+    """255 even steps between the largest number of a block and its negative.
 
-    The largest number of a block becomes the `largest` of the `code`. In a small block an outlier
-    rounds few others to zero, at 4 bytes per scale.
+    The `block` numbers of a block share a scale. In a small block an outlier rounds few others to
+    zero, at 4 bytes per scale.
     """
 
     block: int = 256
-    code, largest = torch.int8, 127.0
 
     def scale_of(self, blocks: Tensor) -> Tensor:
         """Return a scale for each block: [C, N/b, b] -> [C, N/b, 1]."""
-        return blocks.abs().amax(-1, keepdim=True) / self.largest
+        return blocks.abs().amax(-1, keepdim=True) / 127
 
     def encode(self, ratios: Tensor) -> Tensor:
         """Return numbers divided by their scale, [C, N], as codes of one byte."""
-        return ratios.clamp(-self.largest, self.largest).to(self.code)
+        return ratios.round().clamp(-127, 127).to(torch.int8)
 
     def decode(self, codes: Tensor, length: int) -> Tensor:
         """Return the numbers [C, N] that the bytes of `encode` stand for."""
-        return _unpack(codes, self.code)
+        return codes.view(torch.int8)
 
     def compress(self, rows: Tensor) -> Tensor:
         blocks = _blocks(rows, self.block)
@@ -123,29 +122,11 @@ class _Scaled(Codec):
 
 
 @dataclass
-class Int8(_Scaled):
-    """255 even steps between the largest number of a block and its negative."""
-
-    def encode(self, ratios: Tensor) -> Tensor:
-        return super().encode(ratios.round())
-
-
-@dataclass
-class Fp8(_Scaled):
-    """Floating point in a byte, e4m3: 3 bits of mantissa.
-
-    Steps shrink with the number, so small ones in a block survive better than with int8, and large
-    ones worse (2209.05433, section 3).
-    """
-
-    code, largest = torch.float8_e4m3fn, 448.0
-
-
-@dataclass
-class Sign(_Scaled):
+class Sign(Int8):
     """One bit: every number of a block becomes plus or minus the block's mean magnitude.
 
-    Without feedback it need not converge (1901.09847, section 3); with feedback it does.
+    Blocks and scales are those of `Int8`. Without feedback it need not converge (1901.09847,
+    section 3); with feedback it does.
     """
 
     def scale_of(self, blocks: Tensor) -> Tensor:

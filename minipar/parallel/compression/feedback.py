@@ -13,7 +13,6 @@ from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel.compression.codecs import (
     Compressor,
-    Fp8,
     Half,
     Int8,
     PowerSGD,
@@ -68,7 +67,6 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "fp16": lambda: Half(torch.float16),
     "bf16": lambda: Half(torch.bfloat16),
     "int8": Int8,
-    "fp8-e4m3": Fp8,
     "sign": Sign,
     "top-k": TopK,
     "powersgd": PowerSGD,
