@@ -1,6 +1,5 @@
 """Error feedback, plugged into ddp: the part that a step leaves out joins the next gradient."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,7 @@ from minipar.comm.background import Background
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
-from minipar.parallel.compression.codecs import (
-    Compressor,
-    Half,
-    Int8,
-    PowerSGD,
-    Sign,
-    TopK,
-)
+from minipar.parallel.compression.codecs import Compressor
 
 
 class Compressed:
@@ -61,14 +53,3 @@ class Compressed:
             # An overflow spoils this step, which the trainer skips or reports, and no later one.
             vector.nan_to_num_(nan=0, posinf=0, neginf=0)
             self.residues.update(zip(parameters, pieces, strict=True))
-
-
-COMPRESSORS: dict[str, Callable[[], Compressor]] = {
-    "fp16": lambda: Half(torch.float16),
-    "bf16": lambda: Half(torch.bfloat16),
-    "int8": Int8,
-    "sign": Sign,
-    "top-k": TopK,
-    "powersgd": PowerSGD,
-}
-"""Makers of each compressor with its defaults, by the name that a user types."""
