@@ -64,8 +64,8 @@ def disturbed(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
     return exact(model, axis)
 
 
-def by(codec: Callable[[], codecs.Compressor], feedback: bool | None = None) -> Attach:
-    """Compress gradients; feedback mends the bias of a codec, by default where there is one."""
+def by(codec: Callable[[], codecs.Compressor], feedback: bool = True) -> Attach:
+    """Compress gradients; feedback mends the bias of a codec."""
 
     def attach(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
         reduce = Compressed(codec(), error_feedback=feedback)
@@ -89,8 +89,8 @@ ROUNDING, FEWER, LOW, LESS = "rounding", "fewer numbers", "low rank", "less ofte
 METHODS: dict[str, tuple[str, Attach]] = {
     REFERENCE: ("exact", exact),
     "fp32 disturbed": ("exact", disturbed),
-    "fp16": (ROUNDING, by(lambda: codecs.Half(torch.float16))),
-    "bf16": (ROUNDING, by(lambda: codecs.Half(torch.bfloat16))),
+    "fp16": (ROUNDING, by(lambda: codecs.Half(torch.float16), False)),
+    "bf16": (ROUNDING, by(codecs.Half, False)),
     "int8": (ROUNDING, by(codecs.Int8)),
     "int8, no feedback": (ROUNDING, by(codecs.Int8, False)),
     "sign": (ROUNDING, by(codecs.Sign)),

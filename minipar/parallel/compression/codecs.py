@@ -20,9 +20,6 @@ from minipar.parallel.base.shards import split_like
 class Compressor:
     """A way to add up vectors over all ranks. Keeps state: every strategy needs one of its own."""
 
-    feedback = True
-    """True if the error has a bias, so that residues are kept by default."""
-
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
 
@@ -77,7 +74,6 @@ class Half(Codec):
     """
 
     dtype: torch.dtype = torch.bfloat16
-    feedback = False
 
     def compress(self, rows: Tensor) -> Tensor:
         return _pack(rows.to(self.dtype))
@@ -170,8 +166,8 @@ class PowerSGD(Compressor):
 
     One step of the power iteration finds the r directions that matter, from the last step's
     (a warm start): P = sum_r M_r Q; make P orthonormal; Q = sum_r M_r^T P. Both sums are linear, so
-    all-reduces take them, and the result is a projection of the *sum* of the gradients. Vectors and
-    matrices that would not shrink to half go uncompressed.
+    all-reduces take them, and the result is a projection of the *sum* of the gradients. What is no
+    matrix, and a matrix that would not shrink to half, goes uncompressed.
     """
 
     rank: int = 4
@@ -182,17 +178,14 @@ class PowerSGD(Compressor):
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """True if gradients of this shape are sent as P and Q."""
-        if len(shape) < 2:
-            return False
-        rows, columns = shape[0], math.prod(shape[1:])
-        return 0 < 2 * (rows + columns) * min(self.rank, rows, columns) <= rows * columns
+        return len(shape) == 2 and 2 * self.rank * sum(shape) < math.prod(shape)
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
         total, sizes = torch.empty_like(vector), [p.numel() for p in parameters]
         sums = dict(zip(parameters, total.split(sizes), strict=True))
         grads = dict(zip(parameters, vector.split(sizes), strict=True))
-        matrices = {p: grads[p].view(len(p), -1) for p in parameters if self.compresses(p.shape)}
+        matrices = {p: grads[p].view_as(p) for p in parameters if self.compresses(p.shape)}
         rest = [p for p in parameters if p not in matrices]
         for parameter, added in zip(rest, _add_all([grads[p] for p in rest], axis), strict=True):
             sums[parameter].copy_(added)
@@ -211,13 +204,8 @@ class PowerSGD(Compressor):
 
     def _start(self, parameter: nn.Parameter, matrix: Tensor) -> Tensor:
         """Return the Q of the last step, or a random Q: equal on all ranks."""
-        shape = matrix.shape[1], min(self.rank, *matrix.shape)
-        fresh = torch.randn(
-            shape, generator=self.generator, dtype=matrix.dtype, device=matrix.device
-        )
-        q = self.starts.get(parameter)
-        if q is None:
-            return fresh
+        fresh = matrix.new_empty(matrix.shape[1], self.rank).normal_(generator=self.generator)
+        q = self.starts.get(parameter, fresh)
         # Zeros or nan in one step must not stay for ever.
         return torch.where(q.isfinite().all() & q.any(), q, fresh)
 

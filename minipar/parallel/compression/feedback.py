@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minipar.comm.background import Background
 from minipar.comm.calls import Pending
@@ -18,16 +18,15 @@ class Compressed:
 
     Args:
         compressor: one of its own for each strategy.
-        error_feedback: keep residues; by default, if `compressor` has a bias.
+        error_feedback: keep what was left out of each bucket, and send it later.
 
     A thread works on one bucket after the other, in the order of the calls, while backward goes on.
     From the first bucket to `finish_backward`, nothing else may use the axis.
     """
 
-    def __init__(self, compressor: Compressor, *, error_feedback: bool | None = None) -> None:
-        self.compressor = compressor
-        self.feedback = compressor.feedback if error_feedback is None else error_feedback
-        self.residues: dict[nn.Parameter, Tensor] = {}  # of this rank, flat
+    def __init__(self, compressor: Compressor, *, error_feedback: bool = True) -> None:
+        self.compressor, self.feedback = compressor, error_feedback
+        self.residues: dict[Any, Tensor] = {}  # of this rank, by bucket
         self._latest: Background | None = None
 
     def __call__(self, bucket: Any, axis: Axis, op: Op) -> Pending:
@@ -42,14 +41,10 @@ class Compressed:
 
     @torch.no_grad()
     def _reduce(self, bucket: Any, axis: Axis, weight: float) -> None:
-        flat, parameters = bucket.flat, bucket.parameters
+        flat = bucket.flat
         vector = weight * flat.to(torch.promote_types(flat.dtype, torch.float32))
-        pieces = vector.split([p.numel() for p in parameters])
-        if self.feedback:
-            for p, piece in zip(parameters, pieces, strict=True):
-                piece += self.residues.get(p, 0)
-        flat.copy_(self.compressor.reduce(vector, axis, parameters))
+        vector += self.residues.get(bucket, 0)
+        flat.copy_(self.compressor.reduce(vector, axis, bucket.parameters))
         if self.feedback:
             # An overflow spoils this step, which the trainer skips or reports, and no later one.
-            vector.nan_to_num_(nan=0, posinf=0, neginf=0)
-            self.residues.update(zip(parameters, pieces, strict=True))
+            self.residues[bucket] = vector.nan_to_num_(nan=0, posinf=0, neginf=0)
