@@ -13,8 +13,7 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline
 from minipar.parallel import ddp
-from minipar.parallel.compression.codecs import Half, Int8, PowerSGD, Sign, TopK
-from minipar.parallel.compression.feedback import Compressed
+from minipar.parallel.compression import Compressed, Half, Int8, PowerSGD, Sign, TopK
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import random
 
