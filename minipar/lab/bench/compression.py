@@ -170,7 +170,7 @@ def learn(name: str, seed: int) -> Learned:
 
 def validate(strategy: Strategy, axis: Axis) -> float:
     """End the training; return the loss of the model that ranks agree on, on other text."""
-    if isinstance(strategy, local_sgd.LocalSGD | local_sgd.DiLoCo):
+    if isinstance(strategy, local_sgd.LocalSGD):
         strategy.finish()  # takes in the exchanges under way
     model = Llama(SHAPE)
     model.load_state_dict(strategy.full_state_dict())
