@@ -35,6 +35,7 @@ Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts af
 ``optimizer.step()``, so the training step is as under all other strategies. At the end, `finish`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -48,8 +49,9 @@ from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import split_like
+from minipar.parallel.base.shards import in_groups, split_like
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
+from minipar.parallel.ddp import Bucket
 
 
 def apply(
@@ -201,47 +203,36 @@ class DelayedGradients(Strategy):
         self, model: nn.Module, axis: Axis, _: Optimizer | None = None, *, average: bool = True
     ) -> None:
         super().__init__(model, axis)
+        self.op: Op = "avg" if average else "sum"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.average = average
         claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
         self.watch(self.parameters)
         self.axis = with_own_group(axis, "late")
-        self.receive = self._have_none  # puts the gradients of the last step in place
+        self.late: list[Bucket] = []  # the gradients of the last step, on their way
         self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
         """Send the gradients of this step; put the gradients of the last step in their place."""
         super().finish_backward()
-        for p in self.parameters:
-            check_not_summed(p, self.axis)
-        before, self.receive = self.receive, self._send()
-        before()
-
-    def _send(self) -> Callable[[], None]:
-        """Start to reduce the gradients, as one vector; the result puts them in place."""
-        op: Op = "avg" if self.average else "sum"
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
-        flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
-        pending = all_reduce(flat, self.axis, op, out=flat, async_op=True)  # P@dp -> R@dp
-
-        def receive() -> None:
-            pieces = split_like(pending.wait(), self.parameters)
-            for p, piece, is_used in zip(self.parameters, pieces, used_by_any(), strict=True):
-                # Strides as the parameter's: fused optimizers do not look at strides.
-                p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if is_used else None
-            mark_summed(() if self.average else self.parameters, self.axis)
-
-        return receive
+        sent = [Bucket(group) for group in in_groups(self.parameters, lambda _: math.inf)]
+        for bucket in sent:
+            bucket.launch(self.axis, self.op)  # P@dp -> R@dp
+        self.finish()
+        self.late, self.used_by_any = sent, used_by_any
 
     def finish(self) -> None:
-        """Wait for the last gradient and put it in place, for one more ``optimizer.step()``."""
-        self.receive()
-        self.receive = self._have_none
-
-    def _have_none(self) -> None:
-        for p in self.parameters:
-            p.grad = None
+        """Wait for the last gradients and put them in place, for one more ``optimizer.step()``."""
+        views: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.late:
+            bucket.finish()
+            views |= bucket.views
+        used = self.used_by_any() if self.late else [False for _ in self.parameters]
+        for p, is_used in zip(self.parameters, used, strict=True):
+            p.grad = views[p] if is_used else None
+        mark_summed(self.parameters if self.op == "sum" else (), self.axis)
+        self.late = []
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
