@@ -10,7 +10,7 @@ Shapes. Buckets of N numbers, P@dp -> R@dp; bit for bit the same result on all r
 Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fraction of 4 N bytes):
 
           uncompressed   2 (n-1)/n 4 N
-          codec          2 (n-1)/n c 4 N   c = 1/2 fp16, bf16; 1/4 + 1/b int8; 1/32 + 1/b sign
+          codec          2 (n-1)/n c 4 N   c = 1/4 + 1/b int8; 1/32 + 1/b sign
           top-k          (n-1) 8 k         k = fraction N: a number and its place
           PowerSGD       2 (n-1)/n 4 (r sum (rows + columns) + what is no matrix worth it)
 
@@ -97,22 +97,6 @@ class Codec(Compressor):
             if rank == axis.rank:
                 vector -= sent
         return total
-
-
-@dataclass
-class Half(Codec):
-    """bf16 or fp16: half the bytes. fp16 has 3 bits more, and neither below 6e-8 nor above 65504.
-
-    Sums are taken in float32, unlike where a network adds halves.
-    """
-
-    dtype: torch.dtype = torch.bfloat16
-
-    def compress(self, rows: Tensor) -> Tensor:
-        return _pack(rows.to(self.dtype))
-
-    def decompress(self, wire: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        return _unpack(wire, self.dtype).to(dtype)
 
 
 @dataclass

@@ -13,12 +13,12 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline
 from minipar.parallel import ddp
-from minipar.parallel.compression import Compressed, Half, Int8, PowerSGD, Sign, TopK
+from minipar.parallel.compression import Compressed, Int8, PowerSGD, Sign, TopK
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import random
 
 pytestmark = pytest.mark.trains
-CODECS = [Half, Int8, Sign, TopK]
+CODECS = [Int8, Sign, TopK]
 
 
 def there_and_back(codec, rows: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_sent_plus_residue_is_the_truth(size):
     """Mutants: the second rounding's error dropped; a residue of the gradient alone; a weight on
     the sum alone; ranks that add in different orders."""
     mesh, numel = Mesh(dp=size), sum(math.prod(shape) for shape in SMALL)
-    for make in (*CODECS[size == 4 :], PowerSGD):
+    for make in (*CODECS, PowerSGD):
         for op, weight in {"sum": 1, "avg": 1 / size}.items():
             bucket, reduce = _bucket(make, shapes=SMALL)
             before = torch.zeros(numel, dtype=torch.float64)
@@ -131,7 +131,6 @@ REST = 7 + 90
 
 
 PAYLOADS = {  # bytes of a compressed vector, and their share of those in float32
-    Half: (2 * NUMEL, 0.5),
     Int8: ((1 + 4 / 256) * NUMEL, 0.26),
     Sign: ((1 / 8 + 4 / 256) * NUMEL, 0.036),
     TopK: (0.01 * 8 * NUMEL, 0.021),

@@ -87,8 +87,6 @@ ROUNDING, FEWER, LOW, LESS = "rounding", "fewer numbers", "low rank", "less ofte
 METHODS: dict[str, tuple[str, Attach]] = {
     REFERENCE: ("exact", exact),
     "fp32 disturbed": ("exact", disturbed),
-    "fp16": (ROUNDING, by(lambda: compression.Half(torch.float16), False)),
-    "bf16": (ROUNDING, by(compression.Half, False)),
     "int8": (ROUNDING, by(compression.Int8)),
     "int8, no feedback": (ROUNDING, by(compression.Int8, False)),
     "sign": (ROUNDING, by(compression.Sign)),
