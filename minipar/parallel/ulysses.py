@@ -29,17 +29,18 @@ from torch import Tensor, nn
 from minipar.comm.autograd import all_to_all
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Attention, Core
-from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length
+from minipar.parallel import context
+from minipar.parallel.base.sequences import CutSequences
 from minipar.parallel.base.shards import check_divides
 
 
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
-    Cut inputs with `shard`; the model numbers the positions itself unless it is given some. A mask
-    is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part of the
-    heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")`` sums
-    them.
+    Cut inputs with `shard_batch`; the model numbers the positions itself unless it is given some.
+    A mask is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part
+    of the heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")``
+    sums them.
 
     Raises `ValueError` for heads that n ranks cannot share evenly.
     """
@@ -50,17 +51,12 @@ def apply(model: nn.Module, axis: Axis) -> "Ulysses":
 
 
 # ---------------------------------------------------------------------- cutting a batch
-def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """Cut this rank's tokens out of `dim`, the r-th of n equal parts: [..., T] -> [..., T/n].
-
-    Shift targets before you cut them. Raises `ValueError` unless n divides T.
-    """
-    return chunks_of_equal_length(tensor, axis.size, dim, axis)[axis.rank]
-
-
 def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
-    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask stays whole."""
-    return tuple(x if x.ndim == 4 else shard(x, axis) for x in batch)
+    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask stays whole.
+
+    Rank r gets the r-th of n equal parts. Raises `ValueError` unless n divides T.
+    """
+    return tuple(x if x.ndim == 4 else context.shard(x, axis, "plain") for x in batch)
 
 
 # ---------------------------------------------------------------------- tokens <-> heads
@@ -95,7 +91,7 @@ class Ulysses(CutSequences):
     """A Llama with all-to-alls around its attention; made by `apply`."""
 
     def own_tokens(self, whole: Tensor) -> Tensor:
-        return shard(whole, self.axis)
+        return context.shard(whole, self.axis, "plain")
 
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
