@@ -31,7 +31,7 @@ Use::
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -237,9 +237,6 @@ class Composed(Strategy):
 
     def check_finished(self, what: str) -> None:
         self.parts.data.check_finished(what)
-
-    def with_gradients(self) -> Iterable[nn.Parameter]:
-        return self.parts.data.with_gradients()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Sum no gradients in the body: for every microbatch but the last."""

@@ -25,8 +25,6 @@ from minipar.parallel.pipeline import runtime, simulate, stages
 from minipar.parallel.plan import Plan
 from minipar.text import aligned
 
-STATE = ("weights", "gradients", "optimizer")
-
 
 # ---------------------------------------------------------------------- 1. what is said
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Explanation:
     def bytes_on(self, stage_rank: int = 0) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state on a rank of this pp rank."""
         rows = [row for row in self.rows if stage_rank in row.stage_ranks]
-        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in STATE}
+        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in rows[0].num_bytes}
 
     def sent_by(self, stage_rank: int = 0) -> dict[str, int]:
         """Return the bytes of gradients that such a rank sends per step, by axis."""
@@ -80,14 +78,10 @@ class Explanation:
 
 
 def _runs(numbers: list[str]) -> str:
-    """Return "0-2,5" for "0", "1", "2", "5"."""
-    runs: list[list[str]] = []
-    for number in numbers:
-        if runs and number and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(run) for run in runs)
+    """Return "0-2" for "0", "1", "2", but "0,2,5" for numbers with gaps."""
+    first, last = numbers[0], numbers[-1]
+    is_run = len(numbers) > 1 and int(last) - int(first) + 1 == len(numbers)
+    return f"{first}-{last}" if is_run else ",".join(numbers)
 
 
 # ---------------------------------------------------------------------- 2. how it is found
