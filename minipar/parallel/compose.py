@@ -138,8 +138,6 @@ def apply(
     if parts.pipeline is not None:
         parts.pipeline.dtype = dtype  # of what stages send
     if plan.zero == 3:
-        if plan.precision == "fp16" and plan.pp == 1:  # a stage receives the dtype of shards
-            dtype = torch.float16
         # A large table is gathered and freed as layers are; a small one is not worth a call.
         ends = model.model.embed_tokens, model.lm_head
         whole = [m for m in ends if type(m) in (nn.Embedding, nn.Linear)]  # on this rank of pp, tp
