@@ -257,8 +257,6 @@ class Compressed:
         if axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
         work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
-        if bucket.flat.is_meta:
-            raise ValueError("a trace has no thread in which to compress; trace without reduce=")
         self._latest = Background(work, self._latest, bucket.flat.device, "compression")
         return Pending(self._latest, bucket.flat)
 
