@@ -199,10 +199,10 @@ class PowerSGD(Compressor):
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
-        total, sizes = torch.empty_like(vector), [p.numel() for p in parameters]
-        sums = dict(zip(parameters, total.split(sizes), strict=True))
-        grads = dict(zip(parameters, vector.split(sizes), strict=True))
-        matrices = {p: grads[p].view_as(p) for p in parameters if self.compresses(p.shape)}
+        total = torch.empty_like(vector)
+        sums = dict(zip(parameters, split_like(total, parameters), strict=True))
+        grads = dict(zip(parameters, split_like(vector, parameters), strict=True))
+        matrices = {p: grad for p, grad in grads.items() if self.compresses(p.shape)}
         rest = [p for p in parameters if p not in matrices]
         for parameter, added in zip(rest, _add_all([grads[p] for p in rest], axis), strict=True):
             sums[parameter].copy_(added)
@@ -214,7 +214,7 @@ class PowerSGD(Compressor):
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = _add_all([m.mT @ p for m, p in zip(matrices.values(), ps, strict=True)], axis)
         for (parameter, matrix), p, q in zip(matrices.items(), ps, qs, strict=True):
-            sent = torch.matmul(p, q.mT, out=sums[parameter].view_as(matrix))
+            sent = torch.matmul(p, q.mT, out=sums[parameter])
             matrix -= sent / axis.size  # a rank's residue is its distance to the mean that was sent
             self.starts[parameter] = q
         return total

@@ -45,13 +45,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minipar.comm.calls import Pending
-from minipar.comm.collectives import Op, all_reduce
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import in_groups, split_like
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
-from minipar.parallel.ddp import Bucket
+from minipar.parallel.ddp import Bucket, Naive
 
 
 def apply(
@@ -192,7 +192,7 @@ class LocalSGD(Strategy):
 
 
 # ---------------------------------------------------------------------- 3. a step late
-class DelayedGradients(Strategy):
+class DelayedGradients(Naive):
     """Data parallelism in which step t uses the gradient of step t-1.
 
     The all-reduce has a whole forward and backward to hide behind. All ranks have the same model at
@@ -202,19 +202,13 @@ class DelayedGradients(Strategy):
     def __init__(
         self, model: nn.Module, axis: Axis, _: Optimizer | None = None, *, average: bool = True
     ) -> None:
-        super().__init__(model, axis)
-        self.op: Op = "avg" if average else "sum"
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
         claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
-        self.watch(self.parameters)
-        self.axis = with_own_group(axis, "late")
+        super().__init__(model, with_own_group(axis, "late"), average)
         self.late: list[Bucket] = []  # the gradients of the last step, on their way
-        self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
         """Send the gradients of this step; put the gradients of the last step in their place."""
-        super().finish_backward()
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
         sent = [Bucket(group) for group in in_groups(self.parameters, lambda _: math.inf)]
         for bucket in sent:
@@ -231,8 +225,8 @@ class DelayedGradients(Strategy):
         used = self.used_by_any() if self.late else [False for _ in self.parameters]
         for p, is_used in zip(self.parameters, used, strict=True):
             p.grad = views[p] if is_used else None
-        mark_summed(self.parameters if self.op == "sum" else (), self.axis)
         self.late = []
+        self._end_step()
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
