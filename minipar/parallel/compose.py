@@ -31,6 +31,7 @@ Use::
 """
 
 import itertools
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -218,10 +219,9 @@ class Composed(Strategy):
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
         for strategy in self.strategies:
             strategy.device = self.device  # a model on "meta" has a device only now
-        cut = [mesh.pp, *([self.axis] if plan.zero else []), mesh.tp]
-        if parts.expert is not None:
-            cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]
-        self.shard_axes = tuple(dict.fromkeys(axis for axis in cut if axis.size > 1))
+        self.shard_axes = tuple(axis for s in self.strategies for axis in s.shard_axes)
+        if parts.expert is not None and plan.zero:
+            self.shard_axes += (parts.expert.copies,)
         with torch.device("meta"):
             serial = Llama(model.config)
         self.shapes = {name: tuple(p.shape) for name, p in serial.state_dict().items()}
@@ -285,9 +285,7 @@ class Composed(Strategy):
             self.serial_name(name): {k: None if _is_moment(v) else v for k, v in entries.items()}
             for name, entries in own.items()
         }
-        whole: dict[str, dict[str, Any]] = {}
-        for theirs in reversed(all_gather_object(told, self.mesh.pp)):  # rank 0 wins
-            whole |= theirs
+        whole = dict(ChainMap(*all_gather_object(told, self.mesh.pp)))  # rank 0 wins
         # 2. `join` puts moments together, kind by kind: they have the shape of a parameter.
         kinds = {key for entries in whole.values() for key, v in entries.items() if v is None}
         for key in sorted(kinds):

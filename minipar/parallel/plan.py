@@ -91,8 +91,8 @@ class Plan:
             else:
                 values[name] = whole_number(value) if kinds[name] is int else value
             if values[name] in (None, ""):
-                like = {bool: "true", int: "2", str: getattr(cls, name)}[kinds[name]]
-                raise ValueError(f"plan {text!r}: cannot read {part!r}; try {name}={like}")
+                usual = f"{name}={getattr(cls, name)}"
+                raise ValueError(f"plan {text!r}: cannot read {part!r}; the default is {usual}")
         return cls(**values)
 
     def __str__(self) -> str:
