@@ -63,7 +63,6 @@ class Compressor:
 
 
 # ---------------------------------------------------------------------- codes
-@dataclass
 class Codec(Compressor):
     """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone.
 
