@@ -35,7 +35,6 @@ Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts af
 ``optimizer.step()``, so the training step is as under all other strategies. At the end, `finish`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -45,13 +44,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minipar.comm.calls import Pending
-from minipar.comm.collectives import all_reduce
+from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import in_groups, split_like
+from minipar.parallel.base.shards import split_like
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
-from minipar.parallel.ddp import Bucket, Naive
 
 
 def apply(
@@ -192,7 +190,7 @@ class LocalSGD(Strategy):
 
 
 # ---------------------------------------------------------------------- 3. a step late
-class DelayedGradients(Naive):
+class DelayedGradients(Strategy):
     """Data parallelism in which step t uses the gradient of step t-1.
 
     The all-reduce has a whole forward and backward to hide behind. All ranks have the same model at
@@ -202,31 +200,38 @@ class DelayedGradients(Naive):
     def __init__(
         self, model: nn.Module, axis: Axis, _: Optimizer | None = None, *, average: bool = True
     ) -> None:
+        super().__init__(model, axis)
+        self.op: Op = "avg" if average else "sum"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
-        super().__init__(model, with_own_group(axis, "late"), average)
-        self.late: list[Bucket] = []  # the gradients of the last step, on their way
+        self.watch(self.parameters)
+        self.axis = with_own_group(axis, "late")
+        self.pending: Pending | None = None  # the gradients of the last step, on their way
+        self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
         """Send the gradients of this step; put the gradients of the last step in their place."""
+        super().finish_backward()
+        for p in self.parameters:
+            check_not_summed(p, self.axis)
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
-        sent = [Bucket(group) for group in in_groups(self.parameters, lambda _: math.inf)]
-        for bucket in sent:
-            bucket.launch(self.axis, self.op)  # P@dp -> R@dp
+        flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        pending = all_reduce(flat, self.axis, self.op, out=flat, async_op=True)  # P@dp -> R@dp
         self.finish()
-        self.late, self.used_by_any = sent, used_by_any
+        self.pending, self.used_by_any = pending, used_by_any
 
     def finish(self) -> None:
         """Wait for the last gradients and put them in place, for one more ``optimizer.step()``."""
-        views: dict[nn.Parameter, Tensor] = {}
-        for bucket in self.late:
-            bucket.finish()
-            views |= bucket.views
-        used = self.used_by_any() if self.late else [False for _ in self.parameters]
-        for p, is_used in zip(self.parameters, used, strict=True):
-            p.grad = views[p] if is_used else None
-        self.late = []
-        self._end_step()
+        for p in self.parameters:
+            p.grad = None
+        if self.pending is not None:
+            pieces = split_like(self.pending.wait(), self.parameters)
+            for p, piece, is_used in zip(self.parameters, pieces, self.used_by_any(), strict=True):
+                if is_used:  # strides as the parameter's: fused optimizers do not look at strides
+                    p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece)
+            self.pending = None
+        mark_summed(self.parameters if self.op == "sum" else (), self.axis)
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {

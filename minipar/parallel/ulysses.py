@@ -29,18 +29,17 @@ from torch import Tensor, nn
 from minipar.comm.autograd import all_to_all
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Attention, Core
-from minipar.parallel import context
-from minipar.parallel.base.sequences import CutSequences
+from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length
 from minipar.parallel.base.shards import check_divides
 
 
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
-    Cut inputs with `shard_batch`; the model numbers the positions itself unless it is given some.
-    A mask is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part
-    of the heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")``
-    sums them.
+    Cut inputs with `shard`; the model numbers the positions itself unless it is given some. A mask
+    is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part of the
+    heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")`` sums
+    them.
 
     Raises `ValueError` for heads that n ranks cannot share evenly.
     """
@@ -51,12 +50,17 @@ def apply(model: nn.Module, axis: Axis) -> "Ulysses":
 
 
 # ---------------------------------------------------------------------- cutting a batch
-def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
-    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask stays whole.
+def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Cut this rank's tokens out of `dim`, the r-th of n equal parts: [..., T] -> [..., T/n].
 
-    Rank r gets the r-th of n equal parts. Raises `ValueError` unless n divides T.
+    Shift targets before you cut them. Raises `ValueError` unless n divides T.
     """
-    return tuple(x if x.ndim == 4 else context.shard(x, axis, "plain") for x in batch)
+    return chunks_of_equal_length(tensor, axis.size, dim, axis)[axis.rank]
+
+
+def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask stays whole."""
+    return tuple(x if x.ndim == 4 else shard(x, axis) for x in batch)
 
 
 # ---------------------------------------------------------------------- tokens <-> heads
@@ -86,7 +90,7 @@ class Ulysses(CutSequences):
     """A Llama with all-to-alls around its attention; made by `apply`."""
 
     def own_tokens(self, whole: Tensor) -> Tensor:
-        return context.shard(whole, self.axis, "plain")
+        return shard(whole, self.axis)
 
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
