@@ -32,7 +32,8 @@ Use::
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +55,7 @@ from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
 
-Microbatch = tuple[Tensor, ...]  # inputs [B, T], targets [B, T]; positions and mask if any
+Microbatch = tuple[Tensor, ...]  # inputs [B, T], targets [B, T]; positions once they are cut
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # (model, make=class) -> optimizer
 WORKING_DTYPES = {"bf16": torch.bfloat16}
 """The dtype of weights that compute, by `Plan.precision`; the optimizer steps float32 masters.
@@ -138,8 +139,6 @@ def apply(
     if parts.pipeline is not None:
         parts.pipeline.dtype = dtype  # of what stages send
     if plan.zero == 3:
-        if plan.precision == "fp16" and plan.pp == 1:  # a stage receives the dtype of shards
-            dtype = torch.float16
         # A large table is gathered and freed as layers are; a small one is not worth a call.
         ends = model.model.embed_tokens, model.lm_head
         whole = [m for m in ends if type(m) in (nn.Embedding, nn.Linear)]  # on this rank of pp, tp
@@ -200,10 +199,9 @@ class Composed(Strategy):
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
         for strategy in self.strategies:
             strategy.device = self.device  # a model on "meta" has a device only now
-        cut = [mesh.pp, *([self.axis] if plan.zero else []), mesh.tp]
-        if parts.expert is not None:
-            cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]
-        self.shard_axes = tuple(dict.fromkeys(axis for axis in cut if axis.size > 1))
+        self.shard_axes = tuple(axis for s in self.strategies for axis in s.shard_axes)
+        if parts.expert is not None and plan.zero:
+            self.shard_axes += (parts.expert.copies,)
         with torch.device("meta"):
             serial = Llama(model.config)
         self.shapes = {name: tuple(p.shape) for name, p in serial.state_dict().items()}
@@ -218,9 +216,6 @@ class Composed(Strategy):
     def check_finished(self, what: str) -> None:
         self.parts.data.check_finished(what)
 
-    def with_gradients(self) -> Iterable[nn.Parameter]:
-        return self.parts.data.with_gradients()
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Sum no gradients in the body: for every microbatch but the last."""
         return self.parts.data.no_sync()  # no other strategy sends gradients during backward
@@ -229,22 +224,19 @@ class Composed(Strategy):
         """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.
 
         If cp or tp cuts tokens, sequences are padded to a length that both divide, and positions
-        [T/n] come third. Padding has no targets, and no other token attends to it. With positions
-        or a mask, pad yourself. Raises `ValueError` for sequences that are too long.
+        [T/n] come third. Padding has no targets, and no other token attends to it.
+
+        Raises `ValueError` for sequences that are too long.
         """
-        plan = self.plan
-        if len(microbatch) == 2:
-            self.model.config.check_length(microbatch[0].shape[1])
+        plan, (inputs, targets) = self.plan, microbatch
+        self.model.config.check_length(inputs.shape[1])
         if plan.cp == 1 and not plan.sequence_parallel:
             return microbatch
-        inputs, targets, *rest = microbatch
         chunks = plan.cp * (1 if plan.cp == 1 or plan.context == "ulysses" else 2)
-        multiple = chunks * (plan.tp if plan.sequence_parallel else 1)
-        if not rest:
-            missing = -inputs.shape[1] % multiple
-            inputs = F.pad(inputs, (0, missing))
-            targets = F.pad(targets, (0, missing), value=IGNORE_INDEX)
-        whole = (inputs, targets, *(rest or [torch.arange(inputs.shape[1], device=inputs.device)]))
+        missing = -inputs.shape[1] % (chunks * (plan.tp if plan.sequence_parallel else 1))
+        inputs = F.pad(inputs, (0, missing))
+        targets = F.pad(targets, (0, missing), value=IGNORE_INDEX)
+        whole = inputs, targets, torch.arange(inputs.shape[1], device=inputs.device)
         if plan.cp == 1:
             return whole
         part = ulysses if plan.context == "ulysses" else context
@@ -269,9 +261,7 @@ class Composed(Strategy):
             self.serial_name(name): {k: None if _is_moment(v) else v for k, v in entries.items()}
             for name, entries in own.items()
         }
-        whole: dict[str, dict[str, Any]] = {}
-        for theirs in reversed(all_gather_object(told, self.mesh.pp)):  # rank 0 wins
-            whole |= theirs
+        whole = dict(ChainMap(*all_gather_object(told, self.mesh.pp)))  # rank 0 wins
         # 2. `join` puts moments together, kind by kind: they have the shape of a parameter.
         kinds = {key for entries in whole.values() for key, v in entries.items() if v is None}
         for key in sorted(kinds):

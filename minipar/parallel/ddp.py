@@ -8,7 +8,7 @@ Math.   g = (1/n) sum_r g_r  with ``average=True``, for a loss that each rank av
 Shapes. batch [B, T] V@dp -> [B/n, T] on each rank; parameters R@dp; local gradients P@dp,
         all-reduced to R@dp.
 Comms.  P bytes of gradients, and a byte for each of N parameters: did any rank use it? In backward,
-        2 (n-1)/n (P + N) per rank and step. Fewer with `reduce=`, see compression/.
+        2 (n-1)/n (P + N) per rank and step. Fewer with `reduce=`, see compression.py.
 Memory. Everything n times over. Gradients live inside the buckets, without a second copy.
 Costs you. The model must fit on one device. Batches must be large, so that computing hides sending.
 Source. Li et al. 2020 (arXiv 2006.15704), section 3. In torch: `DistributedDataParallel`.

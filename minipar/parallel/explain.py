@@ -21,11 +21,10 @@ from torch import nn
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import expert, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
+from minipar.parallel.compose import Parts
 from minipar.parallel.pipeline import runtime, simulate, stages
 from minipar.parallel.plan import Plan
 from minipar.text import aligned
-
-STATE = ("weights", "gradients", "optimizer")
 
 
 # ---------------------------------------------------------------------- 1. what is said
@@ -53,7 +52,7 @@ class Explanation:
     def bytes_on(self, stage_rank: int = 0) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state on a rank of this pp rank."""
         rows = [row for row in self.rows if stage_rank in row.stage_ranks]
-        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in STATE}
+        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in rows[0].num_bytes}
 
     def sent_by(self, stage_rank: int = 0) -> dict[str, int]:
         """Return the bytes of gradients that such a rank sends per step, by axis."""
@@ -80,14 +79,10 @@ class Explanation:
 
 
 def _runs(numbers: list[str]) -> str:
-    """Return "0-2,5" for "0", "1", "2", "5"."""
-    runs: list[list[str]] = []
-    for number in numbers:
-        if runs and number and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(run) for run in runs)
+    """Return "0-2" for "0", "1", "2", but "0,2,5" for numbers with gaps."""
+    first, last = numbers[0], numbers[-1]
+    is_run = len(numbers) > 1 and int(last) - int(first) + 1 == len(numbers)
+    return f"{first}-{last}" if is_run else ",".join(numbers)
 
 
 # ---------------------------------------------------------------------- 2. how it is found
@@ -101,47 +96,40 @@ def explain(plan: Plan, config: LlamaConfig, dtype: torch.dtype = torch.float32)
     for stage_rank in range(plan.pp):
         with torch.device("meta"):
             model, whole = Llama(config).to(dtype), Llama(config)
-        by_tensor, pipeline = _cut(model, plan, stage_rank)
+        parts = _cut(model, plan, stage_rank)
         for name, p in model.named_parameters():
             if config.tie_embeddings and name == "lm_head.weight":
                 name = "model.embed_tokens.weight"
-            found.setdefault(name, _row(plan, by_tensor, pipeline, name, p))
+            found.setdefault(name, _row(plan, parts, name, p))
     return Explanation(plan, tuple(found[name] for name, _ in whole.named_parameters()))
 
 
-def _cut(
-    model: Llama, plan: Plan, stage_rank: int
-) -> tuple[tensor.TensorParallel | None, runtime.Pipeline | None]:
+def _cut(model: Llama, plan: Plan, stage_rank: int) -> Parts:
     """Apply expert, tensor and pipeline parallelism to a model on "meta", as on one rank."""
-    by_tensor = pipeline = None
+    parts = Parts()
     if model.config.moe is not None:
         over = plan.expert_axes
         axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
-        expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes)
+        parts.expert = expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes)
     if plan.tp > 1:
         border = matrices.Border(plan.axis("tp"), plan.sequence_parallel)
-        by_tensor = tensor.TensorParallel(
+        parts.tensor = tensor.TensorParallel(
             model, border, plan.tp_overlap, plan.expert_tensor_parallel
         )
     if plan.pp > 1:
         axis = replace(plan.axis("pp"), rank=stage_rank)
         schedule = simulate.lower(plan.make_schedule())
         cut = stages.balance(stages.estimate_costs(model.config), schedule.num_stages)
-        pipeline = runtime.Pipeline(model, axis, schedule, cut)
-    return by_tensor, pipeline
+        parts.pipeline = runtime.Pipeline(model, axis, schedule, cut)
+    return parts
 
 
-def _row(
-    plan: Plan,
-    by_tensor: tensor.TensorParallel | None,
-    pipeline: runtime.Pipeline | None,
-    name: str,
-    p: nn.Parameter,
-) -> Row:
+def _row(plan: Plan, parts: Parts, name: str, p: nn.Parameter) -> Row:
     """Describe the parameter `p` on this rank."""
     copies, num_bytes = copies_axis(p, plan.axis(*plan.data_axes)), p.nbytes
     n, t = copies.size, plan.tp
     cut = [axis.name for axis in axes_of(p)]
+    by_tensor, pipeline = parts.tensor, parts.pipeline
     stage_ranks = (0,) if pipeline is None else pipeline.twins.get(p, (pipeline.axis.rank,))
     summed, sent = {}, {}
     if n > 1:

@@ -5,10 +5,11 @@ Idea.   Data parallelism sends all gradients in every step. But ranks that start
         which sends H times less (1 and 2). Or they agree in every step, one step late: the link has
         a whole step to bring the gradient (3).
 Math.   Rank r of n; u_r is its optimizer, with a state of its own that is never sent:
-        1. local SGD      w_r <- u_r(w_r, g_r) H times; then w_r <- (1/n) sum_s w_s.
-        2. DiLoCo         w_r as before, from a model w that all have agreed on. Then w itself takes
-                          a step, along D = (1/n) sum_s (w - w_s), the *outer gradient*, by SGD with
-                          Nesterov momentum: m <- mu m + D, w <- w - lr (D + mu m); w_r <- w.
+        1. local SGD      w_r <- u_r(w_r, g_r) H times, from a model w that all have agreed on. Then
+                          w itself takes a step, along D = (1/n) sum_s (w - w_s), the *outer
+                          gradient*: w <- w - D, which is the average of all w_s; w_r <- w.
+        2. DiLoCo         That step is one of SGD with Nesterov momentum: m <- mu m + D,
+                          w <- w - lr (D + mu m). With lr=1 and mu=0 this is local SGD.
            delayed          D arrives d steps after it was sent; w_r <- mix w_r + (1 - mix) w.
         3. delayed gradients   in step t all use the gradient of step t-1: g = (1/n) sum_s g_s.
 Shapes. w_r V@dp, as the model has them; D, m, w flat vectors R@dp, in float32 at least.
@@ -17,7 +18,7 @@ Comms.  Bytes that a rank sends per step, for P = 4 bytes (8 in float64) of each
           synchronous, or late gradients   2 (n-1)/n (P + N)   N parameters: who used each?
           local SGD, DiLoCo                2 (n-1)/n P / H
 
-Memory. DiLoCo: w and m, 2 P. While an outer gradient travels P more.
+Memory. w and m, 2 P. While an outer gradient travels P more.
 Costs you. Another result than one device. The loss per token is higher, the more so with a large H,
         many ranks and different data. Between agreements each rank has its own model, gradient norm
         and optimizer state: a checkpoint would need all of them, so save after `finish`.
@@ -79,78 +80,13 @@ def refuse(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         raise ValueError(f"{short}; call it after local_sgd.apply")
 
 
-# ---------------------------------------------------------------------- 1. averaging parameters
+# ---------------------------------------------------------------------- 1, 2. meeting less often
 class LocalSGD(Strategy):
-    """Average the parameters of all ranks after every `every` steps.
+    """Train alone for `every` steps; then take an outer step along the mean way of all ranks.
 
-    `average`: the loss is a mean over the tokens of this rank; if False, of all ranks.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        optimizer: Optimizer,
-        every: int = 16,
-        *,
-        average: bool = True,
-    ) -> None:
-        super().__init__(model, axis)
-        self.every, self.average, self.steps = every, average, 0
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        claim(model, "local_sgd", axis)
-        refuse(model, self.parameters)
-        replicate(model, axis)
-        self.watch(self.parameters)
-        if not average:
-            self.hook_gradients(self.parameters)
-        optimizer.register_step_post_hook(self._after_step)
-
-    def finish_backward(self) -> None:
-        """Scale this rank's gradients, if they are parts of a sum."""
-        super().finish_backward()
-        for p in () if self.average else self.parameters:
-            check_not_summed(p, self.axis)
-            if p.grad is not None:
-                p.grad *= self.axis.size
-                mark_summed([p], self.axis)
-
-    @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
-        self.steps += 1
-        self.synchronise()
-
-    def synchronise(self) -> None:
-        """Agree on one model where it is time; called after each step of the optimizer."""
-        if self.steps % self.every == 0:
-            self.finish()
-
-    def agreed(self) -> dict[nn.Parameter, Tensor]:
-        """Return the agreed value of each parameter: the average at this moment; a collective."""
-        flat = flatten(self.parameters)  # V@dp -> R@dp
-        average = all_reduce(flat, self.axis, "avg", out=flat)
-        return dict(zip(self.parameters, split_like(average, self.parameters), strict=True))
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Bring all ranks to one model, their average; a collective."""
-        for p, average in self.agreed().items():
-            p.copy_(average)
-
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the agreed model, the one to evaluate; buffers are this rank's. A collective."""
-        agreed = self.agreed()
-        state = self.model.state_dict(keep_vars=True)
-        return self._whole(state, lambda t: agreed.get(t, t.data).to(t.dtype))
-
-
-# ---------------------------------------------------------------------- 2. an outer optimizer
-class DiLoCo(LocalSGD):
-    """After `every` inner steps, one step of an outer optimizer along the way of all ranks.
-
-    `optimizer` is the inner one, usually AdamW. `lr` and `momentum` are the outer ones; lr=1 and
-    momentum=0 are local SGD.
+    `optimizer` is the inner one, usually AdamW. `lr` and `momentum` are the outer ones: with lr=1
+    and momentum=0 ranks meet at their average, else this is DiLoCo. `average`: the loss is a mean
+    over the tokens of this rank; if False, of all ranks.
 
     With a `delay` the outer gradient arrives that many steps after it was sent. A rank that then
     moved to the outer model would forget what it has learnt meanwhile; a rank that stayed would
@@ -165,18 +101,27 @@ class DiLoCo(LocalSGD):
         optimizer: Optimizer,
         every: int = 16,
         *,
-        lr: float = 0.7,
-        momentum: float = 0.9,
+        lr: float = 1.0,
+        momentum: float = 0.0,
         delay: int = 0,
         mix: float = 0.5,
         average: bool = True,
     ) -> None:
         if not 0 <= delay <= every:
             raise ValueError(f"delay={delay}: use at most every={every}")
-        super().__init__(model, axis, optimizer, every, average=average)
+        super().__init__(model, axis)
+        self.every, self.average, self.steps = every, average, 0
+        self.lr, self.momentum, self.delay, self.mix = lr, momentum, delay, mix if delay else 0.0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        claim(model, "local_sgd", axis)
+        refuse(model, self.parameters)
+        replicate(model, axis)
+        self.watch(self.parameters)
+        if not average:
+            self.hook_gradients(self.parameters)
         if delay:  # nothing may queue behind a call that takes several steps
             self.axis = with_own_group(axis, "late")
-        self.lr, self.momentum, self.delay, self.mix = lr, momentum, delay, mix if delay else 0.0
+        optimizer.register_step_post_hook(self._after_step)
         self._begin()
 
     def _begin(self) -> None:
@@ -185,7 +130,19 @@ class DiLoCo(LocalSGD):
         self.velocity = torch.zeros_like(self.outer)
         self.pending: Pending | None = None  # the outer gradient, on its way
 
-    def synchronise(self) -> None:
+    def finish_backward(self) -> None:
+        """Scale this rank's gradients, if they are parts of a sum."""
+        super().finish_backward()
+        for p in () if self.average else self.parameters:
+            check_not_summed(p, self.axis)
+            if p.grad is not None:
+                p.grad *= self.axis.size
+                mark_summed([p], self.axis)
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        """Send this rank's way at the end of a round; receive the mean of all, `delay` steps on."""
+        self.steps += 1
         if self.pending and (self.steps - self.delay) % self.every == 0:
             self._receive()
         if self.steps % self.every == 0:
@@ -203,7 +160,7 @@ class DiLoCo(LocalSGD):
             p.lerp_(outer.to(p.dtype), 1 - self.mix)
 
     def agreed(self) -> dict[nn.Parameter, Tensor]:
-        """Return the outer parameters."""
+        """Return the agreed value of each parameter."""
         return dict(zip(self.parameters, split_like(self.outer, self.parameters), strict=True))
 
     @torch.no_grad()
@@ -216,7 +173,14 @@ class DiLoCo(LocalSGD):
             self._receive()
         flat = flatten(self.parameters)
         self.outer = all_reduce(flat, self.axis, "avg", out=flat)
-        super().finish()
+        for p, average in self.agreed().items():
+            p.copy_(average)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the model of the last meeting, the one to evaluate; buffers are this rank's."""
+        agreed = self.agreed()
+        state = self.model.state_dict(keep_vars=True)
+        return self._whole(state, lambda t: agreed.get(t, t.data).to(t.dtype))
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Start anew: this model is the outer model, and every rank's."""
@@ -237,13 +201,13 @@ class DelayedGradients(Strategy):
         self, model: nn.Module, axis: Axis, _: Optimizer | None = None, *, average: bool = True
     ) -> None:
         super().__init__(model, axis)
+        self.op: Op = "avg" if average else "sum"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.average = average
         claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
         self.watch(self.parameters)
         self.axis = with_own_group(axis, "late")
-        self.receive = self._have_none  # puts the gradients of the last step in place
+        self.pending: Pending | None = None  # the gradients of the last step, on their way
         self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
@@ -251,39 +215,29 @@ class DelayedGradients(Strategy):
         super().finish_backward()
         for p in self.parameters:
             check_not_summed(p, self.axis)
-        before, self.receive = self.receive, self._send()
-        before()
-
-    def _send(self) -> Callable[[], None]:
-        """Start to reduce the gradients, as one vector; the result puts them in place."""
-        op: Op = "avg" if self.average else "sum"
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
         flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
-        pending = all_reduce(flat, self.axis, op, out=flat, async_op=True)  # P@dp -> R@dp
-
-        def receive() -> None:
-            pieces = split_like(pending.wait(), self.parameters)
-            for p, piece, is_used in zip(self.parameters, pieces, used_by_any(), strict=True):
-                # Strides as the parameter's: fused optimizers do not look at strides.
-                p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if is_used else None
-            mark_summed(() if self.average else self.parameters, self.axis)
-
-        return receive
+        pending = all_reduce(flat, self.axis, self.op, out=flat, async_op=True)  # P@dp -> R@dp
+        self.finish()
+        self.pending, self.used_by_any = pending, used_by_any
 
     def finish(self) -> None:
-        """Wait for the last gradient and put it in place, for one more ``optimizer.step()``."""
-        self.receive()
-        self.receive = self._have_none
-
-    def _have_none(self) -> None:
+        """Wait for the last gradients and put them in place, for one more ``optimizer.step()``."""
         for p in self.parameters:
             p.grad = None
+        if self.pending is not None:
+            pieces = split_like(self.pending.wait(), self.parameters)
+            for p, piece, is_used in zip(self.parameters, pieces, self.used_by_any(), strict=True):
+                if is_used:  # strides as the parameter's: fused optimizers do not look at strides
+                    p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece)
+            self.pending = None
+        mark_summed(self.parameters if self.op == "sum" else (), self.axis)
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
     "local sgd": LocalSGD,
-    "diloco": DiLoCo,
-    "diloco delayed": partial(DiLoCo, delay=1),
+    "diloco": partial(LocalSGD, lr=0.7, momentum=0.9),
+    "diloco delayed": partial(LocalSGD, lr=0.7, momentum=0.9, delay=1),
     "delayed gradients": DelayedGradients,
 }
 """Makers of each method with its defaults, by the name that a user types."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from minipar.comm.mesh import Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, matrices
+from minipar.parallel.base.shards import check_divides
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
 
@@ -90,8 +91,8 @@ class Plan:
             else:
                 values[name] = whole_number(value) if kinds[name] is int else value
             if values[name] in (None, ""):
-                like = {bool: "true", int: "2", str: getattr(cls, name)}[kinds[name]]
-                raise ValueError(f"plan {text!r}: cannot read {part!r}; try {name}={like}")
+                usual = f"{name}={getattr(cls, name)}"
+                raise ValueError(f"plan {text!r}: cannot read {part!r}; the default is {usual}")
         return cls(**values)
 
     def __str__(self) -> str:
@@ -175,9 +176,8 @@ class Plan:
         matrices.check_sizes(config, self.tp, experts=self.expert_tensor_parallel)
         if self.tp_overlap and not self.sequence_parallel:
             yield "tp_overlap interleaves the collectives of sequence_parallel; set both"
-        if self.context == "ulysses" and config.num_heads // self.tp % self.cp:
-            heads = f"num_heads={config.num_heads} / tp={self.tp}"
-            yield f"ulysses exchanges heads: cp={self.cp} does not divide the {heads} of a rank"
+        if self.context == "ulysses":
+            check_divides("cp", self.cp, "heads_per_rank", config.num_heads // self.tp)
 
     def _problems_of_experts(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of ep."""

@@ -76,11 +76,6 @@ def heads_apart(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     return arrived.split([x.shape[1] // axis.size for x in tensors], dim=1)
 
 
-def tokens_apart(tensor: Tensor, axis: Axis) -> Tensor:
-    """Swap back: [B, H/n, T, K] -> [B, H, T/n, K]."""
-    return all_to_all(tensor, axis, split_dim=2, concat_dim=1)
-
-
 def repeated(kv: Tensor, size: int) -> Tensor:
     """Repeat key/value heads until `size` divides them: [B, G, T, K] -> [B, lcm(G, n), T, K].
 
@@ -103,4 +98,5 @@ class Ulysses(CutSequences):
         """Call `core` on all tokens of H/n heads; `mask` covers the whole sequence."""
         k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)
         q, k, v = heads_apart((q, k, v), self.axis)
-        return tokens_apart(core(q, k, v, mask), self.axis)
+        out = core(q, k, v, mask)  # [B, H/n, T, K] V@cp heads -> [B, H, T/n, K] V@cp tokens
+        return all_to_all(out, self.axis, split_dim=2, concat_dim=1)

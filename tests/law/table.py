@@ -18,8 +18,7 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.model.masks import document_mask, document_positions
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, fsdp, offload, tensor, ulysses, zero
-from minipar.parallel.compression.codecs import Codec, PowerSGD, TopK
-from minipar.parallel.compression.feedback import Compressed
+from minipar.parallel.compression import Codec, Compressed, PowerSGD, TopK
 from minipar.train.data import IGNORE
 from minipar.train.step import Microbatch
 from tests.law import models

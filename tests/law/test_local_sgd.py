@@ -264,8 +264,6 @@ def test_equals_several_models_in_turn(ranks, case, size, name):
     """
     task, (method, options) = TASKS[name], LOCAL[case]
     own, agreed, last = replicas(task, size, ADAM, STEPS, 0.5, **options)
-    if method == "local sgd":
-        agreed = last  # the average at any moment
     found = ranks(size).run(train, task, size, method, options, ADAM, STEPS, 0.5)
     for mine, expected in zip(found, own, strict=True):
         assert_equal(mine["own"], expected)

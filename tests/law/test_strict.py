@@ -85,8 +85,8 @@ SLIPS = [  # name, what runs, what goes wrong in it, the call that is to be name
     ("ring", train, PLANS["ring"], wait_left_out, "recv at parallel/context.py"),
     ("ulysses", train, PLANS["ulysses"], wait_left_out, "all_to_all at parallel/ulysses.py"),
     ("pipeline", train, PLANS["pipeline"], wait_left_out, r"\w+ at pipeline/messages.py"),
-    ("compression", compressed, PLANS["ddp"], wait_left_out, r"all_\w+ at compression/\w+.py"),
-    ("beside", compressed, PLANS["ddp"], slip_beside, "compression at compression/feedback.py"),
+    ("compression", compressed, PLANS["ddp"], wait_left_out, r"all_\w+ at parallel/compression.py"),
+    ("beside", compressed, PLANS["ddp"], slip_beside, "compression at parallel/compression.py"),
     ("on the host", on_host, PLANS["ddp"], wait_left_out, "all_gather at parallel/fsdp"),
 ]
 

@@ -26,10 +26,8 @@ from minipar.emulate import link
 from minipar.lab.bench import race
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
-from minipar.parallel import ddp, local_sgd
+from minipar.parallel import compression, ddp, local_sgd
 from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.compression import codecs
-from minipar.parallel.compression.feedback import Compressed
 from minipar.train.corpus import load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
@@ -63,11 +61,11 @@ def disturbed(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
     return exact(model, axis)
 
 
-def by(codec: Callable[[], codecs.Compressor], feedback: bool | None = None) -> Attach:
-    """Compress gradients; feedback mends the bias of a codec, by default where there is one."""
+def by(codec: Callable[[], compression.Compressor], feedback: bool = True) -> Attach:
+    """Compress gradients; feedback mends the bias of a codec."""
 
     def attach(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
-        reduce = Compressed(codec(), error_feedback=feedback)
+        reduce = compression.Compressed(codec(), error_feedback=feedback)
         return ddp.apply(model, axis, average=False, reduce=reduce)
 
     return attach
@@ -88,22 +86,16 @@ ROUNDING, FEWER, LOW, LESS = "rounding", "fewer numbers", "low rank", "less ofte
 METHODS: dict[str, tuple[str, Attach]] = {
     REFERENCE: ("exact", exact),
     "fp32 disturbed": ("exact", disturbed),
-    "fp16": (ROUNDING, by(lambda: codecs.Half(torch.float16))),
-    "bf16": (ROUNDING, by(lambda: codecs.Half(torch.bfloat16))),
-    "int8": (ROUNDING, by(codecs.Int8)),
-    "int8, no feedback": (ROUNDING, by(codecs.Int8, False)),
-    "fp8 e4m3": (ROUNDING, by(codecs.Fp8)),
-    "sign": (ROUNDING, by(codecs.Sign)),
-    "sign, no feedback": (ROUNDING, by(codecs.Sign, False)),
-    "top-k 10 %": (FEWER, by(lambda: codecs.TopK(0.1))),
-    "top-k 1 %": (FEWER, by(lambda: codecs.TopK(0.01))),
-    "top-k 1 %, no feedback": (FEWER, by(lambda: codecs.TopK(0.01), False)),
-    "random-k 10 %": (FEWER, by(lambda: codecs.RandomK(0.1))),
-    "random-k 1 %": (FEWER, by(lambda: codecs.RandomK(0.01))),
-    "random-k 1 %, no feedback": (FEWER, by(lambda: codecs.RandomK(0.01), False)),
-    "PowerSGD rank 4": (LOW, by(lambda: codecs.PowerSGD(rank=4))),
-    "PowerSGD rank 4, no feedback": (LOW, by(lambda: codecs.PowerSGD(rank=4), False)),
-    "PowerSGD rank 1": (LOW, by(lambda: codecs.PowerSGD(rank=1))),
+    "int8": (ROUNDING, by(compression.Int8)),
+    "int8, no feedback": (ROUNDING, by(compression.Int8, False)),
+    "sign": (ROUNDING, by(compression.Sign)),
+    "sign, no feedback": (ROUNDING, by(compression.Sign, False)),
+    "top-k 10 %": (FEWER, by(lambda: compression.TopK(0.1))),
+    "top-k 1 %": (FEWER, by(lambda: compression.TopK(0.01))),
+    "top-k 1 %, no feedback": (FEWER, by(lambda: compression.TopK(0.01), False)),
+    "PowerSGD rank 4": (LOW, by(lambda: compression.PowerSGD(rank=4))),
+    "PowerSGD rank 4, no feedback": (LOW, by(lambda: compression.PowerSGD(rank=4), False)),
+    "PowerSGD rank 1": (LOW, by(lambda: compression.PowerSGD(rank=1))),
     "delayed gradients": (LESS, seldom("delayed gradients")),
     "local SGD": (LESS, seldom("local sgd")),
     "DiLoCo": (LESS, seldom("diloco")),
@@ -173,7 +165,7 @@ def learn(name: str, seed: int) -> Learned:
 
 def validate(strategy: Strategy, axis: Axis) -> float:
     """End the training; return the loss of the model that ranks agree on, on other text."""
-    if isinstance(strategy, local_sgd.LocalSGD | local_sgd.DiLoCo):
+    if isinstance(strategy, local_sgd.LocalSGD):
         strategy.finish()  # takes in the exchanges under way
     model = Llama(SHAPE)
     model.load_state_dict(strategy.full_state_dict())

@@ -1,29 +1,57 @@
-"""Ways to add up vectors over all ranks with fewer bytes.
+"""Compression: send less than the gradients, and remember what was left out.
 
-A codec turns a vector into bytes, which ranks gather, since a link cannot add codes. `RandomK` and
-`PowerSGD` send numbers that are linear in the vector, which a link can add.
+Idea.   A gradient is noisy: 8 bits, one bit, one entry in a hundred or a matrix of rank 4 will do,
+        if the part that a step leaves out (the *residue*) is added to the gradient of the next
+        step. Then nothing is lost; it only comes later: *error feedback*.
+Math.   On rank r, with gradient g_r and residue e_r: v_r = w g_r + e_r (w = 1/n to average, else
+        1), and s_r of it is sent; e_r <- v_r - s_r; every rank gets g = sum_r s_r. Invariant:
+        g + sum_r e_r after the step = sum_r (w g_r + e_r before it), whatever the compressor.
+Shapes. Buckets of N numbers, P@dp -> R@dp; bit for bit the same result on all ranks.
+Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fraction of 4 N bytes):
+
+          uncompressed   2 (n-1)/n 4 N
+          codec          2 (n-1)/n c 4 N   c = 1/4 + 1/b int8; 1/32 + 1/b sign
+          top-k          (n-1) 8 k         k = fraction N: a number and its place
+          PowerSGD       2 (n-1)/n 4 (r sum (rows + columns) + what is no matrix worth it)
+
+        with one scale of 4 bytes per block of b numbers.
+Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks differ in scale.
+        So a codec either gathers all vectors (n-1 of them arrive), or each rank gets one chunk
+        from every rank, decompresses, adds in float32, compresses the sum and sends the sum to
+        all: 2 (n-1)/n vectors, one rounding more. On two ranks both cost the same; they gather.
+        PowerSGD sends numbers that are linear in the gradient: an all-reduce adds them.
+Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
+Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. A loss scale
+        must not change from step to step. A checkpoint holds no residues. Use compression over dp
+        alone: a thread launches the calls, and NCCL wants one order among the calls of all groups.
+Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
+        QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
+        PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.
+In torch: `torch.distributed.algorithms.ddp_comm_hooks`.
+Proved by tests/parallel/test_compression.py and tests/law/test_law.py.
+
+Use: ``ddp.apply(model, mesh.dp, reduce=Compressed(TopK(0.01)))``.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm.collectives import all_gather, all_reduce, all_to_all
+from minipar.comm.background import Background
+from minipar.comm.calls import Pending
+from minipar.comm.collectives import Op, all_gather, all_reduce, all_to_all
 from minipar.comm.mesh import Axis
 from minipar.parallel.base.shards import split_like
 
 
 class Compressor:
     """A way to add up vectors over all ranks. Keeps state: every strategy needs one of its own."""
-
-    feedback = True
-    """True if the error has a bias, so that residues are kept by default."""
-    generator: torch.Generator | None = None
-    """Random numbers from the first call on, alike on all ranks."""
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
@@ -35,7 +63,6 @@ class Compressor:
 
 
 # ---------------------------------------------------------------------- codes
-@dataclass
 class Codec(Compressor):
     """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone.
 
@@ -72,44 +99,26 @@ class Codec(Compressor):
 
 
 @dataclass
-class Half(Codec):
-    """bf16 or fp16: half the bytes. fp16 has 3 bits more, and neither below 6e-8 nor above 65504.
+class Int8(Codec):
+    """255 even steps between the largest number of a block and its negative.
 
-    Sums are taken in float32, unlike where a network adds halves.
-    """
-
-    dtype: torch.dtype = torch.bfloat16
-    feedback = False
-
-    def compress(self, rows: Tensor) -> Tensor:
-        return _pack(rows.to(self.dtype))
-
-    def decompress(self, wire: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        return _unpack(wire, self.dtype).to(dtype)
-
-
-@dataclass
-class _Scaled(Codec):
-    """Numbers as small codes, times a scale for each block of `block` numbers.
-
-    The largest number of a block becomes the `largest` of the `code`. In a small block an outlier
-    rounds few others to zero, at 4 bytes per scale.
+    The `block` numbers of a block share a scale. In a small block an outlier rounds few others to
+    zero, at 4 bytes per scale.
     """
 
     block: int = 256
-    code, largest = torch.int8, 127.0
 
     def scale_of(self, blocks: Tensor) -> Tensor:
         """Return a scale for each block: [C, N/b, b] -> [C, N/b, 1]."""
-        return blocks.abs().amax(-1, keepdim=True) / self.largest
+        return blocks.abs().amax(-1, keepdim=True) / 127
 
     def encode(self, ratios: Tensor) -> Tensor:
         """Return numbers divided by their scale, [C, N], as codes of one byte."""
-        return ratios.clamp(-self.largest, self.largest).to(self.code)
+        return ratios.round().clamp(-127, 127).to(torch.int8)
 
     def decode(self, codes: Tensor, length: int) -> Tensor:
         """Return the numbers [C, N] that the bytes of `encode` stand for."""
-        return _unpack(codes, self.code)
+        return codes.view(torch.int8)
 
     def compress(self, rows: Tensor) -> Tensor:
         blocks = _blocks(rows, self.block)
@@ -125,29 +134,11 @@ class _Scaled(Codec):
 
 
 @dataclass
-class Int8(_Scaled):
-    """255 even steps between the largest number of a block and its negative."""
-
-    def encode(self, ratios: Tensor) -> Tensor:
-        return super().encode(ratios.round())
-
-
-@dataclass
-class Fp8(_Scaled):
-    """Floating point in a byte, e4m3: 3 bits of mantissa.
-
-    Steps shrink with the number, so small ones in a block survive better than with int8, and large
-    ones worse (2209.05433, section 3).
-    """
-
-    code, largest = torch.float8_e4m3fn, 448.0
-
-
-@dataclass
-class Sign(_Scaled):
+class Sign(Int8):
     """One bit: every number of a block becomes plus or minus the block's mean magnitude.
 
-    Without feedback it need not converge (1901.09847, section 3); with feedback it does.
+    Blocks and scales are those of `Int8`. Without feedback it need not converge (1901.09847,
+    section 3); with feedback it does.
     """
 
     def scale_of(self, blocks: Tensor) -> Tensor:
@@ -186,50 +177,31 @@ class TopK(Codec):
 
 # ---------------------------------------------------------------------- linear in the gradient
 @dataclass
-class RandomK(Compressor):
-    """The same random `fraction` of the numbers on all ranks: no places are sent, sums are easy."""
-
-    fraction: float = 0.01
-
-    def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
-        k = math.ceil(self.fraction * len(vector))
-        order = torch.randperm(len(vector), generator=self.generator, device=vector.device)
-        places, total = order[:k], torch.zeros_like(vector)
-        sent = vector[places] + 0 * vector.sum()  # an overflow elsewhere must show: nan
-        total[places] = all_reduce(sent, axis)
-        vector[places] = 0
-        return total
-
-
-@dataclass
 class PowerSGD(Compressor):
     """Gradients of matrices as products of two thin ones: M [R, C] -> P [R, r] Q^T [r, C].
 
     One step of the power iteration finds the r directions that matter, from the last step's
     (a warm start): P = sum_r M_r Q; make P orthonormal; Q = sum_r M_r^T P. Both sums are linear, so
-    all-reduces take them, and the result is a projection of the *sum* of the gradients. Vectors and
-    matrices that would not shrink to half go uncompressed.
+    all-reduces take them, and the result is a projection of the *sum* of the gradients. What is no
+    matrix, and a matrix that would not shrink to half, goes uncompressed.
     """
 
     rank: int = 4
 
     def __post_init__(self) -> None:
         self.starts: dict[nn.Parameter, Tensor] = {}  # Q of the last step
+        self.generator: torch.Generator | None = None  # alike on all ranks
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """True if gradients of this shape are sent as P and Q."""
-        if len(shape) < 2:
-            return False
-        rows, columns = shape[0], math.prod(shape[1:])
-        return 0 < 2 * (rows + columns) * min(self.rank, rows, columns) <= rows * columns
+        return len(shape) == 2 and 2 * self.rank * sum(shape) < math.prod(shape)
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
-        total, sizes = torch.empty_like(vector), [p.numel() for p in parameters]
-        sums = dict(zip(parameters, total.split(sizes), strict=True))
-        grads = dict(zip(parameters, vector.split(sizes), strict=True))
-        matrices = {p: grads[p].view(len(p), -1) for p in parameters if self.compresses(p.shape)}
+        total = torch.empty_like(vector)
+        sums = dict(zip(parameters, split_like(total, parameters), strict=True))
+        grads = dict(zip(parameters, split_like(vector, parameters), strict=True))
+        matrices = {p: grad for p, grad in grads.items() if self.compresses(p.shape)}
         rest = [p for p in parameters if p not in matrices]
         for parameter, added in zip(rest, _add_all([grads[p] for p in rest], axis), strict=True):
             sums[parameter].copy_(added)
@@ -241,20 +213,15 @@ class PowerSGD(Compressor):
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = _add_all([m.mT @ p for m, p in zip(matrices.values(), ps, strict=True)], axis)
         for (parameter, matrix), p, q in zip(matrices.items(), ps, qs, strict=True):
-            sent = torch.matmul(p, q.mT, out=sums[parameter].view_as(matrix))
+            sent = torch.matmul(p, q.mT, out=sums[parameter])
             matrix -= sent / axis.size  # a rank's residue is its distance to the mean that was sent
             self.starts[parameter] = q
         return total
 
     def _start(self, parameter: nn.Parameter, matrix: Tensor) -> Tensor:
         """Return the Q of the last step, or a random Q: equal on all ranks."""
-        shape = matrix.shape[1], min(self.rank, *matrix.shape)
-        fresh = torch.randn(
-            shape, generator=self.generator, dtype=matrix.dtype, device=matrix.device
-        )
-        q = self.starts.get(parameter)
-        if q is None:
-            return fresh
+        fresh = matrix.new_empty(matrix.shape[1], self.rank).normal_(generator=self.generator)
+        q = self.starts.get(parameter, fresh)
         # Zeros or nan in one step must not stay for ever.
         return torch.where(q.isfinite().all() & q.any(), q, fresh)
 
@@ -265,6 +232,42 @@ def _add_all(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         return []
     flat = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis)
     return split_like(flat, tensors)
+
+
+# ---------------------------------------------------------------------- error feedback, under ddp
+class Compressed:
+    """Reduces buckets through a compressor: ``ddp.apply(..., reduce=Compressed(TopK(0.01)))``.
+
+    Args:
+        compressor: one of its own for each strategy.
+        error_feedback: keep what was left out of each bucket, and send it later.
+
+    A thread works on one bucket after the other, in the order of the calls, while backward goes on.
+    From the first bucket to `finish_backward`, nothing else may use the axis.
+    """
+
+    def __init__(self, compressor: Compressor, *, error_feedback: bool = True) -> None:
+        self.compressor, self.feedback = compressor, error_feedback
+        self.residues: dict[Any, Tensor] = {}  # of this rank, by bucket
+        self._latest: Background | None = None
+
+    def __call__(self, bucket: Any, axis: Axis, op: Op) -> Pending:
+        """Start to reduce a bucket of ddp in place: its `flat` [N], by its `parameters`."""
+        if axis.size == 1:
+            return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
+        work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
+        self._latest = Background(work, self._latest, bucket.flat.device, "compression")
+        return Pending(self._latest, bucket.flat)
+
+    @torch.no_grad()
+    def _reduce(self, bucket: Any, axis: Axis, weight: float) -> None:
+        flat = bucket.flat
+        vector = weight * flat.to(torch.promote_types(flat.dtype, torch.float32))
+        vector += self.residues.get(bucket, 0)
+        flat.copy_(self.compressor.reduce(vector, axis, bucket.parameters))
+        if self.feedback:
+            # An overflow spoils this step, which the trainer skips or reports, and no later one.
+            self.residues[bucket] = vector.nan_to_num_(nan=0, posinf=0, neginf=0)
 
 
 # ---------------------------------------------------------------------- helpers
