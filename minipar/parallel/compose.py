@@ -55,7 +55,7 @@ from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
 
-Microbatch = tuple[Tensor, ...]  # inputs [B, T], targets [B, T]; positions once they are cut
+Microbatch = tuple[Tensor, ...]  # inputs [B, T], targets [B, T]; positions and mask if any
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # (model, make=class) -> optimizer
 WORKING_DTYPES = {"bf16": torch.bfloat16}
 """The dtype of weights that compute, by `Plan.precision`; the optimizer steps float32 masters.
@@ -224,19 +224,22 @@ class Composed(Strategy):
         """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.
 
         If cp or tp cuts tokens, sequences are padded to a length that both divide, and positions
-        [T/n] come third. Padding has no targets, and no other token attends to it.
-
-        Raises `ValueError` for sequences that are too long.
+        [T/n] come third. Padding has no targets, and no other token attends to it. With positions
+        or a mask, pad yourself. Raises `ValueError` for sequences that are too long.
         """
-        plan, (inputs, targets) = self.plan, microbatch
-        self.model.config.check_length(inputs.shape[1])
+        plan = self.plan
+        if len(microbatch) == 2:
+            self.model.config.check_length(microbatch[0].shape[1])
         if plan.cp == 1 and not plan.sequence_parallel:
             return microbatch
+        inputs, targets, *rest = microbatch
         chunks = plan.cp * (1 if plan.cp == 1 or plan.context == "ulysses" else 2)
-        missing = -inputs.shape[1] % (chunks * (plan.tp if plan.sequence_parallel else 1))
-        inputs = F.pad(inputs, (0, missing))
-        targets = F.pad(targets, (0, missing), value=IGNORE_INDEX)
-        whole = inputs, targets, torch.arange(inputs.shape[1], device=inputs.device)
+        multiple = chunks * (plan.tp if plan.sequence_parallel else 1)
+        if not rest:
+            missing = -inputs.shape[1] % multiple
+            inputs = F.pad(inputs, (0, missing))
+            targets = F.pad(targets, (0, missing), value=IGNORE_INDEX)
+        whole = (inputs, targets, *(rest or [torch.arange(inputs.shape[1], device=inputs.device)]))
         if plan.cp == 1:
             return whole
         part = ulysses if plan.context == "ulysses" else context

@@ -156,6 +156,8 @@ def test_what_is_dropped_is_gone(text):
 def _sharded(text: str, seq_len: int) -> tuple[torch.Tensor, ...]:
     composed = _composed(Plan.parse(text))
     tokens = torch.arange(seq_len).expand(3, seq_len)
+    with pytest.raises(ValueError, match="do not divide 5 tokens; pad them to 8"):  # yourself
+        composed.shard((tokens[:, :5], tokens[:, :5], torch.arange(5)))
     return composed.shard((tokens, tokens + 1))
 
 
