@@ -38,7 +38,7 @@ def given(size, random):
             head_dim=2 * draw(2, 9),
             tie_embeddings=tied,
         )
-        cases.append((config, draw(1, 5), draw(10, 60)))
+        cases.append((config, draw(2, 6), draw(10, 60)))
     return [(cases,)] * size
 
 
