@@ -277,6 +277,7 @@ ERRORS = [
         lambda: simulate(Schedule.parse(HEAD + "rank 0: 0F0 0B0\nrank 1: 1B0 1F0")),
         "deadlock: ",
     ),
+    (lambda: make("interleaved_1f1b", 0, 1), "p=0; a pipeline has at least 1"),
     (lambda: make("dualpipe", 3, 6), "p=3: .* use an even p: 2 or 4"),
     (lambda: make("gpipes", 2, 2), "no schedule 'gpipes'; use one of naive, gpipe"),
     (lambda: make("zb_v", 2, 4, 3), "v=3: zb_v has v=2; use v=2, or one of interleaved_1f1b"),

@@ -322,6 +322,9 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """
     if name not in SCHEDULES:
         raise ValueError(f"no schedule {name!r}; use one of {', '.join(SCHEDULES)}")
+    for what, count in (("p", p), ("m", m), ("v", 2 if v is None else v)):
+        if count < 1:
+            raise ValueError(f"{what}={count}; a pipeline has at least 1")
     if name in LOOPED:
         return SCHEDULES[name](p, m, 2 if v is None else v)
     schedule = SCHEDULES[name](p, m)
