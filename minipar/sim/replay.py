@@ -121,8 +121,8 @@ class _Prices:
         for at, event in enumerate(segment.events):
             if type(event) is Compute:
                 block = "work", *event[:2]  # kind and name
-                seconds = self.seconds_of(operations.Work(*event[2:]))
-                seconds *= self.attention if event.work == "attention" else 1
+                seconds = self.seconds_of(event.work)
+                seconds *= self.attention if event.work.work == "attention" else 1
                 if words and words[-1][:3] == block:
                     seconds += words.pop()[3]
                 words.append((*block, seconds))

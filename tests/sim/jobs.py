@@ -24,7 +24,7 @@ def held(a: cost.Job) -> float:
 
 def flops(rank) -> int:
     """FLOPs of products and attention of a traced rank, with what is computed again."""
-    return sum(event.flops for event in rank.events() if type(event) is Compute)
+    return sum(event.work.flops for event in rank.events() if type(event) is Compute)
 
 
 def sent(rank) -> dict[str, int]:
