@@ -38,11 +38,10 @@ from minipar.sim.tracer import Compute, Launch, Memory, Segment
 
 @dataclass(frozen=True)
 class Simulated:
-    """A training step that did not happen. Seconds are a mean over the ranks played."""
+    """A training step that did not happen."""
 
     traces: Traces
     seconds: float  # of the step
-    computing: float
     stage: "_Stage" = field(repr=False)
 
     @cached_property
@@ -77,9 +76,7 @@ def replay(
     stage = _Stage(_Prices(traces, machine, host, attention))
     stage.play(2)
     first, last = stage.ends
-    seconds = max(last.values()) - max(first.values())
-    computing = [player.computing for player in stage.players.values()]
-    return Simulated(traces, seconds, sum(computing) / len(computing), stage)
+    return Simulated(traces, max(last.values()) - max(first.values()), stage)
 
 
 def shorter(job: Job) -> Job:
@@ -139,18 +136,14 @@ class _Prices:
 
     def _calls(self, own: int, launch: Launch) -> list[tuple[tuple, float]]:
         """Return of each call of a launch by rank `own` what it shares with others, and seconds."""
-        shared = launch.axis, launch.purpose, launch.verb == "exchange"
-        return [((*shared, who), self._seconds(launch, who)) for who in self._who(own, launch)]
-
-    def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
-        """Return the ranks of each of its calls: a group, or the ends of messages."""
         group = self.groups(launch.axis)[own]
         ends = [(own, group[peer]) for peer in launch.peers]
         if launch.verb == "exchange":  # both ways at once
-            return [tuple(sorted(pair)) for pair in ends]
-        if launch.verb == "recv":
-            return [pair[::-1] for pair in ends]
-        return ends or [group]  # a send may have another name
+            ends = [tuple(sorted(pair)) for pair in ends]
+        elif launch.verb == "recv":
+            ends = [pair[::-1] for pair in ends]
+        shared = launch.axis, launch.purpose, launch.verb == "exchange"
+        return [((*shared, who), self._seconds(launch, who)) for who in ends or [group]]
 
     def _seconds(self, launch: Launch, ranks: tuple[int, ...]) -> float:
         """Return the seconds of a collective, or of a message, among `ranks`."""
@@ -192,7 +185,6 @@ class _Player:
     trace: Trace
     clock: float = 0.0
     host: float = 0.0
-    computing: float = 0.0
     turns: list[float] = field(default_factory=list)  # of receives
     counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
     latest: dict[str, list[list[_Call]]] = field(default_factory=dict)  # by a segment's family
@@ -212,16 +204,15 @@ class _Stage:
         self.launched: list[tuple[int, Launch, list[_Call]]] = []
         self.worked: list[tuple] = []  # the first five words of spans
         self.ends: list[dict[int, float]] = []  # of steps, by rank
-        self.num_moves = 0  # events that have happened
 
     def play(self, steps: int) -> None:
         """Play the step of all ranks, so many times."""
         for _ in range(steps):
             runs = [self._run(player) for player in self.players.values()]
             while runs:
-                before = self.num_moves
+                before = len(runs), len(self.launched)
                 runs = [run for run in runs if next(run, None) is not None]
-                assert not runs or self.num_moves > before, "all ranks wait for each other"
+                assert (len(runs), len(self.launched)) != before, "all ranks wait for each other"
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
 
     def spans(self) -> Iterator[Span]:
@@ -236,13 +227,14 @@ class _Stage:
     def _run(self, player: _Player) -> Iterator[bool]:
         """Play a step of one rank; yield where other ranks have to move first."""
         player.host = player.clock  # it has read the loss of the step before
-        player.computing, player.turns = 0.0, [player.clock] * AHEAD
+        player.turns = [player.clock] * AHEAD
         for segment in player.trace.segments:
             made: list[list[_Call]] = []
             for what, *word in self.prices.words(segment):
-                self.num_moves += 1
                 if what == "work":
-                    self._work(player, *word)
+                    kind, block, seconds = word
+                    start, player.clock = player.clock, player.clock + seconds
+                    self.worked.append((kind, block, player.rank, start, player.clock))
                 elif what == "host":
                     player.host += word[0]
                     player.clock = max(player.clock, player.host)
@@ -256,11 +248,6 @@ class _Stage:
                             yield True
                         player.clock = max(player.clock, call.span[1])
             player.latest[segment.family] = made
-
-    def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
-        start, player.clock = player.clock, player.clock + seconds
-        player.computing += seconds
-        self.worked.append((kind, block, player.rank, start, player.clock))
 
     def _launch(self, player: _Player, launch: Launch) -> list[_Call]:
         """Make the calls of a launch; in an exchange, a message with each neighbour."""
