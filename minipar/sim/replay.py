@@ -73,7 +73,7 @@ def replay(
         host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
         attention: its seconds in training, as a multiple of the kernel's alone.
     """
-    stage = _Stage(_Prices(traces, machine, host, attention))
+    stage = _Stage(traces, machine, host, attention)
     stage.play(2)
     first, last = stage.ends
     return Simulated(traces, max(last.values()) - max(first.values()), stage)
@@ -94,68 +94,6 @@ def simulate(job: Job) -> Simulated:
     sizes = dict(sequences=job.microbatch, seq_len=job.seq_len, bucket_mb=4 * job.bucket / 1e6)
     traces = trace(job.config, job.plan, **sizes)
     return replay(traces, job.machine, host=cost.host(job), attention=job.software.attention)
-
-
-# ---------------------------------------------------------------------- seconds of events
-class _Prices:
-    """How long events take, asked for once each; segments in the few words that a player needs."""
-
-    def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
-        self.traces, self.machine, self.host, self.attention = traces, machine, host, attention
-        # An emulated machine differs: it magnifies, and has lanes for messages.
-        # An emulated device counts bytes in the format, and at the size, of its declared model.
-        self.counted = getattr(machine.device, "counted", lambda num_bytes, _: int(num_bytes))
-        self.has_lanes = getattr(machine, "has_lanes", False)
-        self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
-        self.seconds_of = cache(partial(operations.seconds_of, device=machine.device))
-        self.words, self.groups, self.calls = map(cache, (self._words, self._groups, self._calls))
-
-    def _words(self, segment: Segment) -> list[tuple]:
-        """Return the words of a segment: consecutive work of one block is one word of seconds."""
-        # A block may be left and entered again, as where it is computed again beside its backward.
-        last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
-        words: list[tuple] = []
-        for at, event in enumerate(segment.events):
-            if type(event) is Compute:
-                block = "work", *event[:2]  # kind and name
-                seconds = self.seconds_of(event.work)
-                seconds *= self.attention if event.work.work == "attention" else 1
-                if words and words[-1][:3] == block:
-                    seconds += words.pop()[3]
-                words.append((*block, seconds))
-                if at == last[event[:2]] and ".layers." in event.name:
-                    words.append(("host", self.host))
-            elif type(event) is not Memory:
-                words.append(("launch", event) if type(event) is Launch else ("wait", *event))
-        return words
-
-    def _groups(self, axis: str) -> dict[int, tuple[int, ...]]:
-        """Return by rank those that it shares an axis with, or several at once."""
-        groups = groups_along(axis.split("+"), self.sizes)
-        return {rank: group for group in groups for rank in group}
-
-    def _calls(self, own: int, launch: Launch) -> list[tuple[tuple, float]]:
-        """Return of each call of a launch by rank `own` what it shares with others, and seconds."""
-        group = self.groups(launch.axis)[own]
-        ends = [(own, group[peer]) for peer in launch.peers]
-        if launch.verb == "exchange":  # both ways at once
-            ends = [tuple(sorted(pair)) for pair in ends]
-        elif launch.verb == "recv":
-            ends = [pair[::-1] for pair in ends]
-        shared = launch.axis, launch.purpose, launch.verb == "exchange"
-        return [((*shared, who), self._seconds(launch, who)) for who in ends or [group]]
-
-    def _seconds(self, launch: Launch, ranks: tuple[int, ...]) -> float:
-        """Return the seconds of a collective, or of a message, among `ranks`."""
-        num_bytes, size = self.counted(launch.num_bytes, launch.dtype), len(ranks)
-        nodes = len({rank // self.machine.gpus for rank in ranks})
-        verb = "send" if launch.peers else launch.verb
-        if rounds := wire_bytes(verb, size, size):
-            num_bytes = num_bytes * size / rounds  # of the whole tensor
-        if launch.peers:
-            first, second, *_ = self.groups(launch.axis)[ranks[0]]
-            return cost.message(self.machine, num_bytes, nodes, second - first)
-        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 
 # ---------------------------------------------------------------------- ranks at play
@@ -191,11 +129,18 @@ class _Player:
 
 
 class _Stage:
-    """All players, and the calls between them."""
+    """All players, and the calls between them; how long events take is asked for once each."""
 
-    def __init__(self, prices: _Prices) -> None:
-        self.prices, traces = prices, prices.traces
-        stride = traces.plan.num_ranks // traces.plan.pp
+    def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
+        self.machine, self.host, self.attention = machine, host, attention
+        # An emulated machine differs: it magnifies, and has lanes for messages.
+        # An emulated device counts bytes in the format, and at the size, of its declared model.
+        self.counted = getattr(machine.device, "counted", lambda num_bytes, _: int(num_bytes))
+        self.has_lanes = getattr(machine, "has_lanes", False)
+        self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
+        self.seconds_of = cache(partial(operations.seconds_of, device=machine.device))
+        self.words, self.groups, self.prices = map(cache, (self._words, self._groups, self._prices))
+        stride = self.num_ranks // traces.plan.pp
         self.players = {
             place * stride: _Player(place * stride, trace) for place, trace in traces.ranks.items()
         }
@@ -221,7 +166,7 @@ class _Stage:
         for rank, launch, calls in self.launched:
             assert all(call.is_known() for call in calls)
             start, end = min(c.span[0] for c in calls), max(c.span[1] for c in calls)
-            num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
+            num_bytes = self.counted(launch.num_bytes, launch.dtype)
             yield Span("comm", launch.verb, rank, start, end, launch.axis, num_bytes)
 
     def _run(self, player: _Player) -> Iterator[bool]:
@@ -230,7 +175,7 @@ class _Stage:
         player.turns = [player.clock] * AHEAD
         for segment in player.trace.segments:
             made: list[list[_Call]] = []
-            for what, *word in self.prices.words(segment):
+            for what, *word in self.words(segment):
                 if what == "work":
                     kind, block, seconds = word
                     start, player.clock = player.clock, player.clock + seconds
@@ -252,14 +197,14 @@ class _Stage:
     def _launch(self, player: _Player, launch: Launch) -> list[_Call]:
         """Make the calls of a launch; in an exchange, a message with each neighbour."""
         made, posted = [], player.clock
-        if launch.verb == "recv" and self.prices.has_lanes:  # on a CPU, ahead of its turn
+        if launch.verb == "recv" and self.has_lanes:  # on a CPU, ahead of its turn
             posted = player.turns[-AHEAD]
             player.turns.append(player.clock)
         # Axes of all ranks have one process group, see `comm.mesh`.
-        is_of_all = len(self.prices.groups(launch.axis)[player.rank]) == self.prices.num_ranks
+        is_of_all = len(self.groups(launch.axis)[player.rank]) == self.num_ranks
         stream = player.rank, launch.purpose, is_of_all or launch.axis
-        in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
-        for key, seconds in self.prices.calls(player.rank, launch):
+        in_lanes = launch.peers and (launch.verb != "exchange" or self.has_lanes)
+        for key, seconds in self.prices(player.rank, launch):
             player.counts[key] += 1
             number = key, player.counts[key]
             if number not in self.calls:
@@ -283,3 +228,51 @@ class _Stage:
             call.is_known()
         self.launched.append((player.rank, launch, made))
         return made
+
+    # seconds of events
+    def _words(self, segment: Segment) -> list[tuple]:
+        """Return the words of a segment: consecutive work of one block is one word of seconds."""
+        # A block may be left and entered again, as where it is computed again beside its backward.
+        last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
+        words: list[tuple] = []
+        for at, event in enumerate(segment.events):
+            if type(event) is Compute:
+                block = "work", *event[:2]  # kind and name
+                seconds = self.seconds_of(event.work)
+                seconds *= self.attention if event.work.work == "attention" else 1
+                if words and words[-1][:3] == block:
+                    seconds += words.pop()[3]
+                words.append((*block, seconds))
+                if at == last[event[:2]] and ".layers." in event.name:
+                    words.append(("host", self.host))
+            elif type(event) is not Memory:
+                words.append(("launch", event) if type(event) is Launch else ("wait", *event))
+        return words
+
+    def _groups(self, axis: str) -> dict[int, tuple[int, ...]]:
+        """Return by rank those that it shares an axis with, or several at once."""
+        groups = groups_along(axis.split("+"), self.sizes)
+        return {rank: group for group in groups for rank in group}
+
+    def _prices(self, own: int, launch: Launch) -> list[tuple[tuple, float]]:
+        """Return of each call of a launch by rank `own` what it shares with others, and seconds."""
+        group = self.groups(launch.axis)[own]
+        ends = [(own, group[peer]) for peer in launch.peers]
+        if launch.verb == "exchange":  # both ways at once
+            ends = [tuple(sorted(pair)) for pair in ends]
+        elif launch.verb == "recv":
+            ends = [pair[::-1] for pair in ends]
+        shared = launch.axis, launch.purpose, launch.verb == "exchange"
+        return [((*shared, who), self._seconds(launch, who)) for who in ends or [group]]
+
+    def _seconds(self, launch: Launch, ranks: tuple[int, ...]) -> float:
+        """Return the seconds of a collective, or of a message, among `ranks`."""
+        num_bytes, size = self.counted(launch.num_bytes, launch.dtype), len(ranks)
+        nodes = len({rank // self.machine.gpus for rank in ranks})
+        verb = "send" if launch.peers else launch.verb
+        if rounds := wire_bytes(verb, size, size):
+            num_bytes = num_bytes * size / rounds  # of the whole tensor
+        if launch.peers:
+            first, second, *_ = self.groups(launch.axis)[ranks[0]]
+            return cost.message(self.machine, num_bytes, nodes, second - first)
+        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
