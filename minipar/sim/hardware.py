@@ -24,7 +24,7 @@ distance and no other users, and no trees or switches that reduce; no law knows 
 import difflib
 import math
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -323,13 +323,7 @@ def _make(kind: str, name: str, known: Known) -> Any:
         if made["gpus"] not in range(1, 1025):
             raise ValueError(f"{name}.gpus={made['gpus']:g} must be a whole number of 1 to 1,024")
         made["gpus"] = int(made["gpus"])
-    # True for what has no default: it must be there.
-    takes = {f.name: f.default is f.default_factory for f in fields(_PARTS[kind])[1:]}
-    lacks = [key for key, must in takes.items() if must and key not in made]
-    if lacks or made.keys() - takes:
-        wrong = f"lacks {', '.join(lacks)}" if lacks else f"has {min(made.keys() - takes)}"
-        raise ValueError(f"{kind} {name!r} {wrong}; its keys are {', '.join(takes)}")
-    return _PARTS[kind](name, **made)
+    return _PARTS[kind](name, **made)  # which says what it lacks, and what it does not know
 
 
 def _table(kind: str, name: str, known: Known) -> dict[str, Any]:

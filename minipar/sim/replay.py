@@ -38,11 +38,10 @@ from minipar.sim.tracer import Compute, Launch, Memory, Segment
 
 @dataclass(frozen=True)
 class Simulated:
-    """A training step that did not happen. Seconds are a mean over the ranks played."""
+    """A training step that did not happen."""
 
     traces: Traces
     seconds: float  # of the step
-    computing: float
     stage: "_Stage" = field(repr=False)
 
     @cached_property
@@ -74,12 +73,10 @@ def replay(
         host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
         attention: its seconds in training, as a multiple of the kernel's alone.
     """
-    stage = _Stage(_Prices(traces, machine, host, attention))
+    stage = _Stage(traces, machine, host, attention)
     stage.play(2)
     first, last = stage.ends
-    seconds = max(last.values()) - max(first.values())
-    computing = [player.computing for player in stage.players.values()]
-    return Simulated(traces, seconds, sum(computing) / len(computing), stage)
+    return Simulated(traces, max(last.values()) - max(first.values()), stage)
 
 
 def shorter(job: Job) -> Job:
@@ -97,72 +94,6 @@ def simulate(job: Job) -> Simulated:
     sizes = dict(sequences=job.microbatch, seq_len=job.seq_len, bucket_mb=4 * job.bucket / 1e6)
     traces = trace(job.config, job.plan, **sizes)
     return replay(traces, job.machine, host=cost.host(job), attention=job.software.attention)
-
-
-# ---------------------------------------------------------------------- seconds of events
-class _Prices:
-    """How long events take, asked for once each; segments in the few words that a player needs."""
-
-    def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
-        self.traces, self.machine, self.host, self.attention = traces, machine, host, attention
-        # An emulated machine differs: it magnifies, and has lanes for messages.
-        # An emulated device counts bytes in the format, and at the size, of its declared model.
-        self.counted = getattr(machine.device, "counted", lambda num_bytes, _: int(num_bytes))
-        self.has_lanes = getattr(machine, "has_lanes", False)
-        self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
-        self.seconds_of = cache(partial(operations.seconds_of, device=machine.device))
-        self.words, self.groups, self.calls = map(cache, (self._words, self._groups, self._calls))
-
-    def _words(self, segment: Segment) -> list[tuple]:
-        """Return the words of a segment: consecutive work of one block is one word of seconds."""
-        # A block may be left and entered again, as where it is computed again beside its backward.
-        last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
-        words: list[tuple] = []
-        for at, event in enumerate(segment.events):
-            if type(event) is Compute:
-                block = "work", *event[:2]  # kind and name
-                seconds = self.seconds_of(operations.Work(*event[2:]))
-                seconds *= self.attention if event.work == "attention" else 1
-                if words and words[-1][:3] == block:
-                    seconds += words.pop()[3]
-                words.append((*block, seconds))
-                if at == last[event[:2]] and ".layers." in event.name:
-                    words.append(("host", self.host))
-            elif type(event) is not Memory:
-                words.append(("launch", event) if type(event) is Launch else ("wait", *event))
-        return words
-
-    def _groups(self, axis: str) -> dict[int, tuple[int, ...]]:
-        """Return by rank those that it shares an axis with, or several at once."""
-        groups = groups_along(axis.split("+"), self.sizes)
-        return {rank: group for group in groups for rank in group}
-
-    def _calls(self, own: int, launch: Launch) -> list[tuple[tuple, float]]:
-        """Return of each call of a launch by rank `own` what it shares with others, and seconds."""
-        shared = launch.axis, launch.purpose, launch.verb == "exchange"
-        return [((*shared, who), self._seconds(launch, who)) for who in self._who(own, launch)]
-
-    def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
-        """Return the ranks of each of its calls: a group, or the ends of messages."""
-        group = self.groups(launch.axis)[own]
-        ends = [(own, group[peer]) for peer in launch.peers]
-        if launch.verb == "exchange":  # both ways at once
-            return [tuple(sorted(pair)) for pair in ends]
-        if launch.verb == "recv":
-            return [pair[::-1] for pair in ends]
-        return ends or [group]  # a send may have another name
-
-    def _seconds(self, launch: Launch, ranks: tuple[int, ...]) -> float:
-        """Return the seconds of a collective, or of a message, among `ranks`."""
-        num_bytes, size = self.counted(launch.num_bytes, launch.dtype), len(ranks)
-        nodes = len({rank // self.machine.gpus for rank in ranks})
-        verb = "send" if launch.peers else launch.verb
-        if rounds := wire_bytes(verb, size, size):
-            num_bytes = num_bytes * size / rounds  # of the whole tensor
-        if launch.peers:
-            first, second, *_ = self.groups(launch.axis)[ranks[0]]
-            return cost.message(self.machine, num_bytes, nodes, second - first)
-        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 
 # ---------------------------------------------------------------------- ranks at play
@@ -192,18 +123,24 @@ class _Player:
     trace: Trace
     clock: float = 0.0
     host: float = 0.0
-    computing: float = 0.0
     turns: list[float] = field(default_factory=list)  # of receives
     counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
     latest: dict[str, list[list[_Call]]] = field(default_factory=dict)  # by a segment's family
 
 
 class _Stage:
-    """All players, and the calls between them."""
+    """All players, and the calls between them; how long events take is asked for once each."""
 
-    def __init__(self, prices: _Prices) -> None:
-        self.prices, traces = prices, prices.traces
-        stride = traces.plan.num_ranks // traces.plan.pp
+    def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
+        self.machine, self.host, self.attention = machine, host, attention
+        # An emulated machine differs: it magnifies, and has lanes for messages.
+        # An emulated device counts bytes in the format, and at the size, of its declared model.
+        self.counted = getattr(machine.device, "counted", lambda num_bytes, _: int(num_bytes))
+        self.has_lanes = getattr(machine, "has_lanes", False)
+        self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
+        self.seconds_of = cache(partial(operations.seconds_of, device=machine.device))
+        self.words, self.groups, self.prices = map(cache, (self._words, self._groups, self._prices))
+        stride = self.num_ranks // traces.plan.pp
         self.players = {
             place * stride: _Player(place * stride, trace) for place, trace in traces.ranks.items()
         }
@@ -212,16 +149,15 @@ class _Stage:
         self.launched: list[tuple[int, Launch, list[_Call]]] = []
         self.worked: list[tuple] = []  # the first five words of spans
         self.ends: list[dict[int, float]] = []  # of steps, by rank
-        self.num_moves = 0  # events that have happened
 
     def play(self, steps: int) -> None:
         """Play the step of all ranks, so many times."""
         for _ in range(steps):
             runs = [self._run(player) for player in self.players.values()]
             while runs:
-                before = self.num_moves
+                before = len(runs), len(self.launched)
                 runs = [run for run in runs if next(run, None) is not None]
-                assert not runs or self.num_moves > before, "all ranks wait for each other"
+                assert (len(runs), len(self.launched)) != before, "all ranks wait for each other"
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
 
     def spans(self) -> Iterator[Span]:
@@ -230,19 +166,20 @@ class _Stage:
         for rank, launch, calls in self.launched:
             assert all(call.is_known() for call in calls)
             start, end = min(c.span[0] for c in calls), max(c.span[1] for c in calls)
-            num_bytes = self.prices.counted(launch.num_bytes, launch.dtype)
+            num_bytes = self.counted(launch.num_bytes, launch.dtype)
             yield Span("comm", launch.verb, rank, start, end, launch.axis, num_bytes)
 
     def _run(self, player: _Player) -> Iterator[bool]:
         """Play a step of one rank; yield where other ranks have to move first."""
         player.host = player.clock  # it has read the loss of the step before
-        player.computing, player.turns = 0.0, [player.clock] * AHEAD
+        player.turns = [player.clock] * AHEAD
         for segment in player.trace.segments:
             made: list[list[_Call]] = []
-            for what, *word in self.prices.words(segment):
-                self.num_moves += 1
+            for what, *word in self.words(segment):
                 if what == "work":
-                    self._work(player, *word)
+                    kind, block, seconds = word
+                    start, player.clock = player.clock, player.clock + seconds
+                    self.worked.append((kind, block, player.rank, start, player.clock))
                 elif what == "host":
                     player.host += word[0]
                     player.clock = max(player.clock, player.host)
@@ -257,22 +194,17 @@ class _Stage:
                         player.clock = max(player.clock, call.span[1])
             player.latest[segment.family] = made
 
-    def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
-        start, player.clock = player.clock, player.clock + seconds
-        player.computing += seconds
-        self.worked.append((kind, block, player.rank, start, player.clock))
-
     def _launch(self, player: _Player, launch: Launch) -> list[_Call]:
         """Make the calls of a launch; in an exchange, a message with each neighbour."""
         made, posted = [], player.clock
-        if launch.verb == "recv" and self.prices.has_lanes:  # on a CPU, ahead of its turn
+        if launch.verb == "recv" and self.has_lanes:  # on a CPU, ahead of its turn
             posted = player.turns[-AHEAD]
             player.turns.append(player.clock)
         # Axes of all ranks have one process group, see `comm.mesh`.
-        is_of_all = len(self.prices.groups(launch.axis)[player.rank]) == self.prices.num_ranks
+        is_of_all = len(self.groups(launch.axis)[player.rank]) == self.num_ranks
         stream = player.rank, launch.purpose, is_of_all or launch.axis
-        in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
-        for key, seconds in self.prices.calls(player.rank, launch):
+        in_lanes = launch.peers and (launch.verb != "exchange" or self.has_lanes)
+        for key, seconds in self.prices(player.rank, launch):
             player.counts[key] += 1
             number = key, player.counts[key]
             if number not in self.calls:
@@ -296,3 +228,51 @@ class _Stage:
             call.is_known()
         self.launched.append((player.rank, launch, made))
         return made
+
+    # seconds of events
+    def _words(self, segment: Segment) -> list[tuple]:
+        """Return the words of a segment: consecutive work of one block is one word of seconds."""
+        # A block may be left and entered again, as where it is computed again beside its backward.
+        last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
+        words: list[tuple] = []
+        for at, event in enumerate(segment.events):
+            if type(event) is Compute:
+                block = "work", *event[:2]  # kind and name
+                seconds = self.seconds_of(event.work)
+                seconds *= self.attention if event.work.work == "attention" else 1
+                if words and words[-1][:3] == block:
+                    seconds += words.pop()[3]
+                words.append((*block, seconds))
+                if at == last[event[:2]] and ".layers." in event.name:
+                    words.append(("host", self.host))
+            elif type(event) is not Memory:
+                words.append(("launch", event) if type(event) is Launch else ("wait", *event))
+        return words
+
+    def _groups(self, axis: str) -> dict[int, tuple[int, ...]]:
+        """Return by rank those that it shares an axis with, or several at once."""
+        groups = groups_along(axis.split("+"), self.sizes)
+        return {rank: group for group in groups for rank in group}
+
+    def _prices(self, own: int, launch: Launch) -> list[tuple[tuple, float]]:
+        """Return of each call of a launch by rank `own` what it shares with others, and seconds."""
+        group = self.groups(launch.axis)[own]
+        ends = [(own, group[peer]) for peer in launch.peers]
+        if launch.verb == "exchange":  # both ways at once
+            ends = [tuple(sorted(pair)) for pair in ends]
+        elif launch.verb == "recv":
+            ends = [pair[::-1] for pair in ends]
+        shared = launch.axis, launch.purpose, launch.verb == "exchange"
+        return [((*shared, who), self._seconds(launch, who)) for who in ends or [group]]
+
+    def _seconds(self, launch: Launch, ranks: tuple[int, ...]) -> float:
+        """Return the seconds of a collective, or of a message, among `ranks`."""
+        num_bytes, size = self.counted(launch.num_bytes, launch.dtype), len(ranks)
+        nodes = len({rank // self.machine.gpus for rank in ranks})
+        verb = "send" if launch.peers else launch.verb
+        if rounds := wire_bytes(verb, size, size):
+            num_bytes = num_bytes * size / rounds  # of the whole tensor
+        if launch.peers:
+            first, second, *_ = self.groups(launch.axis)[ranks[0]]
+            return cost.message(self.machine, num_bytes, nodes, second - first)
+        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)

@@ -34,12 +34,7 @@ class Compute(NamedTuple):
 
     kind: str
     name: str  # the block that it is of
-    op: str
-    work: str  # "product", "attention", or "bytes": what its time depends on
-    # Product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal.
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int  # read and written
+    work: operations.Work
 
 
 class Launch(NamedTuple):
@@ -51,7 +46,6 @@ class Launch(NamedTuple):
 
     verb: str
     axis: str
-    size: int
     num_bytes: int
     peers: tuple[int, ...] = ()
     purpose: str = ""
@@ -137,7 +131,7 @@ class Tracer(TorchDispatchMode, Tap):
         if work is not None and kind == "optimizer":
             work, self.stepped = operations.step_of(work, self.stepped), 0
         if work is not None and work.num_bytes:
-            self.segment.events.append(Compute(kind, where, *work))
+            self.segment.events.append(Compute(kind, where, work))
         return result
 
     @classmethod
@@ -146,14 +140,14 @@ class Tracer(TorchDispatchMode, Tap):
 
     # collectives
     def begin(self, call: Call) -> None:
-        verb, axis = call.verb, call.axis
+        axis = call.axis
         if axis is None or axis.size == 1:  # work of this rank alone
             return
         self.unawaited.add(call.number)
         self.launches[call.number] = self.segment, self.segment.num_launches
         self.segment.num_launches += 1
-        sizes = axis.size, call.num_bytes, tuple(call.peers or ())
-        self.segment.events.append(Launch(verb, axis.name, *sizes, axis.purpose, call.dtype))
+        sent = call.num_bytes, tuple(call.peers or ())
+        self.segment.events.append(Launch(call.verb, axis.name, *sent, axis.purpose, call.dtype))
 
     def wait(self, call: Call) -> None:
         self.unawaited.discard(call.number)

@@ -17,7 +17,7 @@ are left out, counted, and why.
 
 import csv
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -75,13 +75,6 @@ class Run:
     def fits(self) -> bool:
         """True if it is predicted to fit."""
         return self.held < self.job.machine.device.usable_memory()
-
-    @property
-    def cell(self) -> tuple:
-        """Return the facts that runs share between which a planner could choose."""
-        job = self.job
-        same = job.config, job.machine, job.software, job.dtype
-        return self.source, *map(str, same), self.gpus, job.seq_len, job.tokens_of_step
 
     @cached_property
     def predicted(self) -> float:
@@ -292,9 +285,12 @@ def constant(runs: Sequence[Run]) -> np.ndarray:
 def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
     """Return of each cell of 3 runs or more: share of the best measured throughput that the
     prediction's choice and the rule of thumb's have; rank correlation of predicted and measured."""
-    found = []
-    for _, group in groupby(sorted(runs, key=lambda r: r.cell), key=lambda r: r.cell):
-        cell = list(group)
+    found, cells = [], defaultdict(list)
+    for run in runs:
+        job = run.job
+        same = job.config, job.machine, job.software, job.dtype, job.seq_len, job.tokens_of_step
+        cells[run.source, run.gpus, str(same)].append(run)
+    for cell in cells.values():
         if len(cell) < 3:
             continue
         best = min(run.seconds for run in cell)

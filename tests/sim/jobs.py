@@ -27,12 +27,12 @@ def held(a: cost.Job) -> float:
 def flops(rank) -> int:
     """FLOPs of products and attention of a traced rank, with what is computed again."""
     total = 0
-    for event in rank.events():
-        if type(event) is Compute and event.work == "product":
-            total += 2 * prod(event.shape)
-        if type(event) is Compute and event.work == "attention":
-            *sizes, causal = event.shape
-            total += (10 if "backward" in event.op else 4) * prod(sizes) // (1 + causal)
+    for work in (event.work for event in rank.events() if type(event) is Compute):
+        if work.work == "product":
+            total += 2 * prod(work.shape)
+        if work.work == "attention":
+            *sizes, causal = work.shape
+            total += (10 if "backward" in work.op else 4) * prod(sizes) // (1 + causal)
     return total
 
 

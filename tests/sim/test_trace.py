@@ -26,7 +26,8 @@ def events_of(rank, kind):
     """Launches, or computing of a kind, without names: ranks that are alike have other layers."""
     if kind is Launch:
         return [e for e in rank.events() if type(e) is Launch]
-    return [e._replace(name="") for e in rank.events() if type(e) is Compute and e.work == kind]
+    computing = (e for e in rank.events() if type(e) is Compute)
+    return [e._replace(name="") for e in computing if e.work.work == kind]
 
 
 # ---------------------------------------------------------------------- short cuts change nothing
@@ -56,7 +57,7 @@ def test_what_is_repeated_is_what_all_do(text, monkeypatch):
         own, every = (found.ranks[place] for found in (short, whole))
         for kind in ("product", "attention", Launch):
             assert events_of(own, kind) == events_of(every, kind), (place, kind)
-        moved = [sum(e.num_bytes for e in events_of(rank, "bytes")) for rank in (own, every)]
+        moved = [sum(e.work.num_bytes for e in events_of(rank, "bytes")) for rank in (own, every)]
         held = [sum(rank.at_peak().values()) for rank in (own, every)]
         assert moved[0] == pytest.approx(moved[1], rel=0.01)
         assert held[0] == pytest.approx(held[1], rel=0.01)
@@ -88,17 +89,17 @@ def test_experts_cost_the_same_flops_grouped_as_one_by_one():
         for precision in ("bf16", "float32")
     )
     assert flops(grouped) == flops(loop)
-    shapes = {e.shape for e in grouped.events() if type(e) is Compute and e.op == "_grouped_mm"}
+    shapes = {e.work.shape for e in events_of(grouped, "product") if e.work.op == "_grouped_mm"}
     rows = 64 * 2 // 4  # of each of 4 experts, which are 64 wide and 32 in between
     assert (4, rows, 64, 64) in shapes and (4, 64, 32, rows) in shapes
-    assert not any(e.op == "_grouped_mm" for e in loop.events() if type(e) is Compute)
+    assert not any(e.work.op == "_grouped_mm" for e in events_of(loop, "product"))
 
 
 @pytest.mark.slow
 def test_a_norm_is_one_operation_as_on_a_gpu():
     """Mutant: spelled out, with float32 kept."""
     rank = trace(CONFIG, Plan.parse("dp=2,precision=bf16"), seq_len=64).ranks[0]
-    names = [e.op for e in events_of(rank, "bytes")]
+    names = [e.work.op for e in events_of(rank, "bytes")]
     norms = 2 * CONFIG.num_layers + 1
     both = "_fused_rms_norm", "_fused_rms_norm_backward"
     assert [names.count(name) for name in both] == [norms, norms]
@@ -126,7 +127,7 @@ def test_selective_repeats_no_product(text):
         trace(config, Plan.parse(plan + mode), seq_len=64) for mode in ("none", "selective")
     )
     for rank in once.ranks:
-        products = [[e.op for e in events_of(t.ranks[rank], "product")] for t in (once, again)]
+        products = [[e.work.op for e in events_of(t.ranks[rank], "product")] for t in (once, again)]
         assert sorted(products[0]) == sorted(products[1])
         assert ("_grouped_mm" if "ep" in text else "mm") in products[0]
 
@@ -225,7 +226,7 @@ def test_zero_2_learns_in_which_order_stages_have_their_last_backward(schedule):
 @pytest.mark.slow
 def test_a_view_is_free():
     """That of a product's rows, which autograd takes for no view, too. Mutant: it moves bytes."""
-    names = {e.op for e in trace(CONFIG, Plan.parse("tp=2"), seq_len=32).ranks[0].events()
+    names = {e.work.op for e in trace(CONFIG, Plan.parse("tp=2"), seq_len=32).ranks[0].events()
              if type(e) is Compute}  # fmt: skip
     assert "mm" in names and not {"view", "_unsafe_view", "transpose"} & names
 
