@@ -33,11 +33,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.comm.collectives import Pending, all_gather_object, all_reduce, connect, exchange
+from minipar.comm.collectives import (
+    Pending,
+    all_gather_object,
+    all_reduce,
+    broadcast,
+    connect,
+    exchange,
+)
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, beside, loss_of
 from minipar.observe import timeline
-from minipar.parallel.base.replicate import broadcast_all, replicate
+from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import mark
 from minipar.parallel.base.strategy import Strategy, device_of
 from minipar.parallel.pipeline import split_backward
@@ -364,7 +371,7 @@ class Pipeline(Strategy):
                 value = torch.empty(shape, dtype=dtype, device=self.device)
                 if self.axis.rank == home:
                     value.copy_(tensors[name])
-                broadcast_all([value], self.axis, src=home)
+                broadcast(value, self.axis, home, out=value)
             found |= dict.fromkeys(weight.names, value)
         return {name: found[name] for name in self.names}
 
