@@ -33,7 +33,7 @@ Use::
 
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,6 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import AXES, Mesh
-from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, expert, fsdp, tensor, ulysses, zero
@@ -193,6 +192,7 @@ class Composed(Strategy):
         self.mesh, self.plan, self.parts, self.optimizer = mesh, plan, parts, optimizer
         if parts.pipeline is not None:
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
+            self.join, self.own = parts.pipeline.join, parts.pipeline.own
         # In this order strategies finish a backward: tensor parallelism must not sum a gradient
         # that data parallelism still sends.
         every = (parts.data, parts.expert, parts.tensor, parts.context, parts.pipeline)
@@ -246,32 +246,15 @@ class Composed(Strategy):
         return part.shard_batch(whole, self.mesh.cp)
 
     # ------------------------------------------------------------------ whole tensors, out and in
-    def join(self, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        return dict(own) if self.parts.pipeline is None else self.parts.pipeline.join(own)
-
-    def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(whole) if self.parts.pipeline is None else self.parts.pipeline.own(whole)
-
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer state as of one device, on the CPU, on all ranks; a collective.
 
         A serial optimizer can load it, and so can an optimizer under any other plan.
         """
         state = self.parts.data.full_optimizer_state(self.optimizer)
-        own = unpack(state, self._own_names())
-        # 1. Ranks of pp exchange the entries of their parameters; None stands for a moment.
-        told = {
-            self.serial_name(name): {k: None if _is_moment(v) else v for k, v in entries.items()}
-            for name, entries in own.items()
-        }
+        own = unpack(state, self._own_names()).items()
+        told = {self.serial_name(name): entries for name, entries in own}
         whole = dict(ChainMap(*all_gather_object(told, self.mesh.pp)))  # rank 0 wins
-        # 2. `join` puts moments together, kind by kind: they have the shape of a parameter.
-        kinds = {key for entries in whole.values() for key, v in entries.items() if v is None}
-        for key in sorted(kinds):
-            mine = {name: e[key] for name, e in own.items() if _is_moment(e.get(key))}
-            for name, value in self.join(mine).items():
-                if name in whole and value is not None:
-                    whole[name][key] = to_host(value)
         return pack(whole, self.names, state["param_groups"])
 
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -300,8 +283,3 @@ class Composed(Strategy):
         groups = zip(*told, strict=True)
         found = [set(map(self.serial_name, itertools.chain(*group))) for group in groups]
         return [[name for name in order if name in names] for names in found]
-
-
-def _is_moment(value: Any) -> bool:
-    """True if an entry of the optimizer state has a number for each number of the parameter."""
-    return isinstance(value, Tensor) and value.ndim > 0

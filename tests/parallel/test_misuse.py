@@ -138,9 +138,8 @@ def finished(model, strategy) -> None:
 
 
 def unfrozen(model, strategy, optimizer):
-    finished(model, strategy)
     model.layers[0].requires_grad_(True)
-    optimizer.step()
+    finished(model, strategy)
 
 
 def torchs_clip(model, strategy, optimizer):
@@ -219,13 +218,13 @@ AT_STEP = [
     (unscale_before_finish, KINDS, r"unscale_\(\) came before finish_backward"),
     (torchs_clip_before_finish, ("fsdp",), r"under fsdp they come by finish_backward\(\)"),
     (only_no_sync, KINDS, "came before finish_backward"),
-    (unfrozen, KINDS, "was frozen when .* was applied along dp"),
+    (unfrozen, KINDS, "no rank shares the gradient of .*, which was frozen, or"),
     (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),
     (torchs_clip_of_the_model, SHARDED, "clip them by strategy.clip_grad_norm_"),
     (slices_written_to, SHARDED[:2], "write into the parameters of the model, alike"),
     (slices_elsewhere, SHARDED, r"write p.copy_\(x\), not p.data = x"),
-    (not_in_the_model, (*KINDS, *LATER), r"a parameter of shape \(\), which was not in the model"),
-    (later_in_the_model, (*KINDS, *LATER), r"of shape \(6, 6\), which was not in the model"),
+    (not_in_the_model, (*KINDS, *LATER), r"of shape \(\), which was frozen, or not in the model"),
+    (later_in_the_model, (*KINDS, *LATER), r"of shape \(6, 6\), which was frozen, or"),
     (torchs_scaler, SHARDED, r"without strategy.unscale_\(scaler, optimizer\)"),
     (whole_matrices, SHARDED, "Normed may look at whole matrices.* elementwise = True"),
     (another_optimizer, SHARDED[:2], "changes nothing: step the ShardedOptimizer"),

@@ -1,7 +1,6 @@
 """Give all ranks the tensors of one rank, such as the first weights."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from itertools import zip_longest
 
 from torch import Tensor, nn
@@ -35,14 +34,6 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
                 if first != other:
                     who = f"ranks 0 and {r} of {those.name}"
                     raise ValueError(f"{who} have different models: {first} and {other}")
-        broadcast_all(tensors, those)
-
-
-def broadcast_all(tensors: Iterable[Tensor], axis: Axis, src: int = 0) -> None:
-    """Give `tensors` the values that they have on rank `src` of `axis`, in place; a collective.
-
-    Shapes and dtypes must be the same on all ranks.
-    """
-    own = [t.data for t in tensors if t.numel()]
-    for pending in [broadcast(t, axis, src, out=t, async_op=True) for t in own]:
-        pending.wait()
+        values = [t.data for t in tensors if t.numel()]
+        for pending in [broadcast(t, those, out=t, async_op=True) for t in values]:
+            pending.wait()

@@ -46,7 +46,6 @@ class Strategy:
         self.device = device_of(model)  # which computes, wherever parameters go from here
         self.synchronises = True  # false under `no_sync`
         self.is_finished = True  # false from a backward on, until `finish_backward`
-        self.frozen = [p for p in model.parameters() if not p.requires_grad]
 
     def __deepcopy__(self, memo: dict) -> Any:
         raise RuntimeError("a model that holds its strategy is not copied; use full_state_dict()")
@@ -164,15 +163,6 @@ class Strategy:
                 f"{self.axis.name}: call it on all ranks after the last backward of each step"
             )
 
-    def check_step(self) -> None:
-        """Raise `RuntimeError` where a step would use gradients that no rank has shared."""
-        self.check_finished("optimizer.step()")
-        if any(p.requires_grad for p in self.frozen):
-            raise RuntimeError(
-                f"a parameter was frozen when {type(self).__name__} was applied along "
-                f"{self.axis.name}, and no rank shares its gradient. Unfreeze first, then apply"
-            )
-
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Collect the whole tensors of all stages of a pipeline, by name; a collective."""
@@ -266,7 +256,8 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
                 f"gradient would be summed twice; apply one of ddp, zero, fsdp, local_sgd, once"
             )
     for p in model.parameters():
-        p.claimed_by = Local([f"{name} along {axis.name}"])
+        if p.requires_grad:
+            p.claimed_by = Local([f"{name} along {axis.name}"])
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -339,7 +330,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         if remedy := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {remedy}")
     for strategy in {strategy for p in parameters for strategy in getattr(p, "watched_by", ())}:
-        strategy.check_step()
+        strategy.check_finished("optimizer.step()")
     check_shared(parameters)
     shards = [p for p in parameters if axes_of(p)]
     if any(p.shape != full_shape(p) for p in shards):
@@ -359,8 +350,8 @@ def check_shared(parameters: Sequence[nn.Parameter]) -> None:
     if alone and any(hasattr(p, "claimed_by") for p in parameters):
         raise RuntimeError(
             f"no rank shares the gradient of a parameter of shape {tuple(alone[0].shape)}, which "
-            f"was not in the model when a strategy was applied. Put it there first, then apply; or "
-            f"keep it out of the model, with an optimizer of its own"
+            f"was frozen, or not in the model, when a strategy was applied. Unfreeze or add it "
+            f"first, then apply; or keep it out of the model, with an optimizer of its own"
         )
 
 

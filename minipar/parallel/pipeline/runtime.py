@@ -33,11 +33,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.comm.collectives import Pending, all_gather_object, all_reduce, connect, exchange
+from minipar.comm.collectives import (
+    Pending,
+    all_gather_object,
+    all_reduce,
+    broadcast,
+    connect,
+    exchange,
+)
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, beside, loss_of
 from minipar.observe import timeline
-from minipar.parallel.base.replicate import broadcast_all, replicate
+from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import mark
 from minipar.parallel.base.strategy import Strategy, device_of
 from minipar.parallel.pipeline import split_backward
@@ -49,7 +56,6 @@ from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
 from minipar.parallel.pipeline.split_backward import Job, put_off
 from minipar.parallel.pipeline.stages import (
     balance,
-    check_cut,
     estimate_costs,
     homes_of,
     keep_only,
@@ -62,25 +68,22 @@ def apply(
     axis: Axis,
     schedule: Schedule,
     *,
-    cut: Sequence[int] | None = None,
     token_shards: int = 1,
     paired: bool = False,
 ) -> "Pipeline":
     """Leave on each rank of `axis` the layers of its stages, in place; names stay.
 
-    The weights come from rank 0 of the axis.
+    The weights come from rank 0 of the axis. Stages balance the FLOPs that are estimated.
 
     Args:
         schedule: for as many ranks as the axis has, and the microbatches of a step. `lower` places
             its messages, wherever they were.
-        cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
-            are balanced.
         token_shards: ranks of sequence parallelism, which cut activations between layers.
         paired: run a forward beside a backward, where the schedule has them in a row: each runs
             while the all-to-alls of the other travel, see `pairs`.
 
     Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action) or is
-    for other ranks, and for a cut that does not fit.
+    for other ranks, and for more stages than layers.
     """
     validate(schedule)
     schedule = lower(schedule, paired)
@@ -89,8 +92,7 @@ def apply(
             f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
             f"make it with p={axis.size}"
         )
-    cut = tuple(cut or balance(estimate_costs(model.config), schedule.num_stages))
-    check_cut(cut, schedule.num_stages, model.config.num_layers)
+    cut = balance(estimate_costs(model.config), schedule.num_stages)
     replicate(model, axis)
     connect(axis, device_of(model), schedule.pairs)
     pipeline = Pipeline(model, axis, schedule, cut)
@@ -369,7 +371,7 @@ class Pipeline(Strategy):
                 value = torch.empty(shape, dtype=dtype, device=self.device)
                 if self.axis.rank == home:
                     value.copy_(tensors[name])
-                broadcast_all([value], self.axis, src=home)
+                broadcast(value, self.axis, home, out=value)
             found |= dict.fromkeys(weight.names, value)
         return {name: found[name] for name in self.names}
 
