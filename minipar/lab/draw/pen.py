@@ -267,15 +267,6 @@ def of_ranks(size: int) -> list[Entry]:
 
 
 # ---------------------------------------------------------------------- shapes
-def bar_rows(ax: Axes, names: Iterable[str], end: float, count: int = 0) -> None:
-    """Prepare `ax` for horizontal bars up to `end`: a row for each name, `count` at least."""
-    names = [*names]
-    ax.set_xlim(0, end)
-    ax.set_ylim(max(count, len(names)) - 0.5, -0.5)
-    ax.set_xticks([])
-    ax.set_yticks(range(len(names)), names, color=INK, fontsize=9)
-
-
 def rectangle(ax: Axes, x: float, y: float, width: float, height: float, **style: Any) -> None:
     """Draw a rectangle from its lower left corner, without an edge unless `style` has one."""
     edge = {} if style.keys() & {"ec", "lw"} else {"lw": 0}
