@@ -130,12 +130,6 @@ def canvas(figure: Figure) -> Axes:
     return ax
 
 
-def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple[Figure, Axes]:
-    """Return a `figure` with axes over the whole paper, in inches."""
-    paper = figure(width, height, title, note)
-    return paper, canvas(paper)
-
-
 def paper() -> Axes:
     """Return axes in inches on paper that has no size yet: draw anywhere, then `cut`."""
     return canvas(figure(1, 1))
