@@ -5,8 +5,9 @@ planner's error are ties: the simplest of them is drawn, with the number of ties
 that FSDP alone would take. No number in the figure is typed in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,21 +26,15 @@ NETWORKS = {
 ASKED = {"cp": 1, "microbatch": 1, "schedule": "1f1b"}
 CUTS = {"dp": "dp: other sequences", "tp": "tp: a part of each matrix", "pp": "pp: other layers"}
 PALE = "70"  # of 255: the opacity of a strip
-Found = Mapping[tuple[str, str, int], Search]  # by network, model, and number of GPUs
+Found = dict[tuple[str, str, int], Search]  # by network, model, and number of GPUs
 
 
-def ask(
-    models: Sequence[str] = MODELS,
-    gpus: Sequence[int] = GPUS,
-    networks: Sequence[str] = (*NETWORKS,),
-) -> dict[tuple[str, str, int], Search]:
+def ask() -> Found:
     """Ask the planner for 512 sequences of 8,192 tokens a step, one at a time on a GPU."""
     found = {}
-    for network in networks:
-        for model in models:
-            base = planner.base_of(PlanConfig(model=model, hardware=network, seq=8192))
-            for n in gpus:
-                found[network, model, n] = planner.search(base, n, 512, ASKED)
+    for network, model in product(NETWORKS, MODELS):
+        base = planner.base_of(PlanConfig(model=model, hardware=network, seq=8192))
+        found |= {(network, model, n): planner.search(base, n, 512, ASKED) for n in GPUS}
     return found
 
 
@@ -60,16 +55,15 @@ def fsdp_alone(found: Search) -> Ranked | None:
 
 def guide(found: Found) -> Figure:
     """Draw a box for each model and number of GPUs, the networks side by side."""
-    networks, models, gpus = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
     ax, pitch, wide = pen.paper(), 1.02, 1.5
-    for i, network in enumerate(networks):
-        x = 0.8 + i * (len(gpus) * wide + 0.3)
-        pen.text(ax, x, 1.0, NETWORKS.get(network, network), size=10, weight="bold")
-        for k, n in enumerate(gpus):
+    for i, (network, name) in enumerate(NETWORKS.items()):
+        x = 0.8 + i * (len(GPUS) * wide + 0.3)
+        pen.text(ax, x, 1.0, name, size=10, weight="bold")
+        for k, n in enumerate(GPUS):
             pen.text(ax, x + k * wide, 0.7, f"{n} GPUs", color=pen.MUTED)
-            for j, model in enumerate(models):
+            for j, model in enumerate(MODELS):
                 _box(ax, x + k * wide, 0.12 - j * pitch, wide - 0.1, found[network, model, n])
-    for j, model in enumerate(models):
+    for j, model in enumerate(MODELS):
         name = model.rpartition("-")[2].upper()
         pen.text(ax, 0, 0.29 - j * pitch, name, size=11, weight="bold")
     title = "Which plan when: data parallel over a fast network; over a slow one, tp and pp, too"
