@@ -133,35 +133,6 @@ def test_an_error_of_a_script_is_seen(browser, tmp_path):
     tab.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n
-        for n in NOTEBOOKS
-        if ('class=\\"flipbook\\"' in (ROOT / f"notebooks/{n}.ipynb").read_text(encoding="utf-8"))
-    ],
-)
-def test_a_flipbook_moves(browser, name):
-    tab, wrong = opened(browser, f"notebooks/{name}.html")
-    books = tab.locator(".flipbook")
-    for number in range(books.count()):
-        book = books.nth(number)
-        image, slider = book.locator("img"), book.locator("input").first
-        before, words = image.get_attribute("src"), book.locator("output").first.text_content()
-        slider.focus()
-        tab.keyboard.press("Home")
-        first = image.get_attribute("src")
-        tab.keyboard.press("End")
-        assert image.get_attribute("src") != first
-        assert image.get_attribute("alt") and book.locator("output").first.text_content()
-        assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 300
-        assert before and words
-        still = book.locator("xpath=ancestor::div[contains(@class, 'output')][1]")
-        assert not still.locator("xpath=preceding-sibling::*[1]").is_visible()
-    assert books.count() and not wrong
-    tab.close()
-
-
 def test_search_finds_a_word(browser):
     tab, _ = opened(browser, "search.html")
     tab.goto((HTML / "search.html").as_uri() + "?q=reduce-scatter")

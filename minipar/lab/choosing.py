@@ -1,7 +1,7 @@
 """Choosing a plan: a calculator, and where the rest of a step goes.
 
     calculator("llama-3-8b", "dp=8,tp=8", tokens=8192)    # memory, a step, MFU: a Figure
-    waterfall(calculate("llama-3-8b", "dp=8,tp=8"), "8B")  # from the peak down to the step
+    draw.bars(losses(calculate("llama-3-8b", "dp=8,tp=8")))  # from the peak down to the step
 
 All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measured here.
 """
@@ -17,7 +17,6 @@ from minipar.sim.hardware import OF_CEILING
 from minipar.sim.planner import PlanConfig, Ranked
 
 ENDLESS = 1e30  # bytes/s
-SHOWN = 0.003  # of a step: smaller losses are left out
 
 
 # ---------------------------------------------------------------------- the calculator
@@ -70,8 +69,8 @@ def losses(found: Ranked) -> dict[str, float]:
     """Return the seconds of a step at the peak, then what each shortcoming adds, in their order.
 
     The machine is made ideal, and gets its shortcomings back one after the other; their sum is the
-    step. What belongs to two of them is counted with the first. The first entry counts the FLOPs as
-    MFU does, with the whole square of attention.
+    step. What belongs to two of them is counted with the first. The FLOPs at the peak are
+    those that are needed, without the masked half of attention.
     """
     job, device = found.job, found.job.machine.device
     before = found.mfu(True) * found.step
@@ -86,8 +85,7 @@ def losses(found: Ranked) -> dict[str, float]:
         "moving bytes": dict(memory_bandwidth=ENDLESS),
     }
     prompt = dict(host=0.0, host_tp=0.0, host_across=0.0, fixed=0.0)
-    added = {"FLOPs at the peak": found.mfu(False) * found.step}
-    added["masked, never computed"] = before - added["FLOPs at the peak"]
+    added = {"FLOPs at the peak": before}
     for i, name in enumerate(["computed again, uneven stages", *ideal]):
         left = {key: v for part in list(ideal)[i:] for key, v in ideal[part].items()}
         software = replace(job.software, **prompt, exposed=0.0)
@@ -102,26 +100,3 @@ def losses(found: Ranked) -> dict[str, float]:
     added["the pipeline's bubble"] = found.seconds["bubble"]
     added["host, once a step"] = found.step - sum(added.values())
     return added
-
-
-def waterfall(found: Ranked, title: str) -> Figure:
-    """Draw `losses`: each bar begins where the one above ends."""
-    added = {k: v for k, v in losses(found).items() if abs(v) > SHOWN * found.step}
-    left, row = 2.35, 0.34
-    height = 0.6 + row * (len(added) + 1) + 0.4
-    paper = pen.figure(pen.WIDTH, height, title, f"predicted: {found.job.plan}")
-    ax = pen.panel(paper, left, 0.4, pen.WIDTH - left - 0.2, row * (len(added) + 1))
-    names = [f"{name}, exposed" if name in cost.AXES else name for name in added]
-    pen.bar_rows(ax, [*names, "the step"], 1.22 * found.step)
-    end = 0.0
-    for i, (name, seconds) in enumerate({**added, "": found.step}.items()):
-        start = end if name else 0.0
-        ink = pen.colour(name) if name in cost.AXES else pen.KIND["backward" if i else "forward"]
-        ink = {"": pen.INK, "the pipeline's bubble": pen.MUTED}.get(name, ink)
-        ax.barh(i, seconds, left=start, height=0.62, color=ink)
-        end = start + seconds
-        if name and i + 1 < len(added):
-            ax.plot([end, end], [i + 0.31, i + 0.69], color=pen.MUTED, lw=0.7)
-        share = f"{seconds:+.2f} s" if i and name else f"{seconds:.2f} s"
-        pen.text(ax, max(start, end) + 0.01 * found.step, i, f"{share}, {seconds / found.step:.0%}")
-    return paper

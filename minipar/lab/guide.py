@@ -5,8 +5,9 @@ planner's error are ties: the simplest of them is drawn, with the number of ties
 that FSDP alone would take. No number in the figure is typed in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,21 +25,16 @@ NETWORKS = {
 }
 ASKED = {"cp": 1, "microbatch": 1, "schedule": "1f1b"}
 CUTS = {"dp": "dp: other sequences", "tp": "tp: a part of each matrix", "pp": "pp: other layers"}
-Found = Mapping[tuple[str, str, int], Search]  # by network, model, and number of GPUs
+PALE = "70"  # of 255: the opacity of a strip
+Found = dict[tuple[str, str, int], Search]  # by network, model, and number of GPUs
 
 
-def ask(
-    models: Sequence[str] = MODELS,
-    gpus: Sequence[int] = GPUS,
-    networks: Sequence[str] = (*NETWORKS,),
-) -> dict[tuple[str, str, int], Search]:
+def ask() -> Found:
     """Ask the planner for 512 sequences of 8,192 tokens a step, one at a time on a GPU."""
     found = {}
-    for network in networks:
-        for model in models:
-            base = planner.base_of(PlanConfig(model=model, hardware=network, seq=8192))
-            for n in gpus:
-                found[network, model, n] = planner.search(base, n, 512, ASKED)
+    for network, model in product(NETWORKS, MODELS):
+        base = planner.base_of(PlanConfig(model=model, hardware=network, seq=8192))
+        found |= {(network, model, n): planner.search(base, n, 512, ASKED) for n in GPUS}
     return found
 
 
@@ -59,60 +55,50 @@ def fsdp_alone(found: Search) -> Ranked | None:
 
 def guide(found: Found) -> Figure:
     """Draw a box for each model and number of GPUs, the networks side by side."""
-    networks, models, gpus = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
-    left, gap, pitch, wide = 0.95, 0.3, 1.02, 1.5
-    width = left + len(networks) * (len(gpus) * wide + gap)
-    height = 1.15 + pitch * len(models) + 0.62
+    ax, pitch, wide = pen.paper(), 1.02, 1.5
+    for i, (network, name) in enumerate(NETWORKS.items()):
+        x = 0.8 + i * (len(GPUS) * wide + 0.3)
+        pen.text(ax, x, 1.0, name, size=10, weight="bold")
+        for k, n in enumerate(GPUS):
+            pen.text(ax, x + k * wide, 0.7, f"{n} GPUs", color=pen.MUTED)
+            for j, model in enumerate(MODELS):
+                _box(ax, x + k * wide, 0.12 - j * pitch, wide - 0.1, found[network, model, n])
+    for j, model in enumerate(MODELS):
+        name = model.rpartition("-")[2].upper()
+        pen.text(ax, 0, 0.29 - j * pitch, name, size=11, weight="bold")
     title = "Which plan when: data parallel over a fast network; over a slow one, tp and pp, too"
     note = (
-        "predicted by minipar plan: Llama 3 on nodes of 8 H100, 512 sequences of 8,192 tokens, "
-        f"cp=1, 1F1B, microbatches of one; the simplest plan within {NEAR - 1:.0%} of the fastest"
+        f"predicted by minipar plan, the simplest within {NEAR - 1:.0%} of the fastest: 8 H100 a "
+        "node, 512 sequences of 8,192 tokens, cp=1, 1F1B, microbatches of one"
     )
-    figure, ax = pen.sheet(width, height, title, note)
-    for i, network in enumerate(networks):
-        x = left + i * (len(gpus) * wide + gap)
-        pen.text(ax, x, height - 0.62, NETWORKS.get(network, network), size=10, weight="bold")
-        for k, n in enumerate(gpus):
-            pen.text(ax, x + k * wide, height - 0.92, f"{n} GPUs", color=pen.MUTED)
-            for j, model in enumerate(models):
-                _box(
-                    ax, x + k * wide, height - 1.5 - j * pitch, wide - 0.1, found[network, model, n]
-                )
-    for j, model in enumerate(models):
-        name = model.rpartition("-")[2].upper()
-        pen.text(ax, 0.15, height - 1.33 - j * pitch, name, size=11, weight="bold")
-    pen.key(figure, [(pen.colour(axis), text) for axis, text in CUTS.items()], left, 0.32, width)
-    return figure
+    legend = [(pen.colour(axis) + PALE, text) for axis, text in CUTS.items()]
+    return pen.cut(ax, title, note, legend)
 
 
 def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
     """Draw a strip for each axis of the plan, and below it the rest; or why there is none."""
     ranked = simplest(found)
-    small = {"size": 8, "color": pen.MUTED}
     if ranked is None:
         least = found.smallest()
-        needs, limit = least.held, footprint.room(least.job.machine.device)
-        pen.rectangle(ax, x, y, wide, 0.34, fc=pen.KIND["idle"])
-        pen.text(ax, x + wide / 2, y + 0.17, "does not fit", ha="center", color=pen.MUTED)
-        pen.text(ax, x, y - 0.12, f"needs {needs / 1e9:.0f} GB a GPU,", **small)
-        pen.text(ax, x, y - 0.27, f"may fill {limit / 1e9:.0f}", **small)
-        return
-    plan = ranked.job.plan
-    axes = [axis for axis in CUTS if getattr(plan, axis) > 1]
-    for i, axis in enumerate(axes):
-        ink, start = pen.colour(axis), x + i * wide / len(axes)
-        pen.rectangle(ax, start, y, wide / len(axes), 0.34, fc=ink + "70", ec=pen.PAPER, lw=1.2)
-        middle = start + wide / len(axes) / 2
-        pen.text(ax, middle, y + 0.17, f"{axis} {getattr(plan, axis)}", ha="center", size=8.5)
-    rest = [f"ZeRO {plan.zero}"] * (plan.zero > 0)
-    if plan.checkpointing != "none":
-        rest.append(f"recomputes {'all' if plan.checkpointing == 'full' else 'half'}")
-    best, alone, others = found.best(), fsdp_alone(found), len(meshes(ties(found))) - 1
-    cost = f"{alone.step / best.step - 1:+.0%}" if alone else "does not fit"
-    tied = f"{others} tie{'s' * (others != 1)}"
-    lines = (f"MFU {ranked.mfu(False):.0%}, {tied}", f"FSDP alone: {cost}", ", ".join(rest))
+        needs, limit = least.held / 1e9, footprint.room(least.job.machine.device) / 1e9
+        parts = {"does not fit": pen.KIND["idle"]}
+        lines = f"needs {needs:.0f} GB a GPU,", f"may fill {limit:.0f}"
+    else:
+        plan, best, alone = ranked.job.plan, found.best(), fsdp_alone(found)
+        sizes = {axis: getattr(plan, axis) for axis in CUTS}
+        parts = {f"{a} {n}": pen.colour(a) + PALE for a, n in sizes.items() if n > 1}
+        rest = [f"ZeRO {plan.zero}"] * (plan.zero > 0)
+        if plan.checkpointing != "none":
+            rest.append(f"recomputes {'all' if plan.checkpointing == 'full' else 'half'}")
+        cost = f"{alone.step / best.step - 1:+.0%}" if alone else "does not fit"
+        tied = f"ties: {len(meshes(ties(found))) - 1}"
+        lines = f"MFU {ranked.mfu(False):.0%}, {tied}", f"FSDP alone: {cost}", ", ".join(rest)
+    each = wide / len(parts)
+    for i, (said, fill) in enumerate(parts.items()):
+        pen.rectangle(ax, x + i * each, y, each, 0.34, fc=fill, ec=pen.PAPER, lw=1.2)
+        pen.text(ax, x + (i + 0.5) * each, y + 0.17, said, ha="center", size=8.5)
     for i, line in enumerate(lines):
-        pen.text(ax, x, y - 0.12 - 0.15 * i, line, **small)
+        pen.text(ax, x, y - 0.12 - 0.15 * i, line, size=8, color=pen.MUTED)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 from minipar.lab import exercises
 
-FOLDER = "my"
+FOLDER = Path("my")
 PIECES = {  # by the name of the file: which exercise it is, and what others call it
     "ddp": ("3.5", "Overlapped"),
     "sharded": ("6.5", "Sharded"),
@@ -32,10 +32,10 @@ def keep(piece: str, answer: Callable) -> None:
     """Write an answer into ``my/``.
 
     An answer that did not pass its check yet is checked first. Raises `CheckFailed` if it does not
-    pass, and `ValueError` for an unknown piece, and where the file holds another answer.
+    pass, and `ValueError` where the file holds another answer.
     """
-    number, name = _known(piece)
-    file = _file(piece)
+    number, name = PIECES[piece]
+    file = FOLDER / f"{piece}.py"
     if exercises.passed.get(number) is not answer:
         exercises.check(number, answer)
     text = f'"""{name}: exercise {number}, which it has passed."""\n\n{written(answer, name)}'
@@ -51,8 +51,8 @@ def piece(name: str) -> Any:
 
     Raises `ValueError` where nothing was kept and a host has left the stored answer out.
     """
-    number, called = _known(name)
-    file, stored = _file(name), exercises.exercise(number).solution
+    number, called = PIECES[name]
+    file, stored = FOLDER / f"{name}.py", exercises.exercise(number).solution
     if file.is_file():
         print(f"{name}: {file.as_posix()}")
         return getattr(exercises.load(file), called)
@@ -62,16 +62,6 @@ def piece(name: str) -> Any:
         )
     print(f"{name}: the stored answer to exercise {number}")
     return stored
-
-
-def _known(piece: str) -> tuple[str, str]:
-    if piece not in PIECES:
-        raise ValueError(f"there is no piece {piece!r}; there are {', '.join(PIECES)}")
-    return PIECES[piece]
-
-
-def _file(piece: str) -> Path:
-    return Path(FOLDER) / f"{piece}.py"
 
 
 # ---------------------------------------------------------------------- source

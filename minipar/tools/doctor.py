@@ -1,7 +1,7 @@
 """`minipar doctor`: what this machine has, and whether ranks can work together on it.
 
-A page that can be pasted into an issue: what is as it should be, and what will fail, with its
-cure. Five probes: software, memory, GPUs, network, ranks.
+A page that can be pasted into an issue: the software, the memory, the GPUs, the network, and
+whether ranks start and talk.
 """
 
 import os
@@ -20,7 +20,6 @@ from minipar.comm.mesh import Mesh
 from minipar.ranks.launch import Ranks
 
 RANKS = 4
-NEEDED_BYTES = 1.5e9  # by these ranks and their notebook, with some room
 
 
 @dataclass(frozen=True)
@@ -29,33 +28,18 @@ class DoctorConfig:
 
 
 def run(config: DoctorConfig) -> None:
-    """Print the page. Raises `SystemExit(1)` where something will fail."""
+    """Print the page. Raises `SystemExit`, with the cause, where ranks fail."""
     print(f"minipar {minipar.__version__} on {platform.platform(terse=True)}")
-    failed = False
-    for probe in (software, memory, gpus, network, ranks):
-        try:
-            mark, says = "ok", probe()
-        except (RuntimeError, OSError, ValueError) as error:  # also of ranks
-            mark, says = "FAIL", " ".join(str(error).split())[-300:]  # the cause comes last
-            failed = True
-        print(f"{mark:4}  {probe.__name__:8}  {says}", flush=True)
-    if failed:
-        raise SystemExit(1)
-    print("Nothing will fail.")
-
-
-def software() -> str:
-    """Return the versions of Python and PyTorch."""
-    return f"Python {platform.python_version()}, PyTorch {torch.__version__}"
-
-
-def memory() -> str:
-    """Return the free memory. Raises `ValueError` where ranks find too little."""
-    held = psutil.virtual_memory()
-    says = f"{held.available / 1e9:.1f} GB free of {held.total / 1e9:.1f}"
-    if held.available < NEEDED_BYTES:
-        raise ValueError(f"{says}: ranks and a notebook take more; end other programs")
-    return says
+    print(f"Python {platform.python_version()}, PyTorch {torch.__version__}")
+    memory = psutil.virtual_memory()
+    print(f"{memory.available / 1e9:.1f} GB of memory free of {memory.total / 1e9:.1f}")
+    print(f"GPUs: {gpus()}")
+    print(f"network: {network()}", flush=True)
+    try:
+        print(f"ranks: {ranks()}. Nothing will fail.")
+    except (RuntimeError, OSError, ValueError) as error:
+        why = " ".join(str(error).split())[-300:]  # the cause comes last
+        raise SystemExit(f"FAIL: ranks: {why}") from None
 
 
 def gpus() -> str:
@@ -82,10 +66,9 @@ def probe(size: int) -> float:
 
 
 def ranks() -> str:
-    """Start ranks, and let them talk. Raises `RuntimeError` where they fail, or sum up wrongly."""
+    """Start ranks, and let them talk. Raises `RuntimeError` where they fail."""
     start = time.perf_counter()
     with Ranks(RANKS, timeout=30) as pool:
         sums = pool.run(probe, RANKS)
-    if set(sums) != {RANKS}:
-        raise RuntimeError(f"the sums of {RANKS} ones are {sums}")
-    return f"{RANKS} ranks start, sum up and end in {time.perf_counter() - start:.1f} s"
+    seconds = time.perf_counter() - start
+    return f"{RANKS} ranks start, sum {RANKS} ones up to {sums[0]:.0f} and end in {seconds:.1f} s"

@@ -11,13 +11,12 @@ from tests.lab.figures import texts
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def found():
-    return guide.ask(["llama-3.2-1b", "llama-3-70b"], [8, 64], ["h100-ndr"])
-
-
-def test_a_box_bears_the_plan_that_the_planner_takes(found):
+def test_a_box_bears_the_plan_that_the_planner_takes(monkeypatch):
     """Mutant: a figure with plans of its own."""
+    monkeypatch.setattr(guide, "MODELS", ["llama-3.2-1b", "llama-3-70b"])
+    monkeypatch.setattr(guide, "GPUS", [8, 64])
+    monkeypatch.setattr(guide, "NETWORKS", {"h100-ndr": "InfiniBand"})
+    found = guide.ask()
     said = texts(guide.guide(found))
     for ranked in filter(None, map(guide.simplest, found.values())):
         assert f"MFU {ranked.mfu(False):.0%}" in said

@@ -96,7 +96,7 @@ PICTURES = {
     "short": (lambda: draw.timeline(beside(*SHORT)), "-| step; -other work; -compute"),
     # ------------------------------------------------------------------ meshes, messages
     "mesh": (lambda: draw.mesh(dict(dp=2, tp=3)), "6 ranks: dp 2 × tp 3; tp groups: 0 1 2  |  3"),
-    "large mesh": (lambda: draw.mesh(dict(pp=2, dp=2, cp=2, tp=8)), "only the first are drawn"),
+    "panels": (lambda: draw.mesh(dict(pp=2, dp=4, tp=8)), "pp groups: 0 32  |  1 33"),
     "6 ranks": (lambda: draw.collective("all_reduce", 6), "every rank gets the sum; Σ5"),
     "rounds": (lambda: draw.rounds(ring(3), title="A ring"), "A ring; round 2; rank 2; -rank 3"),
     "plans": (lambda: meshes.schedules(plans("ring", 4), numel=24), "6 rounds; rank 3; passed on"),

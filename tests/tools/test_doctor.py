@@ -12,7 +12,8 @@ from minipar.tools import doctor
 def called(capsys) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
         main.main(["doctor"])
-    return stop.value.code or 0, capsys.readouterr().out
+    failed = stop.value.code if isinstance(stop.value.code, str) else ""
+    return int(bool(failed)), capsys.readouterr().out + failed
 
 
 def fails(*args, **kwargs):
@@ -22,20 +23,16 @@ def fails(*args, **kwargs):
 @pytest.mark.parametrize(
     "what, bad, said",
     [
-        ("RANKS", 2, "Nothing will fail."),
-        ("NEEDED_BYTES", 1e15, "FAIL +memory .*end other programs"),
-        ("Ranks", fails, "FAIL +ranks .*Too many open files"),
+        ("RANKS", 2, "sum 2 ones up to 2 .* Nothing will fail"),
+        ("Ranks", fails, "FAIL: ranks: .*Too many open files"),
     ],
 )
 def test_what_will_fail_is_named_with_its_cure(capsys, monkeypatch, what, bad, said):
     """Mutant: the exit code is 0."""
-    monkeypatch.setattr(doctor, "NEEDED_BYTES", 1e8)
-    if what not in ("RANKS", "Ranks"):
-        monkeypatch.setattr(doctor, "ranks", doctor.gpus)
     monkeypatch.setattr(doctor, what, bad)
     code, out = called(capsys)
     assert re.search(said, out), out
-    assert code == (said != "Nothing will fail.")
+    assert code == ("FAIL" in said)
 
 
 def test_the_loopback_is_named_with_its_cure(monkeypatch):
@@ -45,14 +42,3 @@ def test_the_loopback_is_named_with_its_cure(monkeypatch):
     assert "export GLOO_SOCKET_IFNAME" in doctor.network()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert doctor.network() == "gloo listens at eth7"
-
-
-def three(size: int) -> float:
-    return 3.0
-
-
-def test_a_wrong_sum_is_no_success(monkeypatch):
-    monkeypatch.setattr(doctor, "RANKS", 2)
-    monkeypatch.setattr(doctor, "probe", three)
-    with pytest.raises(RuntimeError, match="the sums of 2 ones are"):
-        doctor.ranks()

@@ -1,7 +1,7 @@
 """`minipar bench STRATEGY`: strategies of ours, and whom of PyTorch's each races against.
 
 A contender is a function ``field -> step``, called on each rank. Ours trains by a plan, as `minipar
-train` does. How a race is run: race.py.
+train` does; but no plan has the tuned buckets of ddp. How a race is run: race.py.
 
 - ddp: `DistributedDataParallel`.
 - fsdp: `ZeroRedundancyOptimizer`, and `fully_shard` on every block. CUDA streams hide the
@@ -31,7 +31,7 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import RaceConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of, token_loss
-from minipar.parallel import compose
+from minipar.parallel import compose, ddp
 from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.plan import Plan
@@ -122,9 +122,9 @@ def measure(config: RaceConfig, link_name: str, name: str) -> dict[str, list[flo
     shape = replace(PRESETS["small"], tie_embeddings=axis_name not in ("tp", "pp"))
     if axis_name == "pp":
         shape = replace(shape, num_layers=4 * RANKS)
-    words, _, rival = CONTESTS[config.strategy][name]
+    own, _, rival = CONTESTS[config.strategy][name]
     field = Field(Mesh(**{axis_name: RANKS}), shape, seq_len)
-    return race.race(ours(field, words), rival(field), field.axis, link_name, config.rounds)
+    return race.race(own(field), rival(field), field.axis, link_name, config.rounds)
 
 
 def ours(on: Field, words: str = "", ring: Callable[[], type] | None = None) -> Step:
@@ -149,6 +149,12 @@ def ours(on: Field, words: str = "", ring: Callable[[], type] | None = None) -> 
 
 
 # ---------------------------------------------------------------------- data parallel
+def tuned_ddp(on: Field) -> Step:
+    """Return a step of ddp with the buckets that it finds best."""
+    model = on.model()
+    return on.training(model, ddp.apply(model, on.axis, version="tuned").finish_backward)
+
+
 # PyTorch's parts are imported where they are used: they take most of a second.
 def torch_ddp(on: Field, sharded: bool = False) -> Step:
     """Return a step of `DistributedDataParallel`; `sharded` adds `ZeroRedundancyOptimizer`."""
@@ -321,27 +327,28 @@ AXES = {
     "pipeline": ("pp", 128),
 }
 """The axis of a strategy, and the tokens of a sequence."""
+DDP = "DistributedDataParallel", torch_ddp
 ZERO = "ZeroRedundancyOptimizer", partial(torch_ddp, sharded=True)
 TENSOR = "parallelize_module", torch_tensor
-CONTESTS: dict[str, dict[str, tuple[str, str, Contender]]] = {
-    "ddp": {"overlapped": ("", "DistributedDataParallel", torch_ddp)},
+CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
+    "ddp": {"overlapped": (ours, *DDP), "tuned": (tuned_ddp, *DDP)},
     "fsdp": {
-        "ZeRO-1": ("zero=1", *ZERO),
-        "ZeRO-2": ("zero=2", *ZERO),  # PyTorch has no ZeRO-2
-        "FSDP": ("zero=3", "fully_shard", torch_fsdp),
+        "ZeRO-1": (partial(ours, words="zero=1"), *ZERO),
+        "ZeRO-2": (partial(ours, words="zero=2"), *ZERO),  # PyTorch has no ZeRO-2
+        "FSDP": (partial(ours, words="zero=3"), "fully_shard", torch_fsdp),
     },
     "tensor": {
-        "sequence": ("sequence_parallel", *TENSOR),
-        "overlap": ("sequence_parallel,tp_overlap", *TENSOR),
+        "sequence": (partial(ours, words="sequence_parallel"), *TENSOR),
+        "overlap": (partial(ours, words="sequence_parallel,tp_overlap"), *TENSOR),
     },
-    "context": {"ring": ("", "PyTorch's ring", partial(ours, ring=torch_ring))},
+    "context": {"ring": (ours, "PyTorch's ring", partial(ours, ring=torch_ring))},
     "pipeline": {
         name: (
-            f"schedule={name},microbatches={MICROBATCHES * RANKS}",
+            partial(ours, words=f"schedule={name},microbatches={MICROBATCHES * RANKS}"),
             theirs,
             partial(torch_pipeline, name=name),
         )
         for name, theirs in PIPELINES.items()
     },
 }
-"""The plans of ours by name: words beside the axis, the name of PyTorch's contender, and it."""
+"""Contenders of ours by name, the name of PyTorch's contender, and it."""

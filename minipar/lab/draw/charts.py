@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, LogLocator
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, GRID, KIND, MUTED, PAPER, SERIES, colour
+from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER, SERIES, colour
 
 
 def curves(
@@ -148,7 +148,8 @@ def bars(
     end = max(sums.values(), default=0) or 1.0
     widest = max(map(len, labels.values()), default=0)
     inch = (width - left - 0.45 - 0.085 * widest) / end  # of a unit; the rest is for the values
-    pen.bar_rows(ax, stacked, (width - left - 0.2) / inch)
+    ax.set(xlim=(0, (width - left - 0.2) / inch), ylim=(len(stacked) - 0.5, -0.5), xticks=[])
+    ax.set_yticks(range(len(stacked)), stacked, color=INK, fontsize=9)
     for i, (name, each) in enumerate(stacked.items()):
         start = 0.0
         for part, value in each.items():

@@ -20,32 +20,26 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     """Draw ranks as a grid; a line in the colour of an axis joins the ranks of a group.
 
     The last axis runs to the right, the one before it downward. A third axis makes panels to the
-    right, a fourth axis panels below. Between panels of many ranks, one line stands for all.
-    Raises ValueError for more axes or ranks than can be read: then a mesh shows its text.
+    right. Raises ValueError for more axes or ranks than can be read: then a mesh shows its text.
     """
     given = mesh.sizes if isinstance(mesh, Mesh) else mesh
     sizes = {name: size for name, size in given.items() if size > 1}
-    if len(sizes) > 4 or math.prod(sizes.values()) > 256:
-        raise ValueError(f"mesh {dict(given)} cannot be read; at most 4 axes and 256 ranks")
-    names = [*reversed(sizes), "", "", "", ""][:4]  # right, down, panels right, panels down
-    right, down = (sizes.get(name, 1) + 0.7 for name in names[:2])
+    if len(sizes) > 3 or math.prod(sizes.values()) > 256:
+        raise ValueError(f"mesh {dict(given)} cannot be read; at most 3 axes and 256 ranks")
+    names = [*reversed(sizes), "", "", ""][:3]  # right, down, panels
+    right = sizes.get(names[0], 1) + 0.7
     ranks = [coordinates(rank, sizes) for rank in range(math.prod(sizes.values()))]
     places = [[at.get(name, 0) for name in names] for at in ranks]
-    where = [(i + right * k, j + down * m) for i, j, k, m in places]  # in cells, by rank
+    where = [(i + right * panel, j) for i, j, panel in places]  # in cells, by rank
     cell = min(0.8, (WIDTH - 0.5) / (1 + max(x for x, _ in where)))  # inches
     xy = [(x * cell, -y * cell) for x, y in where]
     ax, legend = pen.paper(), []
     for name in sizes:
-        groups, far = groups_along([name], sizes), names.index(name) >= 2  # past ranks between
+        groups, far = groups_along([name], sizes), name == names[2]  # past ranks between
+        legend.append((colour(name), f"{name} groups: {_some(groups)}"))
         line = {"arrowstyle": "-", "color": colour(name), "lw": 1.8 if far else 3.5, "zorder": 1}
-        bow = -min(0.22, 0.6 / (right if names.index(name) == 2 else down)) if far else 0
+        bow = -min(0.22, 0.6 / right) if far else 0
         line |= {"connectionstyle": f"arc3,rad={bow}", "shrinkA": 0, "shrinkB": 0}
-        some = f"{name} groups: {_some(groups)}"
-        if far and math.prod(sizes.get(name, 1) for name in names[:2]) > 8:
-            # One bow from panel to panel; the other ranks' would look the same.
-            groups = [group for group in groups if places[group[0]][:2] == [0, 0]]
-            some += "  (only the first are drawn)"
-        legend.append((colour(name), some))
         for group in groups:
             for a, b in pairwise(group):
                 ax.add_patch(FancyArrowPatch(xy[a], xy[b], **line))

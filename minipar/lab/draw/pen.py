@@ -130,12 +130,6 @@ def canvas(figure: Figure) -> Axes:
     return ax
 
 
-def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple[Figure, Axes]:
-    """Return a `figure` with axes over the whole paper, in inches."""
-    paper = figure(width, height, title, note)
-    return paper, canvas(paper)
-
-
 def paper() -> Axes:
     """Return axes in inches on paper that has no size yet: draw anywhere, then `cut`."""
     return canvas(figure(1, 1))
@@ -267,15 +261,6 @@ def of_ranks(size: int) -> list[Entry]:
 
 
 # ---------------------------------------------------------------------- shapes
-def bar_rows(ax: Axes, names: Iterable[str], end: float, count: int = 0) -> None:
-    """Prepare `ax` for horizontal bars up to `end`: a row for each name, `count` at least."""
-    names = [*names]
-    ax.set_xlim(0, end)
-    ax.set_ylim(max(count, len(names)) - 0.5, -0.5)
-    ax.set_xticks([])
-    ax.set_yticks(range(len(names)), names, color=INK, fontsize=9)
-
-
 def rectangle(ax: Axes, x: float, y: float, width: float, height: float, **style: Any) -> None:
     """Draw a rectangle from its lower left corner, without an edge unless `style` has one."""
     edge = {} if style.keys() & {"ec", "lw"} else {"lw": 0}
