@@ -8,10 +8,13 @@ it goes into copies without answers. ``python -m minipar.lab.publish notebooks/ 
 
 import hashlib
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
+from types import FrameType
 from typing import Any
 
 import torch
@@ -168,6 +171,26 @@ def whole_numbers(value: Any) -> Any:
         return [index(number) for number in value]
     except TypeError:
         return value
+
+
+@contextmanager
+def calls_of(*functions: Callable) -> Iterator[set[str]]:
+    """Note which of these functions are called in the body: a learner's own may have their names.
+
+    What one of them calls itself is not noted.
+    """
+    names, called = {function.__code__: function.__name__ for function in functions}, set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in names and frame.f_back.f_code not in names:
+            called.add(names[frame.f_code])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
 
 
 def _ledger(sent: Counter) -> str:

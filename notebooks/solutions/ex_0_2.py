@@ -8,7 +8,8 @@ import math
 
 import torch
 
-from minipar.comm.mesh import groups_along
+from minipar.comm.mesh import coordinates, groups_along, rank_at
+from minipar.lab.cases import calls_of
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "easy", 10
@@ -33,15 +34,24 @@ def given(size, random):
 
 
 def run(answer, axis, questions):
-    """Return the answers."""
-    return [list(answer(rank, dict(sizes), name)) for rank, sizes, name in questions]
+    """Return the answers, and which functions of the library have helped."""
+    with calls_of(groups_along, coordinates, rank_at) as called:
+        answers = [list(answer(rank, dict(sizes), name)) for rank, sizes, name in questions]
+    return answers, sorted(called)
 
 
 def check_result(case: Case) -> None:
-    for (rank, sizes, name), got in zip(case.given[0][0], case.results[0], strict=True):
+    answers, _ = case.results[0]
+    for (rank, sizes, name), got in zip(case.given[0][0], answers, strict=True):
         want = next(list(group) for group in groups_along([name], sizes) if rank in group)
         if got != want:
             raise CheckFailed(f"rank {rank} of {sizes} along {name}: expected {want}, got {got}")
+
+
+def check_by_hand(case: Case) -> None:
+    _, asked = case.results[0]
+    if asked:
+        raise CheckFailed(f"by your own arithmetic, please: not by {', '.join(asked)}")
 
 
 def solution(rank, sizes, name):
@@ -84,3 +94,11 @@ def wrong_starts_at_itself(rank, sizes, name):
 )
 def wrong_counts_column_by_column(rank, sizes, name):
     return solution(rank, dict(reversed(sizes.items())), name)
+
+
+@fails(
+    "by_hand",
+    "The library has answered: work it out with // and %.",
+)
+def wrong_asks_the_library(rank, sizes, name):
+    return next(list(group) for group in groups_along([name], sizes) if rank in group)

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minipar.lab.cases import calls_of
 from minipar.lab.exercises import Case, CheckFailed, fails
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.checks import peak_live, validate
-from minipar.parallel.pipeline.schedules import compose, one_f_one_b
+from minipar.parallel.pipeline.schedules import SCHEDULES, compose, one_f_one_b
 from minipar.parallel.pipeline.simulate import lower, simulate
 
 LEVEL, MINUTES = "hard", 40
@@ -37,10 +38,14 @@ def given(size, random):
 
 def run(answer, axis, weights, x, y):
     """Return the schedule, which check refuses it and why, and the gradients of this rank."""
-    text = answer(axis.size, M)
+    start = {"naive", "gpipe", "1f1b"}  # may be taken: they fail check_bubble as they are
+    with calls_of(*(make for name, make in SCHEDULES.items() if name not in start)) as taken:
+        text = answer(axis.size, M)
     text = text.as_text() if isinstance(text, Schedule) else text
     if not isinstance(text, str):
         return repr(text), "valid", f"expected the text of a schedule, got {text!r}", {}
+    if taken:
+        return text, "own", f"your own, please: not by {', '.join(sorted(taken))}", {}
     try:
         schedule = Schedule.parse(text)
         validate(schedule)
@@ -113,6 +118,10 @@ def _told(case: Case, criterion: str) -> None:
     for rank, (_, found, message, _) in enumerate(case.results):
         if found == criterion:
             raise CheckFailed(f"rank {rank}: {message}")
+
+
+def check_own(case: Case) -> None:
+    _told(case, "own")
 
 
 def check_valid(case: Case) -> None:
@@ -202,6 +211,14 @@ def solution_bonus(p, m):
 )
 def wrong_says_nothing(p, m):
     return ""
+
+
+@fails(
+    "own",
+    "This one is made by the library.",
+)
+def wrong_takes_one_from_the_shelf(p, m):
+    return SCHEDULES["zb_h1"](p, m)
 
 
 @fails(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from minipar.lab.cases import Case, CheckFailed, apart, told_apart, whole_numbers
+from minipar.lab import cases
+from minipar.lab.cases import Case, CheckFailed, apart, calls_of, told_apart, whole_numbers
 
 
 def test_numbers_that_look_alike_get_more_digits():
@@ -73,3 +74,19 @@ def test_of_an_error_only_what_was_raised_counts():
 def test_of_silent_answers_what_they_returned_counts():
     results = [None, 1, "1", True, [1], torch.ones(2), torch.zeros(2), torch.ones(3), {"a": 1}]
     assert len({fingerprint("r", "m", [[]], result) for result in results}) == len(results)
+
+
+def test_calls_are_noted_by_what_was_called():
+    """Mutant: what has the same name counts, or what one of them calls itself."""
+    with calls_of(apart, told_apart) as called:
+        cases.apart(1.0, 2.0)
+    assert called == {"apart"}
+
+    def told_apart_by_hand():
+        return "1", "2"
+
+    told_apart_by_hand.__name__ = "told_apart"
+    with calls_of(apart, told_apart) as called:
+        told_apart_by_hand()
+    apart(1.0, 2.0)  # after the body
+    assert called == set()
