@@ -35,11 +35,6 @@ def begun(number, verb="all_reduce", peer=None):
 
 
 SAYS = {  # the notes of ranks -> what is said, and the ranks to look at
-    "another verb, of the same number": (
-        [noted(r, waits(3, "barrier" if r == 1 else "all_reduce"), dp=3) for r in RANKS],
-        ["rank 1 called barrier where ranks 0, 2, 3 called all_reduce #3 on dp."],
-        [0, 1],
-    ),
     "a rank has begun a later call, and waits in nothing; another one has begun none": (
         [noted(0, waits(3), dp=3), noted(1, begun(5), dp=5), noted(2), noted(3, begun(3), dp=3)],
         ["rank 2 did not come to all_reduce #3 on dp."],
@@ -65,11 +60,6 @@ SAYS = {  # the notes of ranks -> what is said, and the ranks to look at
          for r in (1, 3)],
         [2],
     ),
-    "a host that is down": (
-        [noted(0, waits(3), dp=3), noted(2, begun(3), dp=3), noted(3, begun(3), dp=3)],
-        ["Whether rank 1 came to all_reduce #3 on dp is unknown."],
-        [1],
-    ),
 }  # fmt: skip
 
 
@@ -78,7 +68,7 @@ def test_who_has_begun_a_call(name):
     recordings, findings, culprits = SAYS[name]
     report = explain({recording.rank: recording for recording in recordings})
     assert report.findings == findings and report.culprits == culprits
-    assert all(f"rank {r} of 4 (dp={r})" in str(report) for r in culprits if len(recordings) == 4)
+    assert all(f"rank {r} of 4 (dp={r})" in str(report) for r in culprits)
 
 
 # ---------------------------------------------------------------------- real ranks
