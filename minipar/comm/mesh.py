@@ -134,9 +134,7 @@ class Mesh:
         self._joint: dict[tuple[str, ...], Axis] = {}
         for name in self.sizes:
             self.joint(name)
-        everyone = tuple(range(self.size))
-        world = dist.group.WORLD if self.size > 1 else None
-        self.world = Axis("world", self.rank, self.size, everyone, world)
+        self.world = replace(self.joint(*self.sizes), name="world")
 
     def joint(self, *names: str) -> Axis:
         """Return the axis over several axes at once, such as ``mesh.joint("dp", "cp")``.

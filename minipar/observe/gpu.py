@@ -52,7 +52,6 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
     for at, kernel in launched:
         i = bisect_right(starts, at) - 1
         if kernel.kind == "compute" and i >= 0 and at <= work[i].end:
-            kernel.meta["kernel"] = kernel.name
             kernel.kind, kernel.name = work[i].kind, work[i].name
     comm = [kernel for kernel in kernels if kernel.kind == "comm"]
     ledger = [span for span in host if span.kind == "comm"]

@@ -84,7 +84,7 @@ class Recorder(Tap):
         for work in list(self.unwaited):
             if patience:
                 with suppress(Exception):  # the caller who waits for the result hears of it
-                    work.wait_for(max(0.0, deadline - time.monotonic()))
+                    work.wait(max(0.0, deadline - time.monotonic()))
             work.note(work.start, max(work.start, clock.now()))
         self.unwaited.clear()
 
@@ -170,15 +170,12 @@ class RecordedWork:
             self._error = error
         self._end()
 
-    def wait_for(self, seconds: float) -> None:
-        """Wait for the end, at most so many seconds. The caller still has to call `wait`."""
-        if self._ended.wait(seconds) and self._thread is None:
-            self._work.wait()  # gloo sets its future a little before its end
-
-    def wait(self) -> None:
-        """Wait as torch's work does; then the span is in the ledger."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait as torch's work does, or at most so many seconds; then the span is in the ledger."""
+        if seconds is not None and not self._ended.wait(seconds):
+            return
         if self._thread is None:
-            self._work.wait()
+            self._work.wait()  # gloo sets its future a little before its end
         self._ended.wait()
         self._recorder.unwaited.discard(self)
         if self._error is not None:

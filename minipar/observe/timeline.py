@@ -168,9 +168,6 @@ class Timeline:
             rows.append((str(o.rank), o.axis or "not recorded", str(o.count), sent, *times, part))
         return "\n".join(aligned(rows, left=0))
 
-    def __repr__(self) -> str:
-        return f"Timeline({len(self.spans)} spans of ranks {self.ranks}, {self.duration:.6f} s)"
-
     def __str__(self) -> str:
         title = f"{1e3 * self.duration:.1f} ms, {len(self.ranks)} ranks, {len(self.spans)} spans"
         if self.label:

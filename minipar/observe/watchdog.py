@@ -22,16 +22,14 @@ Limits: On NCCL the GPU waits in a collective, not the process: only waits of th
 In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier`.
 """
 
-import os
 import pickle
-import platform
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from traceback import extract_stack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -61,12 +59,11 @@ class Watchdog(calls.Tap):
         self._awaited: dict[calls.Call, float] = {}  # since when
         self._alarms = 0  # so far, of any rank
         self._reported: set[calls.Call] = set()  # that were part of the last alarm
-        self._places: list[Any] = [None] * self.size
-        place = platform.node(), os.getpid(), time.monotonic_ns()
-        dist.all_gather_object(self._places, place)
+        name = [time.monotonic_ns()]  # of rank 0: no other watch has it
+        dist.broadcast_object_list(name)
         # A client of its own: another may be waiting at the store, and holds its lock meanwhile.
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"watch {self._places[0]}", store).clone()
+        self._store = dist.PrefixStore(f"watch {name[0]}", store).clone()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -131,13 +128,8 @@ class Watchdog(calls.Tap):
                 entries.append(Entry(noted.verb, str(noted.axis), noted.number, done, peer=peer))
         frame = sys._current_frames().get(threading.main_thread().ident)
         stack = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in extract_stack(frame)]
-        told = dict(label=Mesh.label + self._where(self.rank), stack=tuple(reversed(stack)))
+        told = dict(label=Mesh.label, stack=tuple(reversed(stack)))
         return Recording(self.rank, entries, groups, last, **told)
-
-    def _where(self, rank: int) -> str:
-        """Return the host of `rank`; nothing where one host has all the ranks."""
-        hosts = [host for host, *_ in self._places]
-        return f" on host {hosts[rank]}" if len({*hosts}) > 1 else ""
 
     def _report(self, alarm: int) -> None:
         """Collect the answers of all ranks that answer soon, and tell their report."""
@@ -146,16 +138,11 @@ class Watchdog(calls.Tap):
         while not self._store.check(keys) and time.monotonic() < limit:
             if self._stop.wait(min(0.1, self.pause)):
                 return  # the wait has ended meanwhile
-        told, silent = {}, []
-        for rank, key in enumerate(keys):
-            if self._store.check([key]):
-                told[rank] = pickle.loads(self._store.get(key))
-            else:
-                process = f"rank {rank}{self._where(rank)}: its process {self._places[rank][1]}"
-                silent.append(f"{process} does not answer: it was stopped, has ended or is cut off")
+        answered = [rank for rank, key in enumerate(keys) if self._store.check([key])]
+        told = {rank: pickle.loads(self._store.get(keys[rank])) for rank in answered}
         seconds = time.monotonic() - min(self._awaited.values(), default=time.monotonic())
         _, _, page = str(explain(told)).partition("\n")  # without the number of calls
-        self._tell("\n".join([f"minipar: stalled for {seconds:.1f} s", page, *silent]))
+        self._tell(f"minipar: stalled for {seconds:.1f} s\n{page}")
 
 
 def _print(report: str) -> None:

@@ -284,17 +284,9 @@ def test_on_an_axis_of_size_1_nothing_is_sent():
     assert ledger.spans == []
 
 
-def test_wire_bytes_against_the_literature():
-    """nccl-tests' PERFORMANCE.md: bus bandwidth = algorithm bandwidth times these factors."""
-    whole = 840  # divisible by 2..8
-    for n in range(2, 9):
-        assert wire_bytes("all_reduce", whole, n) == 2 * whole * (n - 1) / n
-        for verb in "all_gather", "reduce_scatter", "all_to_all", "scatter", "gather":
-            assert wire_bytes(verb, whole, n) == whole * (n - 1) / n
-        for verb in "broadcast", "reduce", "send":
-            assert wire_bytes(verb, whole, n) == whole
-    assert wire_bytes("all_reduce", 10, 4) == 15 and wire_bytes("all_gather", 3, 4) == 2  # uneven
-    assert wire_bytes("all_reduce", whole, 1) == wire_bytes("barrier", whole, 4) == 0
+def test_wire_bytes_are_rounded_last():
+    """Where ranks do not divide the bytes. `cases` has the factors of nccl-tests."""
+    assert wire_bytes("all_reduce", 10, 4) == 15 and wire_bytes("all_gather", 3, 4) == 2
 
 
 ASYNC_VERBS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange"]

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,6 @@ def begun(number, verb="all_reduce", peer=None):
 
 
 SAYS = {  # the notes of ranks -> what is said, and the ranks to look at
-    "another verb, of the same number": (
-        [noted(r, waits(3, "barrier" if r == 1 else "all_reduce"), dp=3) for r in RANKS],
-        ["rank 1 called barrier where ranks 0, 2, 3 called all_reduce #3 on dp."],
-        [0, 1],
-    ),
     "a rank has begun a later call, and waits in nothing; another one has begun none": (
         [noted(0, waits(3), dp=3), noted(1, begun(5), dp=5), noted(2), noted(3, begun(3), dp=3)],
         ["rank 2 did not come to all_reduce #3 on dp."],
@@ -65,11 +59,6 @@ SAYS = {  # the notes of ranks -> what is said, and the ranks to look at
          for r in (1, 3)],
         [2],
     ),
-    "a host that is down": (
-        [noted(0, waits(3), dp=3), noted(2, begun(3), dp=3), noted(3, begun(3), dp=3)],
-        ["Whether rank 1 came to all_reduce #3 on dp is unknown."],
-        [1],
-    ),
 }  # fmt: skip
 
 
@@ -78,22 +67,25 @@ def test_who_has_begun_a_call(name):
     recordings, findings, culprits = SAYS[name]
     report = explain({recording.rank: recording for recording in recordings})
     assert report.findings == findings and report.culprits == culprits
-    assert all(f"rank {r} of 4 (dp={r})" in str(report) for r in culprits if len(recordings) == 4)
+    assert all(f"rank {r} of 4 (dp={r})" in str(report) for r in culprits)
 
 
 # ---------------------------------------------------------------------- real ranks
 BOUND = 0.3  # seconds; a rank that is to be late is so by several times as much
 
 
-def late_for_all_reduce(sign: str) -> tuple[list[str], float]:
-    """Rank 1 of a 2 x 2 mesh comes late; return what this rank's watchdog tells, and the sum."""
+def late_for_all_reduce(sign: Path) -> tuple[list[str], float]:
+    """Rank 1 of a 2 x 2 mesh comes late; return what this rank's watchdog tells, and the sum.
+
+    Who is told leaves the `sign` for which rank 1 waits, however busy the machine is.
+    """
     mesh, told, x = Mesh(dp=2, tp=2), [], torch.ones(1000)
-    with watchdog.watch(BOUND, teller(told, sign)):
+    with watchdog.watch(BOUND, lambda report: told.append(report) or sign.touch()):
         with timeline.record():  # another tap beside it
             for _ in range(3):
                 comm.all_reduce(x, mesh.tp)
-            if mesh.rank == 1:
-                come_late(sign)
+            while mesh.rank == 1 and not sign.exists():
+                dawdle(BOUND)
             total = comm.all_reduce(x, mesh.tp)
         # Time for the others to have waited too, and for a second report: there must be none.
         dawdle(2 * BOUND if mesh.rank < 2 else 7 * BOUND)
@@ -104,25 +96,9 @@ def dawdle(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def teller(told: list[str], sign: str) -> Callable[[str], None]:
-    """Keep what is told, and leave a file as a sign."""
-
-    def tell(report: str) -> None:
-        told.append(report)
-        Path(sign).touch()
-
-    return tell
-
-
-def come_late(sign: str) -> None:
-    """Dawdle until the others have told so, however busy the machine is."""
-    while not Path(sign).exists():
-        dawdle(BOUND)
-
-
 @pytest.mark.slow
 def test_a_late_rank_is_named_once_with_its_stack_and_then_all_go_on(ranks, tmp_path):
-    results = ranks(4).run(late_for_all_reduce, str(tmp_path / "told"))
+    results = ranks(4).run(late_for_all_reduce, tmp_path / "told")
     assert all(total == 2000 for _, total in results)
     (report,) = [report for told, _ in results for report in told]
     assert report.startswith("minipar: stalled for ")
@@ -132,25 +108,6 @@ def test_a_late_rank_is_named_once_with_its_stack_and_then_all_go_on(ranks, tmp_
     assert "rank 1 of 4 (dp=0, tp=1): its last was all_reduce #3 on tp; it is here:" in report
     assert "in dawdle: time.sleep(seconds)" in report
     assert "rank 0 in all_reduce #4 on tp of ranks 0, 1 -> rank 1" in report
-
-
-def late_for_a_message(sign: str) -> list[str]:
-    mesh, told, x = Mesh(dp=4), [], torch.ones(1000)
-    with watchdog.watch(BOUND, teller(told, sign)):
-        if mesh.rank == 2:
-            come_late(sign)
-            comm.send(x, mesh.dp, 0)
-        if mesh.rank == 0:
-            comm.recv(x, mesh.dp, 2)
-    return told
-
-
-@pytest.mark.slow
-def test_a_message_that_does_not_come_names_its_sender(ranks, tmp_path):
-    (report,) = sum(ranks(4).run(late_for_a_message, str(tmp_path / "told")), [])
-    assert "rank 0 waits in recv #1 on dp with rank 2, where it is not called" in report
-    assert "rank 2 of 4 (dp=2): it has called nothing; it is here:" in report
-    assert "in dawdle" in report
 
 
 @on_ranks(2)
@@ -183,7 +140,7 @@ def test_the_notes_say_what_was_called():
     watching.begin(calls.Call("all_reduce", Axis("dp", 1, 3, (4, 5, 6)), 12))
     watching.begin(call := calls.Call("send", axis, 7, [0, 2]))
     watching.wait(call)
-    watching.rank, watching._places = 1, [("one host",)] * 9
+    watching.rank = 1
     told, (dp, other) = watching._recording(), map(str, [("dp", (4, 6, 8)), ("dp", (4, 5, 6))])
     assert told.last == {dp: (3, None), other: (1, None)}
     assert [(e.verb, e.group, e.number, e.done, e.peer) for e in told.entries] == [

@@ -168,7 +168,6 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
     ]
     assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("dp", 77), ("pp", 88)]
     assert spans.select(kind="backward").start - now == pytest.approx(200e-6, abs=1e-6)
-    assert spans.select(kind="backward").spans[0].meta["kernel"] == "sm90_xmma_gemm_bf16"
     # All have been launched within a block, and two communicators run them the other way round:
     # they stay communication and copies, and the ledger has the order of launches.
     plain = document["traceEvents"]
