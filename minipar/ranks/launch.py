@@ -141,13 +141,6 @@ class Ranks(AbstractContextManager):
         """Process ids of the ranks."""
         return [process.pid for process in self._processes]
 
-    def restart(self) -> None:
-        """End all ranks and start fresh ones in their place."""
-        self._check_open()
-        with self.lock, _interrupts_held():
-            self._end()
-            self._start()
-
     def close(self) -> None:
         """End all ranks, at once, and all processes that they started."""
         self.closed = True
@@ -178,8 +171,6 @@ class Ranks(AbstractContextManager):
 
     def _end(self) -> None:
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
             process.reap()
         self._processes = []
 
@@ -197,7 +188,9 @@ class Ranks(AbstractContextManager):
         except (RankError, TimeoutError):  # a rank ended meanwhile
             call.dead = True
         if call.dead:
-            self.restart()
+            self._check_open()  # what ends on purpose is not started again
+            self._end()
+            self._start()
 
     # ------------------------------------------------------------------ supervision
     def _supervise(
