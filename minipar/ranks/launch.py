@@ -87,7 +87,6 @@ class Ranks(AbstractContextManager):
         timeout: seconds after which a collective that is not joined by all fails.
         sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
             them print for themselves.
-        preload: names of modules that the fork server imports, if it does not run yet.
 
     Raises `ValueError` for ranks that this machine cannot start.
     """
@@ -99,7 +98,6 @@ class Ranks(AbstractContextManager):
         backend: str = "gloo",
         timeout: float = 20.0,
         sink: OutputSink | None = prefixed,
-        preload: tuple[str, ...] = (),
     ) -> None:
         check_ranks(size, backend)
         self.size, self.sink = size, sink
@@ -115,7 +113,7 @@ class Ranks(AbstractContextManager):
             self._store = dist.TCPStore(*door.getsockname(), **how)
         environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
         self._setup = Setup(size, backend, timeout, sink is not None, self._store.port, environment)
-        self._preload, self._processes = preload, list[Process]()
+        self._processes = list[Process]()
         atexit.register(self.close)
         self._start()
 
@@ -160,7 +158,7 @@ class Ranks(AbstractContextManager):
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
-        warm_up(self._preload)
+        warm_up()
         try:
             for rank in range(self.size):
                 self._processes.append(Process(replace(self._setup, rank=rank)))
