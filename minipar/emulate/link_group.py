@@ -140,7 +140,7 @@ class LinkGroup(dist.ProcessGroup):
         # Gives the group a name, and the paths that never leave C++ a backend.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._calls = Calls(options.store, size)
+        self._calls = Calls(options.store, rank, size)
         self._lanes: dict[Any, queue.SimpleQueue] = {}
         self._lock, self._destroyed = threading.Lock(), threading.Event()
 
