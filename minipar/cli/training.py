@@ -16,7 +16,7 @@ from tqdm import tqdm
 from minipar.cli.main import is_bad_input
 from minipar.comm.mesh import Mesh
 from minipar.observe.timeline import Timeline
-from minipar.ranks import backends
+from minipar.ranks import backends, processes
 from minipar.ranks.launch import RankError, Ranks
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -54,8 +54,8 @@ def train(config: TrainConfig) -> None:
     folder, start = _place(config)
     if _is_done(config, start):
         return
-    # The ranks find the trainer imported: once, and not in each of them.
-    how = dict(backend=backend, timeout=config.timeout, sink=None, preload=(__name__,))
+    processes.warm_up(__name__)  # the ranks find the trainer imported: once, and not in each
+    how = dict(backend=backend, timeout=config.timeout, sink=None)
     try:
         with (
             _saying_how_to_go_on(folder),

@@ -181,9 +181,14 @@ class _Clock(TorchDispatchMode, calls.Tap):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Begin the body at the machine's time; at its end, sleep until the clock's."""
-        self.catch_up()
+        self.at = max(self.at, time.monotonic())
         yield
         self.come_true()
+
+    def come_true(self) -> None:
+        """Sleep until the clock's time."""
+        while (ahead := self.at - time.monotonic()) > 0:
+            time.sleep(ahead)
 
     # -------- operations
     @contextmanager
@@ -221,13 +226,3 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     def _leave_optimizer(self, *_: Any) -> None:
         self.is_inside = max(0, self.is_inside - 1)
-
-    # -------- the clock and the world's
-    def catch_up(self) -> None:
-        """Move the clock on to the time of the machine, if it lags behind."""
-        self.at = max(self.at, time.monotonic())
-
-    def come_true(self) -> None:
-        """Sleep until the clock's time."""
-        while (ahead := self.at - time.monotonic()) > 0:
-            time.sleep(ahead)

@@ -33,16 +33,13 @@ class Calls:
 
     SLOTS, FIELDS = 256, 4  # calls that one rank may be ahead of another; numbers per cell
 
-    def __init__(self, store: dist.Store, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         shape = 2, size, size, self.SLOTS, self.FIELDS
-        handle, mine = tempfile.mkstemp(prefix="minipar-link-")
-        with open(handle, "wb") as file:
-            file.write(bytes(8 * math.prod(shape)))
-        path = store.compare_set("calls", "", mine).decode()  # the file of the first rank to come
-        if path != mine:
-            os.unlink(mine)
-        if not os.path.exists(path):
-            raise RuntimeError("an emulated link joins the ranks of one machine only")
+        if rank == 0:
+            with tempfile.NamedTemporaryFile(prefix="minipar-link-", delete=False) as file:
+                file.truncate(8 * math.prod(shape))
+            store.set("calls", file.name)
+        path = store.get("calls").decode()  # a file of this machine: a link joins no others
         self._numbers, self._posted = np.memmap(path, "f8", "r+", shape=shape), Counter[Cell]()
         if store.add("calls opened", 1) == size:
             os.unlink(path)  # the last rank has come: the memory lives on, the file need not

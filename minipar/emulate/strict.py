@@ -91,16 +91,15 @@ class Handle:
         written: Sequence[Tensor] = (),
     ) -> None:
         copies: dict[int, Tensor] = {}
-        with torch.inference_mode(False):  # the thread of the link writes into them outside of it
-            self.travelling = tree_map_only(
-                Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.detach().clone()), args
-            )
-            # A gather in place reads from its own output, which will change, and rightly so.
-            apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
-            self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
+        self.travelling = tree_map_only(
+            Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.detach().clone()), args
+        )
+        # A gather in place reads from its own output, which will change, and rightly so.
+        apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
+        self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
         for tensor in written:
-            _write(tensor, _poison(tensor))
+            tensor.detach().copy_(_poison(tensor))
         self.what = f"{what}{_call_site()}"
         self._kinds = dict.fromkeys(map(_kind, [*read, *written]))
         self._watch = _flying
@@ -120,7 +119,7 @@ class Handle:
             self._check(tensor, before, "it is sent from there")
         for tensor, arrived in self._written:
             self._check(tensor, _poison(arrived), "it arrives there")
-            _write(tensor, arrived)
+            tensor.detach().copy_(arrived)
 
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
@@ -161,11 +160,6 @@ def _poison(tensor: Tensor) -> Tensor:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return torch.full_like(tensor, float("nan"))
     return torch.full_like(tensor, tensor.dtype == torch.bool or torch.iinfo(tensor.dtype).max)
-
-
-def _write(tensor: Tensor, values: Tensor) -> None:
-    with torch.inference_mode(tensor.is_inference()):
-        tensor.detach().copy_(values)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

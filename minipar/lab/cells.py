@@ -36,7 +36,7 @@ from minipar.comm.mesh import check_sizes
 from minipar.emulate import link as links
 from minipar.lab import shell
 from minipar.lab.shell import RankShell
-from minipar.ranks import launch, worker
+from minipar.ranks import launch, processes, worker
 from minipar.ranks.backends import check_ranks
 from minipar.ranks.launch import RankError
 from minipar.sim import emulate
@@ -149,8 +149,8 @@ class Ranks(Watched):
         self.device = device and emulate.device(device, magnify)
         if _current is not None:
             _current.close()
-        preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        super().__init__(size, sink=self._hear, backend=backend, preload=preload, **options)
+        processes.warm_up(shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
+        super().__init__(size, sink=self._hear, backend=backend, **options)
         self._prepare()
         _current = self
         register_magic()

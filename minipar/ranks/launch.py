@@ -87,7 +87,6 @@ class Ranks(AbstractContextManager):
         timeout: seconds after which a collective that is not joined by all fails.
         sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
             them print for themselves.
-        preload: names of modules that the fork server imports, if it does not run yet.
 
     Raises `ValueError` for ranks that this machine cannot start.
     """
@@ -99,7 +98,6 @@ class Ranks(AbstractContextManager):
         backend: str = "gloo",
         timeout: float = 20.0,
         sink: OutputSink | None = prefixed,
-        preload: tuple[str, ...] = (),
     ) -> None:
         check_ranks(size, backend)
         self.size, self.sink = size, sink
@@ -115,7 +113,7 @@ class Ranks(AbstractContextManager):
             self._store = dist.TCPStore(*door.getsockname(), **how)
         environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
         self._setup = Setup(size, backend, timeout, sink is not None, self._store.port, environment)
-        self._preload, self._processes = preload, list[Process]()
+        self._processes = list[Process]()
         atexit.register(self.close)
         self._start()
 
@@ -141,13 +139,6 @@ class Ranks(AbstractContextManager):
         """Process ids of the ranks."""
         return [process.pid for process in self._processes]
 
-    def restart(self) -> None:
-        """End all ranks and start fresh ones in their place."""
-        self._check_open()
-        with self.lock, _interrupts_held():
-            self._end()
-            self._start()
-
     def close(self) -> None:
         """End all ranks, at once, and all processes that they started."""
         self.closed = True
@@ -167,7 +158,7 @@ class Ranks(AbstractContextManager):
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
-        warm_up(self._preload)
+        warm_up()
         try:
             for rank in range(self.size):
                 self._processes.append(Process(replace(self._setup, rank=rank)))
@@ -177,8 +168,6 @@ class Ranks(AbstractContextManager):
             raise
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
         for process in self._processes:
             process.reap()
         self._processes = []
@@ -197,7 +186,9 @@ class Ranks(AbstractContextManager):
         except (RankError, TimeoutError):  # a rank ended meanwhile
             call.dead = True
         if call.dead:
-            self.restart()
+            self._check_open()  # what ends on purpose is not started again
+            self._end()
+            self._start()
 
     # ------------------------------------------------------------------ supervision
     def _supervise(
@@ -278,10 +269,7 @@ class Call:
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
-        elif answer.stopped or (answer.broken and self.stopped):
-            if isinstance(self.interrupted, TimeoutError):
-                self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
-        else:
+        elif not (answer.stopped or (answer.broken and self.stopped)):
             self.failures[rank] = answer
             # A lost connection is a consequence: its cause, or a death, is still to be heard of.
             self._hurry(GRACE * (10 if answer.broken else 1))

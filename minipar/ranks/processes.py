@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
@@ -39,7 +39,7 @@ def _replaced(mapping: MutableMapping, **values: Any) -> Iterator[None]:
             del mapping[name]
 
 
-def warm_up(modules: Sequence[str] = ()) -> None:
+def warm_up(*modules: str) -> None:
     """Start the fork server, unless it runs; return while it imports torch and `modules`."""
     if METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *modules])

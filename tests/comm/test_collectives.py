@@ -373,4 +373,4 @@ def test_an_error_in_flight_is_raised_by_wait(ranks):
     try:
         ranks(2).run(check)
     finally:
-        ranks(2).restart()
+        ranks(2).close()

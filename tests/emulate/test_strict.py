@@ -9,14 +9,7 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm.background import Background
-from minipar.comm.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    exchange,
-    reduce_scatter,
-)
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.emulate import strict
 from minipar.emulate.strict import Race
@@ -107,25 +100,6 @@ def test_a_race_is_named_with_its_place(ranks, body, says):
         else:
             assert re.search(says, said), said
             assert "emulate/test_strict.py:" in said
-
-
-def without_grad(axis) -> None:
-    with torch.inference_mode():
-        ones = torch.ones(4)
-        pending = all_reduce(ones, axis, out=ones, async_op=True)
-        assert pending.wait().tolist() == [2.0] * 4
-        assert broadcast(torch.full((4,), 1.0 + axis.rank), axis).tolist() == [1.0] * 4
-        assert all_gather(ones, axis).tolist() == [2.0] * 8
-        assert reduce_scatter(ones, axis).tolist() == [4.0] * 2
-        assert all_to_all(ones, axis).tolist() == [2.0] * 4
-        there, peer = torch.empty(4), 1 - axis.rank
-        exchange([(ones, peer)], [(there, peer)], axis)
-        assert there.tolist() == [2.0] * 4
-
-
-def test_what_has_no_gradient_travels_as_well(ranks):
-    """Mutant: copies made under inference mode, which the thread of the link may not write to."""
-    assert ranks(2, "link").run(watch, without_grad) == ["", ""]
 
 
 def test_over_other_backends_it_says_that_it_sees_nothing(ranks):

@@ -129,15 +129,11 @@ def start_a_child() -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
 
-@pytest.mark.parametrize("end", ["killed", "restart"])
-def test_what_ranks_have_started_ends_with_them(pool, end):
+def test_what_ranks_have_started_ends_with_them(pool):
     children = pool.run(start_a_child)
     assert all(map(is_alive, children))
-    if end == "restart":
-        pool.restart()
-    else:
-        with pytest.raises(RankError):
-            pool.run(killed)
+    with pytest.raises(RankError):
+        pool.run(killed)
     until(lambda: not any(map(is_alive, children)), 3)
     assert not any(map(is_alive, children))
     assert_works(pool)
@@ -415,15 +411,12 @@ def test_interrupt_before_the_call_has_begun(pool):
     assert pool.pids == pids
 
 
-def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
+def test_a_time_limit_names_the_ranks_that_are_late(pool, monkeypatch):
     says = "ranks 0, 1, 2, 3: not done after 3"
     with monkeypatch.context() as patch, within(3 + RECOVERY):
         patch.setattr(pool, "time_limit", 3.0)  # on a busy machine, ranks begin late
-        with pytest.raises(TimeoutError, match=says) as error:
+        with pytest.raises(TimeoutError, match=says):
             pool.run(hang_in_all_reduce)
-    for r, note in enumerate(sorted(error.value.__notes__)):
-        line = "total" if r else "recv"
-        assert note.startswith(f"rank {r} was stopped here:\nTraceback") and line in note
     assert_works(pool)
 
 
@@ -435,15 +428,11 @@ def test_bad_arguments_start_nothing():
         Ranks(2, backend="mpi")
 
 
-def test_trap_08_twenty_starts_and_ends_in_a_row(pool, capfd):
+def test_trap_08_twenty_starts_and_ends_in_a_row(capfd):
     """Every round makes all processes, connections and the meeting point anew."""
-    pids = set(pool.pids)
     for _ in range(20):
-        pool.restart()
-        assert_works(pool)
-        assert not pids & set(pool.pids)
-        pids |= set(pool.pids)
-    assert len(pids) == 4 * 21
+        with Ranks(4) as pool:
+            assert_works(pool)
     assert capfd.readouterr() == ("", "")
 
 
@@ -513,9 +502,8 @@ def test_closing():
     assert small.closed and small.pids == []
     assert not any(psutil.pid_exists(pid) for pid in pids)
     small.close()
-    for call in lambda: small.run(rank), small.restart:
-        with pytest.raises(RuntimeError, match="these ranks have ended; start new ones"):
-            call()
+    with pytest.raises(RuntimeError, match="these ranks have ended; start new ones"):
+        small.run(rank)
 
 
 def test_ranks_are_told_apart_from_the_fork_server(monkeypatch, capfd):

@@ -246,10 +246,10 @@ def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run
     # More than are done before the last fault.
     steps = 8 + sum(fault.after + 2 for fault in faults)
     config = replace(CONFIG, data=str(text), steps=steps, **changes)
-    processes.warm_up()  # the fork server outlives the pool
+    # The fork server outlives the pool.
+    processes.warm_up("minipar.train.trainer", "tests.train.test_faults")
     mine = set(psutil.Process().children(recursive=True))
-    preload = ("minipar.train.trainer", "tests.train.test_faults")
-    with Ranks(2, timeout=TIMEOUT, preload=preload) as pool:
+    with Ranks(2, timeout=TIMEOUT) as pool:
         whole, broken = (Run(pool, config, folder / name) for name in ("whole", "broken"))
         whole.attempt([])
         for together in attempts(faults):
