@@ -116,10 +116,6 @@ class LinkWork(dist.Work):
         return self.ended.then(lambda _: self.result())
 
 
-on_the_wire: set[LinkWork] = set()
-"""The operations of this rank, of all its link groups, that have started and have not ended."""
-
-
 def _held(name: str, args: Any, read: list, written: list) -> tuple[Any, strict.Handle | None]:
     """Return the tensors to move, and the handle that finds races, if there is one."""
     if not strict.is_on():
@@ -142,28 +138,35 @@ class LinkGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._calls = Calls(options.store, rank, size)
         self._lanes: dict[Any, queue.SimpleQueue] = {}
-        self._lock, self._destroyed = threading.Lock(), threading.Event()
+        self._pending: set[LinkWork] = set()
+        self._lock, self._stopped = threading.RLock(), threading.Event()
 
     def getBackendName(self) -> str:
         return "link"
 
     def shutdown(self) -> None:
-        """Refuse operations from now on; end those that have begun at once, and the threads."""
+        """End the threads. Operations that have not begun, or are asleep, raise `RuntimeError`."""
         with self._lock:
-            self._destroyed.set()
+            self._stopped.set()
             for works in self._lanes.values():
                 works.put(None)
+
+    @property
+    def moving(self) -> bool:
+        """True if an operation has started on the wire and has not ended yet."""
+        with self._lock:
+            return any(work.t_start is not None for work in self._pending)
 
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
         with self._lock:
-            if self._destroyed.is_set():
-                raise RuntimeError(f"{self._where(work)}: the process group was destroyed")
+            self._raise_if_stopped(work.verb)
             if lane not in self._lanes:
                 works = self._lanes[lane] = queue.SimpleQueue()
                 thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
                 thread.name = f"link {self.group_name} {lane}"
                 thread.start()
+            self._pending.add(work)
             self._lanes[lane].put(work)
         return work
 
@@ -171,23 +174,28 @@ class LinkGroup(dist.ProcessGroup):
         free = 0.0  # when the link has carried the last operation
         while (work := works.get()) is not None:
             try:
+                self._raise_if_stopped()
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
-                on_the_wire.add(work)
                 end = work.t_start + duration
                 free = end - work.latency
-                self._destroyed.wait(end - time.monotonic())
+                while (left := end - time.monotonic()) > 0:
+                    self._stopped.wait(left)
+                    self._raise_if_stopped()
                 work.t_end = end if device.current() else None  # however late it is here
                 failed = None
             except Mismatch as error:
                 failed = error
             except Exception as error:
-                failed = RuntimeError(f"{self._where(work)}: {error}")
-            on_the_wire.discard(work)
+                failed = RuntimeError(f"{work.verb} on rank {self.ranks[self.rank()]}: {error}")
+            with self._lock:
+                self._pending.discard(work)
             work.finish(failed)
             del work, failed  # a lane at rest must not keep tensors alive
 
-    def _where(self, work: LinkWork) -> str:
-        return f"{work.verb} on rank {self.ranks[self.rank()]}"
+    def _raise_if_stopped(self, verb: str = "") -> None:
+        if self._stopped.is_set():
+            where = f"{verb} on rank {self.ranks[self.rank()]}: " * bool(verb)
+            raise RuntimeError(f"{where}the process group was destroyed")
 
     # -------- collectives
     def _collective(
@@ -303,6 +311,7 @@ class LinkGroup(dist.ProcessGroup):
     ) -> LinkWork:
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
+        self._raise_if_stopped()
         device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])

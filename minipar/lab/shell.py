@@ -122,7 +122,9 @@ def _look() -> None:
         return
     work = stack[waits[0]][0].f_locals["self"]
     waited = time.monotonic() - work.waits[-1]
-    if work.t_start is None and waited > PATIENCE and not link_group.on_the_wire:
+    groups = list(dist.distributed_c10d._world.pg_map)
+    moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
+    if work.t_start is None and waited > PATIENCE and not moves:
         places = [
             f"\n{_titles.get(at.filename, at.filename)}, line {at.lineno}\n    {at.line}"
             for at in traceback.StackSummary.extract(stack[waits[0] :])

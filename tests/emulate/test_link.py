@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 import time
 from contextlib import contextmanager
 
@@ -369,15 +370,27 @@ def test_a_topology_of_another_size_is_refused():
 
 
 # ---------------------------------------------------------------------- when things go wrong
+@pytest.mark.timed
 @on_ranks(2)
-def test_a_group_that_was_shut_down_refuses_operations():
-    """They would hang: the thread that does them has ended. And no transfer sleeps any more."""
+def test_shutdown_ends_an_emulated_transfer():
     with a_link_group(Link("test", 3600, 1)) as group:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
-        group.shutdown()
-        work.wait()  # what was called before is done
-        with pytest.raises(RuntimeError, match="barrier on rank .: .* destroyed"):
-            dist.barrier(group)
+        dist.barrier()
+        start = time.monotonic()
+        threading.Timer(0.1, group.shutdown).start()
+        with pytest.raises(RuntimeError, match="all_reduce on rank .: .* destroyed"):
+            work.wait()
+        failed = work.get_future()
+        with pytest.raises(RuntimeError, match="destroyed"):
+            failed.wait()
+        assert work.is_completed() and work.exception() is not None
+        assert time.monotonic() - start < 1.0
+        for call in (
+            lambda: dist.barrier(group),
+            lambda: dist.send(torch.ones(1), 1 - dist.get_rank(), group=group),
+        ):
+            with pytest.raises(RuntimeError, match="destroyed"):
+                call()
 
 
 SUM = "all_reduce(sum) of float32 (4,)"
