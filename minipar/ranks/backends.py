@@ -69,8 +69,6 @@ def init(backend: str, timeout: float, **where: Any) -> None:
         from minipar.emulate import link_group
 
         link_group.register()
-    else:
-        compute_device()  # nccl talks from there
     carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     seconds = datetime.timedelta(seconds=timeout)
     with threads.patient():
@@ -136,6 +134,7 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_ranks(num_here, backend)
+    compute_device()  # nccl talks from there
     try:
         init(backend, timeout, store=_meet(timeout), rank=rank, world_size=size)
     except (dist.DistError, RuntimeError, TimeoutError) as error:
@@ -151,8 +150,9 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
         if backend == "nccl":  # to destroy its groups would wait for ranks that do not come
             dist.distributed_c10d._abort_process_group()
         if is_lost_connection(error):
-            what = str(error).splitlines()[0]
-            raise ConnectionError(f"lost the other ranks: {what}") from None
+            lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
+            lost.__notes__ = getattr(error, "__notes__", [])
+            raise lost from None
         raise
     finally:
         if dist.is_initialized():

@@ -269,7 +269,10 @@ class Call:
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
-        elif not (answer.stopped or (answer.broken and self.stopped)):
+        elif answer.stopped or (answer.broken and self.stopped):
+            if isinstance(self.interrupted, TimeoutError):
+                self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
+        else:
             self.failures[rank] = answer
             # A lost connection is a consequence: its cause, or a death, is still to be heard of.
             self._hurry(GRACE * (10 if answer.broken else 1))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device
-from minipar.ranks.backends import init, is_lost_connection
+from minipar.ranks.backends import compute_device, init, is_lost_connection
 
 MAX_LINES = 200  # that a rank may print in a call; more are only counted
 
@@ -143,6 +143,8 @@ class _Worker:
         signal.signal(signal.SIGUSR2, self._on_signal)
         threading.Thread(target=self._obey, daemon=True).start()
         torch.set_num_threads(1)
+        if self.setup.backend != "link":  # which carries tensors of the CPU only
+            compute_device()
         if self.setup.capture:
             sys.stdout, sys.stderr = (stream.text for stream in self.streams)
         while True:

@@ -140,11 +140,13 @@ def test_after_an_error_nccl_is_aborted_and_gloo_carries_the_host(alone):
 
 
 def test_a_lost_connection_is_one_line(alone):
-    """Mutant: pages of gloo and torch, above our line."""
+    """With the notes of the error. Mutant: pages of gloo and torch, above our line."""
     with pytest.raises(ConnectionError) as raised, backends.joined("gloo"):
-        raise RuntimeError("[gloo/pair.cc:5] Timed out waiting for recv\nframe #0\nframe #1")
+        error = RuntimeError("[gloo/pair.cc:5] Timed out waiting for recv\nframe #0\nframe #1")
+        error.add_note("Go on with --resume")
+        raise error
     assert str(raised.value) == "lost the other ranks: [gloo/pair.cc:5] Timed out waiting for recv"
-    assert raised.value.__suppress_context__
+    assert raised.value.__notes__ == ["Go on with --resume"] and raised.value.__suppress_context__
     with pytest.raises(RuntimeError, match="shapes"), backends.joined("gloo"):
         raise RuntimeError("shapes cannot be multiplied")
 

@@ -411,12 +411,15 @@ def test_interrupt_before_the_call_has_begun(pool):
     assert pool.pids == pids
 
 
-def test_a_time_limit_names_the_ranks_that_are_late(pool, monkeypatch):
+def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
     says = "ranks 0, 1, 2, 3: not done after 3"
     with monkeypatch.context() as patch, within(3 + RECOVERY):
         patch.setattr(pool, "time_limit", 3.0)  # on a busy machine, ranks begin late
-        with pytest.raises(TimeoutError, match=says):
+        with pytest.raises(TimeoutError, match=says) as error:
             pool.run(hang_in_all_reduce)
+    for r, note in enumerate(sorted(error.value.__notes__)):
+        line = "total" if r else "recv"
+        assert note.startswith(f"rank {r} was stopped here:\nTraceback") and line in note
     assert_works(pool)
 
 
