@@ -165,7 +165,7 @@ def test_a_picture(name):
 
 
 def test_what_cannot_be_drawn_is_named():
-    with pytest.raises(ValueError, match="at most 4 axes and 256 ranks"):
+    with pytest.raises(ValueError, match="at most 3 axes and 256 ranks"):
         draw.mesh({"dp": 512})
     with pytest.raises(ValueError, match="Over has no spans"):
         draw.before_after({"Naive": step(False), "Over": Timeline()})
