@@ -42,3 +42,14 @@ def test_the_loopback_is_named_with_its_cure(monkeypatch):
     assert "export GLOO_SOCKET_IFNAME" in doctor.network()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert doctor.network() == "gloo listens at eth7"
+
+
+def three(size: int) -> float:
+    return 3.0
+
+
+def test_a_wrong_sum_is_no_success(monkeypatch):
+    monkeypatch.setattr(doctor, "RANKS", 2)
+    monkeypatch.setattr(doctor, "probe", three)
+    with pytest.raises(RuntimeError, match="the sums of 2 ones are"):
+        doctor.ranks()
