@@ -1,7 +1,7 @@
 """Background work: a thread that makes its calls one after the other, while its rank computes.
 
-On an emulated device the thread has a clock of its own: its waits do not hold up the rest of the
-rank. On a GPU its kernels and its calls queue on the stream of its caller.
+On an emulated device the thread has a clock of its own, and on a GPU a stream: neither its waits
+nor its kernels hold up the rest of the rank.
 """
 
 import threading
@@ -18,7 +18,8 @@ from minipar.comm.calls import Call
 class Background:
     """Do `work` in a thread, once the work of `after` has ended: ranks make calls in one order.
 
-    `on` is the device of the tensors that `work` uses. Errors and taps call the work by its `name`.
+    `on` is the device of the tensors that `work` uses. On a GPU, `after` hands on its stream.
+    Errors and taps call the work by its `name`.
     """
 
     def __init__(
@@ -26,7 +27,11 @@ class Background:
     ) -> None:
         self._work, self._after, self._error = work, after, None
         self._at = clock.now()  # when the work may begin; in the end, when it has ended
-        self._stream = torch.cuda.current_stream(on) if on.type == "cuda" else None
+        self._is_inference = torch.is_inference_mode_enabled()  # the thread needs the same mode
+        self._on, self._stream = on, None
+        if on.type == "cuda":
+            self._stream = torch.cuda.Stream(on) if after is None else after._stream
+            self._stream.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._call, self._ended = Call(name), threading.Event()
         self._call.begin(lambda: self._thread.start() or self._ended)
@@ -37,7 +42,7 @@ class Background:
             self._at = max(self._at, self._after._at)
         on_stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
         try:
-            with clock.beside(self._at), on_stream:
+            with clock.beside(self._at), torch.inference_mode(self._is_inference), on_stream:
                 self._work()
                 self._at = clock.now()
         except BaseException as error:  # raised by `wait`
@@ -50,5 +55,7 @@ class Background:
         with self._call.waiting():
             self._thread.join()
             clock.reach(self._at)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._on).wait_stream(self._stream)
         if self._error is not None:
             raise self._error

@@ -23,7 +23,7 @@ def fails(*args, **kwargs):
 @pytest.mark.parametrize(
     "what, bad, said",
     [
-        ("RANKS", 2, "sum 2 ones up to 2 .* Nothing will fail"),
+        ("RANKS", 2, "2 ranks start, sum up and end in .* Nothing will fail"),
         ("Ranks", fails, "FAIL: ranks: .*Too many open files"),
     ],
 )
