@@ -113,6 +113,11 @@ def paused() -> Any:
     return clock.paused()
 
 
+def now() -> float:
+    """Return seconds of the declared device: two of them measure a time."""
+    return clock.now() / (1.0 if current() is None else current().slowdown)
+
+
 def synchronize() -> None:
     """Sleep until the device has done all its work."""
     if clock.device is not None and clock.device.is_main:

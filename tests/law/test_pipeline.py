@@ -90,6 +90,13 @@ def test_frozen_weights_equal_one_device(ranks):
     check(ranks, "frozen", [make(schedule, 2, 4) for schedule in names])
 
 
+@pytest.mark.slow
+def test_any_cut_equals_one_device(ranks):
+    """A cut of the user's own; the first stage is the embedding alone, the last the head alone."""
+    check(ranks, "tied", [make("zb_h1", 3, 4)], cut=(0, 4, 0))
+    check(ranks, "frozen", [make("1f1b", 3, 4)], cut=(1, 3, 0))
+
+
 def test_pairs_side_by_side_equal_one_device(ranks):
     """Without experts there is nothing to hand over for, and messages have another order."""
     check(ranks, "one step", [make("dualpipe_v", 2, 5), make("dualpipe", 2, 5)], paired=True)

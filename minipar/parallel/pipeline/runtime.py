@@ -56,6 +56,7 @@ from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
 from minipar.parallel.pipeline.split_backward import Job, put_off
 from minipar.parallel.pipeline.stages import (
     balance,
+    check_cut,
     estimate_costs,
     homes_of,
     keep_only,
@@ -68,22 +69,25 @@ def apply(
     axis: Axis,
     schedule: Schedule,
     *,
+    cut: Sequence[int] | None = None,
     token_shards: int = 1,
     paired: bool = False,
 ) -> "Pipeline":
     """Leave on each rank of `axis` the layers of its stages, in place; names stay.
 
-    The weights come from rank 0 of the axis. Stages balance the FLOPs that are estimated.
+    The weights come from rank 0 of the axis.
 
     Args:
         schedule: for as many ranks as the axis has, and the microbatches of a step. `lower` places
             its messages, wherever they were.
+        cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
+            are balanced.
         token_shards: ranks of sequence parallelism, which cut activations between layers.
         paired: run a forward beside a backward, where the schedule has them in a row: each runs
             while the all-to-alls of the other travel, see `pairs`.
 
     Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action) or is
-    for other ranks, and for more stages than layers.
+    for other ranks, and for a cut that does not fit.
     """
     validate(schedule)
     schedule = lower(schedule, paired)
@@ -92,7 +96,8 @@ def apply(
             f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
             f"make it with p={axis.size}"
         )
-    cut = balance(estimate_costs(model.config), schedule.num_stages)
+    cut = tuple(cut or balance(estimate_costs(model.config), schedule.num_stages))
+    check_cut(cut, schedule.num_stages, model.config.num_layers)
     replicate(model, axis)
     connect(axis, device_of(model), schedule.pairs)
     pipeline = Pipeline(model, axis, schedule, cut)

@@ -36,11 +36,9 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """Find the cut whose dearest part is cheapest, for costs of embedding, L layers and head.
 
     In a pipeline every rank waits for the slowest. Ties go by the second dearest part, and so on.
-    Every part has a layer. Raises `ValueError` for more parts than layers.
+    Every part has a layer. For more parts than layers, returns (), which `check_cut` refuses.
     """
     embedding, *layers, head = costs
-    if num_parts > len(layers):
-        raise ValueError(f"{len(layers)} layers cannot be cut into {num_parts} stages")
     layers[0] += embedding
     layers[-1] += head
     # best[i] is (parts from the dearest on, layers per part) for the first i layers.
@@ -55,7 +53,16 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
                 parts, cut = before[start]
                 found = sorted([*parts, own], reverse=True), (*cut, end - start)
                 best[end] = min(found, best.get(end, found))
-    return best[len(layers)][1]
+    return best.get(len(layers), ([], ()))[1]
+
+
+def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> None:
+    """Raise `ValueError` unless a user's cut fits. Part 0 and the last may be empty."""
+    if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
+        raise ValueError(
+            f"cut={cut} does not cut {num_layers} layers into {num_parts} stages: counts "
+            f"add up to {num_layers}, all above 0 between the first and the last"
+        )
 
 
 def layers_of(cut: Sequence[int], part: int) -> range:
