@@ -113,12 +113,13 @@ def drawn(case: Case):
     after = [["agree", *(f"layer {i}" for i in used)]] * case.size
     wide, row = 1.05, 0.3
     height = 2 * (case.size * row + 0.55) + 0.75
-    figure, ax = pen.sheet(
+    figure = pen.figure(
         pen.WIDTH,
         height,
         "Each column is one sum: orange where it mixes layers",
         "the inputs of this check; pale: dropped on this rank, and sent as zeros",
     )
+    ax = pen.canvas(figure)
     top = height - 0.5
     for title, calls in (("As it was", before), ("Yours", after)):
         pen.text(ax, 0.15, top - 0.15, title, weight="bold")
