@@ -1,17 +1,20 @@
 """How many gradients share a bucket: by a rule, or the best cut for measured times.
 
-A bucket leaves once its last gradient is there and the bucket before it is done:
+A bucket leaves once its last gradient is there and the bucket before it is done, and each call
+delays the computing after it:
 
-    end_k = max(ready_k, end_(k-1)) + latency + bytes_k seconds_per_byte
+    end_k = max(ready_k + calls before k, end_(k-1)) + latency + bytes_k seconds_per_byte
 
 Whatever the last bucket is, the step ends earliest if the buckets before it end as early as they
-can. So the best cut of n gradients follows from the best cuts of all beginnings (dynamic
-programming), in O(n^2).
+can. So the best cut into k buckets follows from the best cuts of all beginnings into k-1 (dynamic
+programming), in O(k n^2) for n gradients.
 """
 
+import math
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.parallel.base.shards import gradient_bytes, in_groups
 
+MOST_BUCKETS = 32
 FINEST = 64  # a bucket ends only where another 64th of all bytes is complete
 
 
@@ -44,15 +48,21 @@ def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[list[n
 
 
 # ---------------------------------------------------------------------- by measured times
-class Costs(NamedTuple):
-    """Seconds of an all-reduce: per call, and per byte."""
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of an all-reduce, per call and per byte, and how many of them delay computing."""
 
     latency: float
     per_byte: float
+    call: float = 0.0  # of the latency
 
-    def end(self, ready: float, before: float, num_bytes: float) -> float:
-        """Return the end of a bucket whose gradients are `ready`, after one that ends `before`."""
-        return max(ready, before) + self.latency + num_bytes * self.per_byte
+    def end(self, ready: float, before: float, num_bytes: float, calls: int) -> float:
+        """Return the end of a bucket whose gradients are `ready`, after a bucket done at `before`.
+
+        `calls`: the buckets before; each call has delayed the gradients. All times in seconds.
+        """
+        free = max(ready + calls * self.call, before)
+        return free + self.latency + num_bytes * self.per_byte
 
 
 def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
@@ -60,19 +70,22 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
 
     The best of `rounds`, then the slowest rank: the same numbers on all.
     """
-    best, many = [], max(2, num_bytes // like.element_size())
-    for elements in (1, many):
-        flat, seconds = like.new_zeros(elements), []
+    best = torch.full((2, 2), math.inf, dtype=torch.float64)
+    many = max(2, num_bytes // like.element_size())
+    for row, elements in enumerate((1, many)):
+        flat = like.new_zeros(elements)
         for _ in range(rounds):
-            start = clock.now()
+            start, busy = clock.now(), time.thread_time()
             all_reduce(flat, axis, out=flat)
+            busy = time.thread_time() - busy
             if flat.device.type != "cpu":
-                torch.accelerator.synchronize(flat.device)
-            seconds.append(clock.now() - start)
-        best.append(min(seconds))
-    slowest = all_reduce(torch.tensor(best, dtype=torch.float64, device=like.device), axis, "max")
-    latency, longest = look(slowest, on_meta=None)
-    return Costs(latency, max(longest - latency, 0) / (many * like.element_size()))
+                torch.accelerator.synchronize(flat.device)  # which may spin, in place of computing
+            took = torch.tensor((clock.now() - start, busy), dtype=torch.float64)
+            best[row] = torch.minimum(best[row], took)
+    best = all_reduce(best.to(like.device), axis, "max")
+    (latency, call), (seconds, _) = look(best, on_meta=None)
+    per_byte = max(seconds - latency, 0) / (many * like.element_size())
+    return Costs(latency, per_byte, min(call, latency))
 
 
 def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> list[int]:
@@ -85,14 +98,22 @@ def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> 
     n, upto = len(ready), [0, *accumulate(num_bytes)]
     part = max(upto[-1] / FINEST, 1)
     ends = [j for j in range(1, n) if upto[j] // part > upto[j - 1] // part] + [n]
-    # For the first j gradients: the earliest end, and where each bucket ends.
+    # For the first j gradients in so many buckets: the earliest end, and where each bucket ends.
     earliest: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for j in ends:
-        earliest[j] = min(
-            (costs.end(ready[j - 1], before, upto[j] - upto[i]), [*cut, j])
-            for i, (before, cut) in earliest.items()
-        )
-    return [end - start for start, end in pairwise([0, *earliest[n][1]])]
+    best: tuple[float, list[int]] = (math.inf, [])
+    for calls in range(min(MOST_BUCKETS, len(ends))):
+        found = {}
+        for j in ends:
+            cuts = (
+                (costs.end(ready[j - 1], end, upto[j] - upto[i], calls), [*cut, j])
+                for i, (end, cut) in earliest.items()
+                if i < j
+            )
+            found[j] = min(cuts, default=(math.inf, []))
+        earliest = found
+        end, cut = earliest[n]
+        best = min(best, (max(end, ready[-1] + (calls + 1) * costs.call), cut))
+    return [end - start for start, end in pairwise([0, *best[1]])]
 
 
 def choose(
@@ -108,11 +129,12 @@ def choose(
     chosen, lines = best_cut(ready, num_bytes, costs), []
     for name, cut in ("chosen", chosen), ("rule", [*map(len, rule)]):
         end, rest, sizes = 0.0, zip(ready, num_bytes, strict=True), []
-        for many in cut:
+        for calls, many in enumerate(cut):
             times, own = zip(*islice(rest, many), strict=True)
             sizes.append(sum(own))
-            end = costs.end(times[-1], end, sizes[-1])
+            end = costs.end(times[-1], end, sizes[-1], calls)
         megabytes = ", ".join(f"{size / 1e6:.2g}" for size in sizes)
+        end = max(end, ready[-1] + len(cut) * costs.call)
         after = f"{1e3 * (end - ready[-1]):.2f} ms after the last gradient"
         lines.append(f"{name}: {after}; {megabytes} MB")
     price = f"{1e3 * costs.latency:.2f} ms and {1e9 * costs.per_byte:.2f} ms per MB"
