@@ -59,11 +59,12 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are made in its body, for as long as they live.
 
     What an operation makes and drops inside of itself is not seen, nor what existed before.
+    `largest` is the size of the largest single storage that was made.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
+        self.now = self.largest = 0
         self.samples: list[int] = [0]  # after every allocation and release
         self._held: WeakKeyDictionary[torch.UntypedStorage, Holding] = WeakKeyDictionary()
         self._undo = ExitStack()
@@ -114,6 +115,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         self.now += num_bytes
+        self.largest = max(self.largest, holding.num_bytes)
         self.samples.append(self.now)
 
 

@@ -366,7 +366,7 @@ def test_nothing_is_left_over_for_the_next_check():
         return tensor
 
     for _ in range(2):
-        assert refused("2.1", send_to_nobody).criterion == "result"
+        assert refused("2.1", send_to_nobody).criterion == "run"  # never waited for
         check("2.1", exercise("2.1").solution)
     assert exercises._own.run(lambda: len(link.observers)) == [0] * 4
 

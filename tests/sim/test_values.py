@@ -24,7 +24,7 @@ from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
-from minipar.parallel import compose, fsdp, local_sgd, offload, zero
+from minipar.parallel import fsdp, local_sgd, offload, zero
 from minipar.parallel.base import optimizer_state, strategy
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.expert import DispatchPlan
@@ -90,7 +90,7 @@ def strict(monkeypatch):
             return usual(tensor, protocol)  # a number of the host, such as Adam's count of steps
         raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} is pickled")
 
-    for module in (compose, optimizer_state, shards):  # what they save comes to the host by it
+    for module in (optimizer_state, shards):  # what they save comes to the host by it
         monkeypatch.setattr(module, "to_host", bring)
     monkeypatch.setattr(calls, "taps", [Strict()])
     monkeypatch.setattr(Tensor, "__reduce_ex__", refuse_to_pickle)
