@@ -38,6 +38,7 @@ from minipar.ranks import backends, worker
 LIBRARIES = (
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),  # of torch, where it is another folder
     str(Path(__file__).parents[1]),  # minipar
 )
 """Folders. Their frames tell a learner nothing: the line that called them does."""

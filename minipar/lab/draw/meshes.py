@@ -20,7 +20,8 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     """Draw ranks as a grid; a line in the colour of an axis joins the ranks of a group.
 
     The last axis runs to the right, the one before it downward. A third axis makes panels to the
-    right. Raises ValueError for more axes or ranks than can be read: then a mesh shows its text.
+    right. Between panels of many ranks, one line stands for all. Raises ValueError for more axes or
+    ranks than can be read: then a mesh shows its text.
     """
     given = mesh.sizes if isinstance(mesh, Mesh) else mesh
     sizes = {name: size for name, size in given.items() if size > 1}
@@ -36,7 +37,12 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     ax, legend = pen.paper(), []
     for name in sizes:
         groups, far = groups_along([name], sizes), name == names[2]  # past ranks between
-        legend.append((colour(name), f"{name} groups: {_some(groups)}"))
+        some = f"{name} groups: {_some(groups)}"
+        if far and math.prod(sizes.get(near, 1) for near in names[:2]) > 8:
+            # One bow from panel to panel; the other ranks' would look the same.
+            groups = [group for group in groups if places[group[0]][:2] == [0, 0]]
+            some += "  (only the first are drawn)"
+        legend.append((colour(name), some))
         line = {"arrowstyle": "-", "color": colour(name), "lw": 1.8 if far else 3.5, "zorder": 1}
         bow = -min(0.22, 0.6 / right) if far else 0
         line |= {"connectionstyle": f"arc3,rad={bow}", "shrinkA": 0, "shrinkB": 0}

@@ -44,17 +44,19 @@ def before_after(timelines: Mapping[str, Timeline], *, unit: str = "a step") -> 
     entries = legend(shown, end) + [("", "number: layer")] * numbered
     heights = [row * len(t.ranks) + 0.08 for t in shown]
     figure, panels = pen.stack(heights, entries, "milliseconds", [t.label for t in shown])
+    uneven = any(map(_waiting, shown))  # then waiting is the finding of all of them
     for ax, title, t in zip(panels, timelines, shown, strict=True):
         lanes(ax, t, end, numbered)
-        is_loud = t.hidden_fraction < 0.5 and not _waiting(t)  # nan, without communication, is not
-        pen.headline(ax, title, finding(t, unit), EXPOSED if is_loud else INK)
+        is_loud = t.hidden_fraction < 0.5 and not uneven  # nan, without communication, is not
+        pen.headline(ax, title, finding(t, unit, uneven), EXPOSED if is_loud else INK)
     return figure
 
 
-def finding(timeline: Timeline, unit: str = "a step") -> str:
+def finding(timeline: Timeline, unit: str = "a step", uneven: bool = False) -> str:
     """Return the sentence that a timeline says: "308 ms a step, 87 % of communication hidden".
 
-    If some ranks wait much longer than others, this is the finding: "rank 0 waits 66 % of it".
+    If some ranks wait much longer than others, this is the finding: "rank 0 waits 66 % of it". A
+    timeline beside such a one, `uneven`, says "no rank waits longer than 30 % of it".
     """
     hidden, waiting, ms = timeline.hidden_fraction, _waiting(timeline), 1e3 * timeline.duration
     said = f"{100 * hidden:.0f} % of communication hidden"
@@ -65,6 +67,8 @@ def finding(timeline: Timeline, unit: str = "a step") -> str:
             who = f"{len(waiting)} of {len(timeline.ranks)} ranks"
         share = sum(waiting.values()) / len(waiting)
         said = f"{who} wait{'s' * (len(waiting) == 1)} {100 * share:.0f} % of it"
+    elif uneven:
+        said = f"no rank waits longer than {100 * max(_waits(timeline).values()):.0f} % of it"
     elif math.isnan(hidden):
         said = "no communication"
     elif hidden < 0.005:
@@ -73,9 +77,13 @@ def finding(timeline: Timeline, unit: str = "a step") -> str:
     return f"{length} ms {unit}".strip() + f", {said}"
 
 
+def _waits(t: Timeline) -> dict[int, float]:
+    return {rank: 1 - measure(busy) / t.duration for rank, busy in t.busy().items()}
+
+
 def _waiting(t: Timeline) -> dict[int, float]:
     """Return the ranks that wait much longer than the busiest, and their share of the time."""
-    waits = {rank: 1 - measure(busy) / t.duration for rank, busy in t.busy().items()}
+    waits = _waits(t)
     limit = min(waits.values()) + UNEVEN
     return {rank: share for rank, share in waits.items() if share > limit}
 

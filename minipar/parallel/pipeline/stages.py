@@ -36,9 +36,14 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """Find the cut whose dearest part is cheapest, for costs of embedding, L layers and head.
 
     In a pipeline every rank waits for the slowest. Ties go by the second dearest part, and so on.
-    Every part has a layer. For more parts than layers, returns (), which `check_cut` refuses.
+    Every part has a layer. Raises `ValueError` for more parts than layers.
     """
     embedding, *layers, head = costs
+    if not 1 <= num_parts <= len(layers):
+        raise ValueError(
+            f"{num_parts} stages do not fit {len(layers)} layers: each needs one; use at most "
+            f"{len(layers)} stages (ranks times stages per rank)"
+        )
     layers[0] += embedding
     layers[-1] += head
     # best[i] is (parts from the dearest on, layers per part) for the first i layers.
@@ -53,7 +58,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
                 parts, cut = before[start]
                 found = sorted([*parts, own], reverse=True), (*cut, end - start)
                 best[end] = min(found, best.get(end, found))
-    return best.get(len(layers), ([], ()))[1]
+    return best[len(layers)][1]
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> None:
