@@ -21,10 +21,10 @@ SIZES = (1,)
 
 
 def given(size, random):
-    """Pairs (p, m), m at least p."""
+    """Pairs (p, m), m more than p: with m = p nobody can hold too many."""
     pairs = []
     for p in (torch.randperm(4, generator=random)[:3] + 2).tolist():
-        pairs.append((p, int(torch.randint(p, 3 * p, (), generator=random))))
+        pairs.append((p, int(torch.randint(p + 1, 3 * p, (), generator=random))))
     return [(pairs,)] * size
 
 
