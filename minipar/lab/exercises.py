@@ -53,7 +53,7 @@ from IPython.display import display
 
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
-from minipar.emulate import link, link_group, strict
+from minipar.emulate import device, link, link_group, strict
 from minipar.lab import cells
 from minipar.lab.cases import Case, CheckFailed, Sent
 from minipar.lab.shell import code_of
@@ -344,7 +344,8 @@ def _play(answer: Callable, run: Callable, sizes: dict, given: tuple) -> Any:
     finally:
         worker.shield()  # an interrupted clean-up would leave torch with half a group
         link.observers.remove(note)
-        link.use("none")  # an exercise may have used another
+        link.use("none")  # an exercise may have used another, and a device
+        device.use(None)
         for one in axes:
             with suppress(ValueError):  # the answer may have destroyed it
                 dist.destroy_process_group(one.group)

@@ -8,6 +8,7 @@ which only the learner's own lines are left (`call`).
 """
 
 import linecache
+import math
 import os
 import re
 import sys
@@ -122,7 +123,7 @@ def _look() -> None:
     if not waits:
         return
     work = stack[waits[0]][0].f_locals["self"]
-    waited = time.monotonic() - work.waits[-1]
+    waited = time.monotonic() - max(work.waits, default=math.inf)  # none yet: it begins to wait
     groups = list(dist.distributed_c10d._world.pg_map)
     moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
     if work.t_start is None and waited > PATIENCE and not moves:

@@ -117,15 +117,15 @@ def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> 
 
 
 def choose(
-    axis: Axis, arrived: Tensor, rule: list[list[int]], costs: Costs
-) -> tuple[list[int], str]:
-    """Return the best cut, and a text that compares it with `rule`: bytes by bucket; a collective.
+    axis: Axis, arrived: Tensor, rule: list[list[nn.Parameter]], costs: Costs
+) -> tuple[list[list[nn.Parameter]], str]:
+    """Return buckets by the best cut, and a text that compares it with `rule`; a collective.
 
     `arrived` [n]: the seconds at which each gradient came on this rank. The slowest rank counts,
     and a gradient that comes before its turn waits for the gradients before it.
     """
     ready = list(accumulate(look(all_reduce(arrived, axis, "max"), on_meta=None), max))
-    num_bytes = [*chain(*rule)]
+    num_bytes = [gradient_bytes(p) for bucket in rule for p in bucket]
     chosen, lines = best_cut(ready, num_bytes, costs), []
     for name, cut in ("chosen", chosen), ("rule", [*map(len, rule)]):
         end, rest, sizes = 0.0, zip(ready, num_bytes, strict=True), []
@@ -138,4 +138,7 @@ def choose(
         after = f"{1e3 * (end - ready[-1]):.2f} ms after the last gradient"
         lines.append(f"{name}: {after}; {megabytes} MB")
     price = f"{1e3 * costs.latency:.2f} ms and {1e9 * costs.per_byte:.2f} ms per MB"
-    return chosen, "\n".join([*lines, f"An all-reduce takes {price}."])
+    rest = chain(*rule)
+    parts = [list(islice(rest, many)) for many in chosen]  # each is a bucket, if of one dtype
+    buckets = [own for part in parts for own in in_groups(part, lambda _: math.inf)]
+    return buckets, "\n".join([*lines, f"An all-reduce takes {price}."])

@@ -17,9 +17,7 @@ Proved by tests/parallel/test_ddp.py and tests/law/test_law.py.
 Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
-import math
 from collections.abc import Callable
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -29,8 +27,9 @@ from minipar.comm import clock
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
+from minipar.observe import memory
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import copies_axis, gradient_bytes, in_groups, laid_out_as
+from minipar.parallel.base.shards import Elsewhere, copies_axis, gradient_bytes, laid_out_as
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
 from minipar.parallel.bucket_sizes import choose, fill_buckets, measure
 
@@ -86,6 +85,7 @@ class Bucket:
         self.flat = like.new_zeros(sum(sizes), dtype=like.grad_dtype)
         parts = self.flat.split(sizes)
         self.views = {p: laid_out_as(p, part) for p, part in zip(parameters, parts, strict=True)}
+        memory.tag("gradients", self.flat)
         self.pending: Pending | None = None
         self.missing = set(parameters)  # without a gradient in this backward
 
@@ -102,6 +102,7 @@ class Bucket:
             else:
                 check_not_summed(p, axis)
                 self.add(p)
+                p.grad = Elsewhere(p)  # nobody may read or change what is on its way
         copies = copies_axis(self.parameters[0], axis)
         if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
             self.flat.mul_(copies.size / axis.size)
@@ -153,8 +154,7 @@ class Bucketed(Naive):
         for bucket in self.buckets:
             bucket.finish()
         for p, is_used in zip(self.bucket_of, used_by_any(), strict=True):
-            if is_used and p.grad is None:
-                p.grad = self.bucket_of[p].views[p]
+            p.grad = self.bucket_of[p].views[p] if is_used else None
         self.launched = 0
         self._end_step()
 
@@ -172,8 +172,7 @@ class Overlapped(Bucketed):
         if bucket.pending is not None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
-                f"was sent. Call finish_backward() after each backward outside of no_sync(); and "
-                f"give checkpoint(...) use_reentrant=False, or a weight gets several gradients"
+                f"was sent: call finish_backward() after each backward outside of no_sync()"
             )
         if p.grad.grad_fn is None:  # else it has a graph, for a penalty on gradients
             bucket.add(p)
@@ -214,11 +213,9 @@ class Tuned(Overlapped):
         arrived = {p: clock.between(first, at) for p, at in self.arrived_at.items()}
         own = torch.tensor([arrived.get(p, 0.0) for p in self.bucket_of], dtype=torch.float64)
         costs = measure(self.axis, self.buckets[0].flat, int(self.capacity))
-        rule = [[gradient_bytes(p) for p in bucket.parameters] for bucket in self.buckets]
+        rule = [bucket.parameters for bucket in self.buckets]
         cut, self.said = choose(self.axis, own.to(self.device), rule, costs)
-        rest = iter(self.bucket_of)
-        parts = [list(islice(rest, many)) for many in cut]  # each is a bucket, if of one dtype
-        self._use([Bucket(own) for part in parts for own in in_groups(part, lambda _: math.inf)])
+        self._use([Bucket(parameters) for parameters in cut])
 
 
 VERSIONS = {"naive": Naive, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}

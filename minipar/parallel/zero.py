@@ -95,14 +95,14 @@ class Bucket(Row):
         elif p.grad is not self.views[p]:
             p.grad = self.views[p].copy_(p.grad.detach())
 
-    def reduce(self, op: Op) -> None:
-        """Start to sum the gradients, each slice for its owner."""
+    def reduce(self, op: Op, is_last: bool) -> None:
+        """Start to sum the gradients, each slice for its owner; `is_last` in this step."""
         self.wait_for_reduce()  # of the microbatch before
         for p in self.parameters:
             self.add(p)
             if p.grad is self.views[p]:
                 self.used.add(p)
-                p.grad = None
+                p.grad = Elsewhere(p) if is_last else None
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
@@ -231,6 +231,7 @@ class Stage1(Strategy):
         place = {p: 1 if hasattr(p, "comes_last") else -i for i, p in enumerate(model.parameters())}
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.sent = 0  # so many buckets of this round
+        self.is_last = True  # the microbatch, in its step
         let_blocks_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
         # This rank's own slices lie in the buffers that are filled.
         model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
@@ -256,7 +257,7 @@ class Stage1(Strategy):
                 self._reduce_next()
 
     def _reduce_next(self) -> None:
-        self.buckets[self.sent].reduce(self.op)
+        self.buckets[self.sent].reduce(self.op, self.is_last)
         self.sent += 1
         if self.sent > self.most_in_flight:
             self.buckets[self.sent - self.most_in_flight - 1].wait_for_reduce()
@@ -294,10 +295,12 @@ class Stage2(Stage1):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        before, self.is_last = self.is_last, False
         try:
             yield
         finally:
             self._end_round()
+            self.is_last = before
 
 
 # ---------------------------------------------------------------------- put on a model

@@ -46,10 +46,10 @@ def film(
     meanwhile (`emulate/strict.py`), as that takes time.
     """
     before = devices.current(), links.current()
-    if device is not None:
-        devices.use(device)
-    links.use(links.current() if wire is None else wire)
     try:
+        if device is not None:
+            devices.use(device)
+        links.use(links.current() if wire is None else wire)
         with strict.paused(), devices.running():
             start = max(all_gather_object(time.monotonic(), axis)) + 0.5
             with timeline.record(model, devices.label(links.current().label)) as recorded:

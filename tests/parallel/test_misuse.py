@@ -119,6 +119,13 @@ def clip_before_finish(model, strategy, optimizer):
 def torchs_clip_before_finish(model, strategy, optimizer):
     loss_of(model).backward()
     clip_grad_norm_(model.parameters(), 0.5)
+    strategy.finish_backward()
+
+
+def zeroed_before_finish(model, strategy, optimizer):
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    loss_of(model).backward()
 
 
 def unscale_before_finish(model, strategy, optimizer):
@@ -216,11 +223,12 @@ AT_STEP = [
     (before_finish, (*KINDS, *LATER), r"optimizer.step\(\) came before finish_backward"),
     (clip_before_finish, KINDS, r"clip_grad_norm_\(\) came before finish_backward"),
     (unscale_before_finish, KINDS, r"unscale_\(\) came before finish_backward"),
-    (torchs_clip_before_finish, ("fsdp",), r"under fsdp they come by finish_backward\(\)"),
+    (torchs_clip_before_finish, ("ddp", *SHARDED), r"it comes by finish_backward\(\)"),
+    (zeroed_before_finish, ("ddp", *SHARDED[:2]), r"finish_backward\(\) after (each|a) backward"),
     (only_no_sync, KINDS, "came before finish_backward"),
     (unfrozen, KINDS, "no rank shares the gradient of .*, which was frozen, or"),
     (torchs_clip, SHARDED, "clip them by strategy.clip_grad_norm_"),
-    (torchs_clip_of_the_model, SHARDED, "clip them by strategy.clip_grad_norm_"),
+    (torchs_clip_of_the_model, SHARDED, "clip (them )?by strategy.clip_grad_norm_"),
     (slices_written_to, SHARDED[:2], "write into the parameters of the model, alike"),
     (slices_elsewhere, SHARDED, r"write p.copy_\(x\), not p.data = x"),
     (not_in_the_model, (*KINDS, *LATER), r"of shape \(\), which was frozen, or not in the model"),

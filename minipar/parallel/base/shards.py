@@ -219,10 +219,11 @@ class Elsewhere(Tensor):
     @classmethod
     def __torch_dispatch__(cls, *_: object) -> None:
         raise RuntimeError(
-            "no gradient is here: under zero they lie in strategy.with_gradients(), under fsdp "
-            "they come by finish_backward(). So clip them by strategy.clip_grad_norm_, look at "
-            "strategy.full_gradients(), drop them by zero_grad() of the ShardedOptimizer, as the "
-            "model's misses them"
+            "no gradient is here: it comes by finish_backward(), under zero into the pieces. So "
+            "clip by strategy.clip_grad_norm_, look at strategy.full_gradients(), drop gradients "
+            "by zero_grad() of the ShardedOptimizer, as the model's misses them; and one backward "
+            "of a step gives each weight one gradient (checkpoint with use_reentrant=False), all "
+            "others are under no_sync()"
         )
 
 
