@@ -25,8 +25,8 @@ from minipar.text import FOREIGN, names
 
 MOST_LINES = 8  # of each part of the page
 
-_ROOTED = re.compile(r"_?(broadcast|reduce|gather|scatter)(_oop)?")
-"""Verbs that end earlier on some ranks than on others. No dump tells the root."""
+_ROOTED = re.compile(r"(\d+ x )?_?(broadcast|reduce|gather|scatter|all_?to_?all)(_oop|v|_base)?")
+"""Verbs that may end on some ranks without others. No dump tells the root."""
 
 
 @dataclass
@@ -53,10 +53,16 @@ class Recording:
     groups: dict[str, tuple[str, tuple[int, ...]]]
     # group: the last call that is enqueued, and that is completed, None where nobody knows
     last: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)  # groups in which `last` counts messages, too
     has_turned: bool = False  # True if older calls are not in the dump
     when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
     label: str = ""  # such as "rank 2 of 4 (dp=1, tp=0)"
     stack: tuple[str, ...] = ()  # where the rank is now, innermost call first
+
+    @property
+    def first(self) -> Entry | None:
+        """The oldest open call, over all groups: the later ones may wait behind it."""
+        return next((entry for entry in self.entries if entry.done is False), None)
 
     def title(self, group: str) -> str:
         """Return the description of a group, else its name."""
@@ -71,6 +77,7 @@ class Group:
     name: str
     key: str  # in the recordings
     ranks: tuple[int, ...]
+    is_mixed: bool = False  # for some rank: what is said to be the last call may be a message
     calls: dict[int, dict[int, Entry]] = field(default_factory=dict)
     messages: dict[tuple[int, int], list[Entry]] = field(default_factory=dict)  # by rank and peer
 
@@ -80,12 +87,20 @@ class Group:
         backwards = sorted(self.calls, reverse=True)
         return {r: e for n in backwards for r, e in self.calls[n].items() if e.done is False}
 
+    @property
+    def ended(self) -> int:
+        """The latest call that has ended on some rank, or 0."""
+        has_ended = (n for n, of in self.calls.items() if any(e.done for e in of.values()))
+        return max(has_ended, default=0)
+
     def place(self, rank: int, number: int, recording: Recording | None) -> str:
         """Return where `rank` is at call `number`: "in", "came", "past", "absent", "unknown"."""
         if recording is None:
             return "unknown"
         calls = {n: of_ranks[rank] for n, of_ranks in self.calls.items() if rank in of_ranks}
         enqueued, completed = recording.last.get(self.key, (-1, -1))
+        if self.is_mixed:
+            enqueued = completed = -1
         if number in calls:
             return {True: "past", False: "in", None: "came"}[calls[number].done]
         if number > max([enqueued, *calls]):
@@ -127,12 +142,14 @@ class Report:
     def __str__(self) -> str:
         calls = sum(len(r.entries) for r in self.recordings.values())
         lines = [f"{calls:,} calls of {names(sorted(self.recordings))}"]
-        lines += [f"look at {names(self.blamed)} first"] if self.blamed else []
+        silent = [rank for rank in self.culprits if rank not in self.recordings]
+        if first := self.blamed or silent * (len(silent) < len(self.recordings)):
+            lines.append(f"look at {names(first)} first")
         unseen = "not recorded are new_group, monitored_barrier and gloo's messages"
         lines += _most(self.findings) or [f"no hang: every recorded call has ended; {unseen}"]
         here = [rank for rank in self.culprits if rank in self.recordings]
         lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
-        if silent := [rank for rank in self.culprits if rank not in self.recordings]:
+        if silent:
             lines.append(f"\n{names(silent)}: nothing is known. Ended, stopped, or cut off?")
         if told := self._victims():
             lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)]
@@ -153,7 +170,7 @@ class Report:
         """Return the oldest open call of a rank, or its last one, and its lines of code."""
         recording = self.recordings[rank]
         entries = recording.entries
-        last = next((e for e in entries if e.done is False), entries[-1] if entries else None)
+        last = recording.first or (entries[-1] if entries else None)
         # A dump may hold open calls alone, and a status of the others.
         said = "it has ended all its calls" if recording.last else "it has called nothing"
         if last:
@@ -193,7 +210,7 @@ def explain(recordings: dict[int, Recording]) -> Report:
     stuck = set() if blamed else ranks["stuck"]
     report.blamed = sorted(blamed)
     report.culprits = [*sorted(blamed | stuck), *sorted(silent)]
-    look = dict(unlike=blamed, behind=blamed, absent=blamed, stuck=stuck, unknown=silent)
+    look = dict(unlike=blamed, behind=blamed, absent=blamed, unknown=silent, stuck=stuck)
     for kind, those in look.items():
         report.findings += [f.text for f in report.said if f.kind == kind and {*f.ranks} & those]
     return report
@@ -213,6 +230,7 @@ def _groups(recordings: dict[int, Recording]) -> list[Group]:
             members = everyone if desc == "default_pg" and not ranks else ranks
             group = Group(recording.title(key), key, members)
             mine[key] = groups.setdefault((key, ranks), group)
+            mine[key].is_mixed |= key in recording.mixed
         for entry in recording.entries:
             group = mine[entry.group]
             group.ranks = tuple(sorted({*group.ranks, rank}))
@@ -228,26 +246,43 @@ def _groups(recordings: dict[int, Recording]) -> list[Group]:
 
 def _explain_calls(group: Group, report: Report) -> None:
     """Find who is to blame at the oldest open call of the group. What comes later follows."""
+    if ended := group.ended:
+        at, verb = _at(group, ended, report), next(iter(group.calls[ended].values())).verb
+        if at["absent"] and not _ROOTED.fullmatch(verb):
+            text = f"{names(at['absent'])} did not come to {verb} #{ended} on {group.name}, which "
+            text += f"ended on {names(at['past'])}: by an error, or dumps are not of one moment."
+            report.said.append(Finding("absent", at["absent"], text))
+            return
     if not (oldest := group.oldest):
         return
     number = min(entry.number for entry in oldest.values())
-    at: dict[str, list[int]] = defaultdict(list)
-    for rank in group.ranks:
-        at[group.place(rank, number, report.recordings.get(rank))].append(rank)
-    said = [*_verdicts(group, number, at)]
+    at, here = _at(group, number, report), group.calls[number]
+    first = {rank for rank in at["in"] if here.get(rank) in (None, report.recordings[rank].first)}
+    held = {*at["in"]} - first
+    said = [*_verdicts(group, number, at, held)]
     # The status alone may tell of an open call, as where its entry has fallen out of the ring.
-    oldest = dict.fromkeys(at["in"], next(iter(group.calls[number].values()))) | oldest
+    oldest = dict.fromkeys(at["in"], next(iter(here.values()))) | oldest
     report.said += said
     blamed = {rank for f in said if f.kind in ("behind", "absent") for rank in f.ranks}
     named = {rank for f in said if f.kind != "stuck" for rank in f.ranks}
     calls = {r: f"{e.verb} #{e.number} on {group.name}" for r, e in oldest.items()}
     for rank in sorted(calls.keys() - blamed):
         missing = named - {other for other in calls.keys() - blamed if calls[other] == calls[rank]}
-        report.waits[calls[rank]][rank] = missing
+        report.waits[calls[rank]][rank] = missing | (held if rank in first else set())
 
 
-def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[Finding]:
-    """Find what is wrong with a call, where `at` says who is in it, past it, absent or unknown."""
+def _at(group: Group, number: int, report: Report) -> dict[str, list[int]]:
+    """Return the ranks that are in a call, past it, absent, or of which that is unknown."""
+    at: dict[str, list[int]] = defaultdict(list)
+    for rank in group.ranks:
+        at[group.place(rank, number, report.recordings.get(rank))].append(rank)
+    return at
+
+
+def _verdicts(
+    group: Group, number: int, at: dict[str, list[int]], held: set[int]
+) -> Iterator[Finding]:
+    """Find what is wrong with a call; `held` are ranks in it that an older call may hold up."""
     here = group.calls[number]
     usual = here[odd_ones(here, "verb")[0][0]].verb
     call = f"{usual} #{number} on {group.name}"
@@ -264,8 +299,9 @@ def _verdicts(group: Group, number: int, at: dict[str, list[int]]) -> Iterator[F
         yield Finding(kind, at["in"], text)
     elif begun and idle:
         text = f"behind: {names(idle)}, where {call} has not begun, as it has on {names(begun)}."
-        yield Finding("absent", idle, text)
-    elif not at["unknown"]:
+        own = [rank for rank in idle if rank not in held]
+        yield Finding("behind" if own else "absent", own or idle, text)
+    elif not at["unknown"] and not held:
         hint = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
         yield Finding("stuck", at["in"], f"All have called {call}, and it does not end.{hint}")
     if unknown := at["unknown"]:
@@ -295,7 +331,8 @@ def _unlike(group: Group, here: dict[int, Entry], call: str) -> Iterator[Finding
     like, odd = odd_ones(here, "data")
     for rank in odd:
         text = f"rank {rank} gave {here[rank].data} to {call}, {names(like)} gave "
-        yield Finding("unlike", [rank], text + f"{here[like[0]].data}.")
+        blamed = [rank] if len(like) > len(odd) else [like[0], rank]
+        yield Finding("unlike", blamed, text + f"{here[like[0]].data}.")
     for a, b in permutations([rank for rank in here if here[rank].splits], 2):
         (sent, _), (_, taken) = here[a].splits, here[b].splits
         i, j = group.ranks.index(a), group.ranks.index(b)
@@ -322,6 +359,11 @@ def _explain_messages(group: Group, report: Report) -> None:
         elif peer not in report.recordings:
             kind, named, end = "unknown", peer, f"rank {peer}, of which nothing is known"
         elif any(m.done is False or m.done is None and m.number >= first for m in there):
+            if here[0] is not report.recordings[rank].first:
+                continue  # it may wait behind an older call
+            if report.recordings[peer].first not in (None, *there):  # so may the other end
+                report.waits[f"messages on {group.name}"].setdefault(rank, set()).add(peer)
+                continue
             kind, named, end = "stuck", rank, f"rank {peer}, which is in one with rank {rank}"
         else:
             kind, named, end = "absent", peer, f"rank {peer}, where it is not called, or has left"

@@ -91,24 +91,31 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
         if name != "":  # as gloo calls whichever group was made last
             groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
+    # torch leaves an empty list out of JSON.
+    listed = dump.get("entries", []) if "version" in dump else dump["entries"]
+    # A group that was destroyed and made again has another id, and counts from 1 again.
+    latest = {values["process_group"][0]: values.get("pg_id") for values in listed}
     ids: dict[str, str] = {}  # pg_id -> group
     together: dict[tuple, list[Entry]] = defaultdict(list)  # by group and numbers
-    for values in dump["entries"]:
+    mixed: set[str] = set()  # groups with messages: NCCL counts these in the status as well
+    for values in (v for v in listed if v.get("pg_id") == latest[v["process_group"][0]]):
         name, desc = map(printable, values["process_group"])
+        mixed |= {name} if values.get("p2p_seq_id") else set()
         groups.setdefault(name, (desc, ()))
         ids[printable(values.get("pg_id", ""))] = name
         at_once = name, values["collective_seq_id"], values.get("p2p_seq_id")
         together[at_once].append(_entry(values, name))
     entries = [entry for calls in together.values() for entry in _joined(calls)]
-    first = dump["entries"][0].get("record_id", 0) if dump["entries"] else 0
+    first = listed[0].get("record_id", 0) if listed else 0
     status = dump.get("pg_status", {})
     last = _status(status, ids, groups)
+    mixed |= {group for group, (enqueued, completed) in last.items() if completed > enqueued}
     # A dump of open calls alone is empty where all have ended.
-    has_ended = not entries and any(s["last_enqueued_collective"] > 0 for s in status.values())
-    timed = [v for v in dump["entries"] if {"time_created_ns", "timeout_ms"} <= v.keys()]
+    has_ended = not entries and any(int(s["last_enqueued_collective"]) > 0 for s in status.values())
+    timed = [v for v in listed if {"time_created_ns", "timeout_ms"} <= v.keys()]
     begin = min((v["time_created_ns"] for v in timed), default=0)
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
-    told = dict(last=last, has_turned=first > 0 or has_ended, when=(begin, end))
+    told = dict(last=last, mixed=mixed, has_turned=first > 0 or has_ended, when=(begin, end))
     return Recording(rank, entries, groups, **told)
 
 

@@ -1,5 +1,6 @@
 """Dumps that strangers hand over are read or refused by name, and nothing in them runs."""
 
+import json
 import os
 import pickle
 
@@ -52,6 +53,17 @@ def test_what_is_no_dump_is_named_and_calls_nothing(tmp_path, monkeypatch, conte
         dumps.read([tmp_path / "rank_0"])
     assert why in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / MADE).exists()
+
+
+def test_json_of_a_rank_without_calls_has_no_list_of_calls(tmp_path):
+    """torch leaves out what is empty: of the very rank that did not come."""
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(dump(waits("all_reduce", 1), members=WORLD), 2))
+    (tmp_path / "rank_1").write_text(json.dumps({"version": "2.10", "pg_status": {"0": NOTHING}}))
+    report = hang.explain(dumps.read([tmp_path]))
+    assert report.findings == ["rank 1 did not come to all_reduce #1 on default_pg."]
+
+
+NOTHING = {"last_enqueued_collective": "-1", "last_completed_collective": "-1"}
 
 
 def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):

@@ -248,7 +248,54 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         | many((1,), UNEVEN[0], UNEVEN[2], waits("ALLGATHER_coalesced", 2)),
         ["rank 1 gave 16 BFloat16 + 20 BFloat16 to 2 x _broadcast_oop #2 on default_pg, rank 0 "
          "gave 16 BFloat16 + 26 BFloat16."],
+        [0, 1],
+    ),
+    "a status that counts messages as well": (
+        many((0,), waits("all_reduce", 1), pg_status=status(1, 1))
+        | many((1,), call("send 1->0", 20), pg_status=status(20, 20)),
+        ["rank 1 did not come to all_reduce #1 on default_pg."],
         [1],
+    ),
+    "and of which no message is left": (
+        many((0,), waits("all_reduce", 1), members=WORLD, pg_status=status(1, 20))
+        | many((1,), members=WORLD, pg_status=status(20, 20)),
+        ["Whether rank 1 came to all_reduce #1 on default_pg is unknown."],
+        [1],
+    ),
+    "gloo retires a call that has timed out": (
+        many((0, 1), call("all_reduce", 5, profiling_name="gloo:all_reduce"))
+        | many((2,), call("all_reduce", 4, profiling_name="gloo:all_reduce")),
+        ["rank 2 did not come to all_reduce #5 on default_pg, which ended on ranks 0, 1: by an "
+         "error, or dumps are not of one moment."],
+        [2],
+    ),
+    "a group that was made again": (
+        many((0,), call("all_reduce", 1), call("barrier", 2), waits("all_reduce", 2, pg_id=1))
+        | many((1,), call("all_reduce", 1), call("barrier", 2), call("all_reduce", 1, pg_id=1)),
+        ["rank 1 did not come to all_reduce #2 on default_pg."],
+        [1],
+    ),
+    "two groups in another order": (
+        many((0,), waits("all_reduce", 3, group=DP), waits("all_reduce", 3, group=TP))
+        | many((1,), waits("all_reduce", 3, group=TP), waits("all_reduce", 3, group=DP)),
+        ["They wait in a circle: rank 0, which waits for rank 1, which waits for rank 0."],
+        [0, 1],
+    ),
+    "a device that has not begun its oldest call, and what waits behind it": (
+        many((0, 1), waits("all_reduce", 3, group=TP), members={TP: [0, 1, 2]})
+        | many((2,), waits("all_reduce", 3, "scheduled", group=TP), waits("send 0->1", 4, group=DP),
+               waits("all_reduce", 7, "scheduled", group=DP), members={TP: [0, 1, 2], DP: [2, 3]})
+        | many((3,), waits("recv 1<-0", 4, group=DP), members={DP: [2, 3]}),
+        ["behind: rank 2, where all_reduce #3 on tp has not begun, as it has on ranks 0, 1."],
+        [2],
+    ),
+    "two ranks of a group in which the others wait": (
+        many((0,), waits("all_reduce", 7, group=DP), members={DP: [0, 1]})
+        | many((1,), waits("all_reduce", 3, group=TP), waits("all_reduce", 7, group=DP),
+               members={DP: [0, 1], TP: [1, 2]})
+        | many((2,), waits("all_reduce", 3, group=TP), members={TP: [1, 2]}),
+        ["All have called all_reduce #3 on tp, and it does not end."],
+        [1, 2],
     ),
     "splits of an all-to-all": (
         {rank: dump(waits("all_to_all", 1, **SPLITS[rank])) for rank in (0, 1)},
