@@ -56,6 +56,13 @@ def seeded() -> nn.Module:
     return Net()
 
 
+def with_a_word_more() -> nn.Module:
+    """No number of ranks divides this table."""
+    model = Net()
+    model.embed = nn.Embedding(WORDS + 1, WIDTH)
+    return model
+
+
 def zeroed(part: str) -> nn.Module:
     """With zero weights, as LoRA: what is before them has no gradient in the first step."""
     model = Net()

@@ -44,7 +44,7 @@ WRONG = {
     "chance": ("nn.ReLU()", "nn.Dropout()", "what is random, or counts calls, cannot be"),
     "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
     "vector": ("F.mse_loss(model(batch[0]), batch[1])", "model(batch[0])",
-        "only one element tensors can be converted"),
+        r"loss\(\) must return a tensor of one number, not \[16, 1\]"),
     "nothing made": ("return model, after_backward", "return None",
         "'NoneType' object has no attribute"),
     "a loss that is no number": ("F.mse_loss(model(batch[0]), batch[1])",

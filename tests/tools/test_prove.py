@@ -67,7 +67,7 @@ WRONG = {
         "initial weights of attend.self_attn", "never broadcast", ranks=[1],
         build=gallery.WithAttention),
     "fully_shard without a seed": told(gallery.torch_fsdp, DP, "initial weights of embed",
-        "never broadcast"),
+        "never broadcast", build=gallery.with_a_word_more),
     "T1 pieces drawn under one seed": told(gallery.one_seed, TP, "initial weights of up",
         "one seed"),
     "T3 a hook that averages weights": told(gallery.averages_weights, DP, "gradient of head",
@@ -136,6 +136,7 @@ def test_a_mistake_is_named(ranks, name):
     assert "NOT equal" in str(verdict) and cause in str(verdict)
     assert name != "a mean of own tokens" or "not weighed by its tokens" in why
     assert name != "alike over tp alone" or "drawn by build() on rank 2," in why
+    assert name != "a branch for few rows" or "the rows of one rank alone" in why
     assert name != "batch norm of a share" or "2 (BatchNorm1d) or its caller" in why
 
 
@@ -149,7 +150,7 @@ UNKNOWN = {
         r"initial weights .* pieces of \[\d+\] make no"),
     "pieces in an order of their own": (job(gallery.dealt), TP, "in an order of their own"),
     "a loss with others": (job(gallery.torch_ddp, loss=lambda model, batch: (0.0, {})), DP,
-        "'tuple' object has no attribute 'detach'"),
+        "must return a tensor of one number, not tuple"),
     "an optimizer where functions are meant": (job(lambda model, mesh: (model,
         mistakes.adam(model))), DP, "'AdamW' object is not callable"),
     "an optimizer of zero alone": (job(gallery.our_zero), DP, "one device needs, too"),

@@ -287,6 +287,19 @@ def summing(model):
     return Summing(model.parameters(), lr=0.1)
 
 
+class Branched(Net):
+    """A layer more for a few rows; it gives zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(gallery.WIDTH, gallery.WORDS, bias=False)
+        nn.init.zeros_(self.extra.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        few = self.extra(self.embed(tokens)) if len(tokens) < 8 else 0
+        return super().forward(tokens) + few
+
+
 class Counted(Net):
     """Counts steps, once for each rank."""
 
@@ -324,7 +337,9 @@ WRONG = {
         "shares weighed wrongly", ranks=range(4)),
     "summed in the step": told(alike, DP, "weights of embed", "another update",
         optimizer=summing, reduced_in_step=True),
-    "steps of all ranks": told(torch_ddp, DP, "buffer", "another buffer", build=Counted),
+    "steps of all ranks": told(torch_ddp, DP, "buffer", "summed, not averaged", build=Counted),
+    "a branch for few rows": told(torch_ddp, DP, "gradient",
+        "a gradient that one device has not", build=Branched),
     "tokens never reduced": told(alike, {"cp": 2}, "gradient of head",
         "missing all-reduce", shares=gallery.tokens_apart),
     "a mean of own tokens": told(gallery.context_parallel, {"cp": 2}, "gradient of head",

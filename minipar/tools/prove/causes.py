@@ -45,6 +45,8 @@ class Parting:
     modules: list[tuple[str, str]] = field(default_factory=list)
     """Names in order of execution, and "equal", "parts here", "differs", "no parameters" ..."""
     cause: Cause = ("", "")
+    averaged: list[str] = field(default_factory=list)
+    """Axes whose ranks have the same rows, and of whose losses only the mean is right."""
 
     def share_of(self, rank: int) -> int:
         """Return the number of the share of the batch that a rank has, in row-major order."""
@@ -99,6 +101,9 @@ def cause_of(s: Parting) -> Cause:
     if s.step > 0 and s.stage in ("loss", "gradient"):
         why = "something stays (a buffer, a handle, an error fed back), or begins (another branch)"
         return "kept between steps", f"all was equal until step {s.step + 1}: {why}"
+    if s.averaged and s.stage == "gradient":
+        why = f"the mean of the losses over {' x '.join(s.averaged)} is right, and no rank's own"
+        return "in the loss", why
     return OTHERWISE[s.stage]
 
 
@@ -125,6 +130,9 @@ def _rounding(s: Parting) -> Cause | None:
 def _unused(s: Parting) -> Cause | None:
     if s.device.gradients[s.step][s.name] is not None:
         return None
+    if any(g.get(s.name) is not None for shares in s.device.parts for _, g in shares):
+        why = "one device has it with the rows of one rank alone: a branch depends on the rows"
+        return "a gradient that one device has not", why
     why = "None there: frozen, or not used. An optimizer leaves it alone; zeros decay, or move on"
     return "a gradient that one device has not", why
 
@@ -143,7 +151,10 @@ def _factor(s: Parting) -> Cause | None:
         known[1 / m] = "divided by microbatches twice", why
     losses = [loss for shares in s.device.parts for loss, _ in shares]
     is_sum = math.isclose(sum(losses), s.device.losses[0] * m, rel_tol=1e-9) and len(losses) > m
+    holders = sum(one.gradients[s.step].get(s.name) is not None for one in s.seen)
     for axis, n in s.sizes.items():
+        if s.stage == "gradient" and 0 < holders * n <= len(s.seen):
+            continue  # one rank of the axis alone has it, as in a pipeline
         over = " or ".join(a for a, size in s.sizes.items() if size == n)
         if is_exactly(factor, 1) and is_exactly(biases, n):
             return "bias on every rank", f"the sum over {over} has it {n} times: add it after"
@@ -162,7 +173,7 @@ def _factor(s: Parting) -> Cause | None:
         name = "no gradient" if s.stage == "gradient" else "zero"
         return name, "None, or zero: detached, frozen, not used, or never sent"
     if s.expected.numel() > 1 and not is_exactly(factor, 1):  # a number is some multiple of any
-        why = f"{factor:.9g} x. If it is a loss scale, undo it in what runs after backward"
+        why = f"{factor:.9g} x: a loss scale, or a schedule's microbatches? Undo it after backward"
         return "a factor", why
     return None
 
@@ -189,8 +200,6 @@ def _pieces(s: Parting) -> Cause | None:
     axes = sorted(s.sizes, key=s.over_data)  # shared samples first
     for axis, dim in [("", 0), *itertools.product(axes, range(found.ndim))]:
         count = s.sizes[axis] if axis else 1
-        if found.shape[dim] % count:
-            continue
         pieces, right, *drawn = (t.chunk(count, dim) for t in (found, s.expected, *built))
         same = [[is_close(p, t[i], s.rtol) for t in drawn] for i, p in enumerate(pieces)]
         if all(any(row) for row in same):
@@ -324,12 +333,13 @@ SUSPICIONS: dict[str, list[Callable[[Parting], Cause | None]]] = {
     "gradient": [_rounding, _unused, _factor, _kept, _shares, _summands],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [_update, _rounding],
-    "buffer": [_rounding, _summands],
+    "buffer": [_rounding, _summands, _factor],
 }
 OTHERWISE: dict[str, Cause] = {
     "initial weights": ("made anew", "no rank has what build() made: drawn again, or loaded"),
     "output": ("in this module", "all before it is right. Has it its rows? Random, or in eval()?"),
-    "loss": ("in the loss", "all modules are right: loss(), as a mean of means, or of cut words"),
+    "loss": ("in the loss", "all modules are right: loss() or accumulate(), as a mean of means, of "
+        "cut words, or divided by another number"),
     "gradient": ("unknown", "forward is right: does a collective lack its backward, is something "
         "detached, a tie lost, a rank not weighed by its tokens, or a piece mixed with others?"),
     "gradient norm": ("another norm", "equal gradients: which squares are added up, how often?"),

@@ -171,12 +171,12 @@ class _Run:
         self.seen.share = _numbers(own) / max(1, _numbers(batches))
         if job.accumulate is not None:
             with AllDigits():
-                return float(_full(job.accumulate(self.model, own).detach()))
+                return float(_full(_number(job.accumulate(self.model, own), "accumulate").detach()))
         backward = job.backward or _backward
         for m, batch in enumerate(own):
             with self.unsynced() if m < len(own) - 1 else contextlib.nullcontext():
                 with AllDigits():
-                    loss = job.loss(self.model, batch)
+                    loss = _number(job.loss(self.model, batch), "loss")
                 total += float(_full(loss.detach())) / len(own)
                 with AllDigits(in_backward=True):
                     backward(loss / len(own))
@@ -331,6 +331,14 @@ def _own_norm(model: nn.Module) -> float:
 
 def _numbers(batches: Any) -> int:
     return sum(leaf.numel() for leaf in tree_leaves(batches) if isinstance(leaf, Tensor))
+
+
+def _number(value: Any, function: str) -> Tensor:
+    """Return what a function of the file has returned. Raises `WrongFile` if it is no number."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise WrongFile(f"{function}() must return a tensor of one number, not {what}")
+    return value
 
 
 def _full(value: Tensor) -> Tensor:

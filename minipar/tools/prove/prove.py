@@ -188,7 +188,8 @@ def _parts(s: Parting) -> bool:
     s.ranks = [rank for rank, one in enumerate(told) if name in one]
     s.words, s.wrong = told[s.ranks[0]][name], len(wrong)
     states = dict.fromkeys(outputs, others) | dict.fromkeys(owner.values(), "equal")
-    states |= {owner[name]: "differs" for name in wrong} | {owner[name]: "parts here"}
+    if name or stage == "output":
+        states |= {owner[name]: "differs" for name in wrong} | {owner[name]: "parts here"}
     s.modules = [(name, states[name]) for name in outputs]
     s.cause = cause_of(s)
     return True
@@ -247,6 +248,7 @@ def _losses(s: Parting, own: list[Tensor], expected: State, step: int) -> list[S
         is_right |= all(s.form_of(name) is not None for name in s.device.outputs)
     if is_right:
         return [expected] * len(own)
-    joined = [joined for _, joined in forms(own, s.sizes, loss.shape, "mean", "sum")]
-    nearest = min(joined, key=lambda values: max(abs(value - loss) for value in values))
+    known = forms(own, s.sizes, loss.shape, "mean", "sum")
+    form, nearest = min(known, key=lambda one: max(abs(value - loss) for value in one[1]))
+    s.averaged = [a for a, how in form.items() if how == "mean" and a not in s.device.data]
     return [{"": value} for value in nearest]
