@@ -34,7 +34,7 @@ def _op(name: Op, tensor: Tensor) -> dist.ReduceOp:
     """Return torch's name of a reduction. Raise `ValueError` where it cannot reduce `tensor`."""
     if name not in get_args(Op):
         raise ValueError(f"op={name!r} is not a reduction; use one of {', '.join(get_args(Op))}")
-    if name == "avg" and not tensor.is_floating_point():  # NCCL would round down
+    if name == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):  # NCCL rounds
         raise ValueError(f"op='avg' does not fit {tensor.dtype}; use 'sum'")
     return getattr(dist.ReduceOp, name.upper())
 

@@ -109,9 +109,11 @@ class Bucket:
         self.pending = self.reduce(self, copies, op)
 
     def finish(self) -> None:
-        """Wait for the result."""
+        """Wait for the result, and let ``p.grad`` be a view of it."""
         self.pending.wait()
         self.pending, self.missing = None, set(self.parameters)
+        for p, view in self.views.items():
+            p.grad = view
 
 
 def all_reduce_bucket(bucket: Bucket, axis: Axis, op: Op) -> Pending:
@@ -153,8 +155,9 @@ class Bucketed(Naive):
         used_by_any = self.tell_used([p.grad is not None for p in self.bucket_of])
         for bucket in self.buckets:
             bucket.finish()
-        for p, is_used in zip(self.bucket_of, used_by_any(), strict=True):
-            p.grad = self.bucket_of[p].views[p] if is_used else None
+        used = zip(self.bucket_of, used_by_any(), strict=True)
+        for p in (p for p, is_used in used if not is_used):
+            p.grad = None
         self.launched = 0
         self._end_step()
 

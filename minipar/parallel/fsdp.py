@@ -115,6 +115,11 @@ class FullySharded(Strategy):
         is_first = block is self.model or self.follows["forward"].get(block, block) is None
         stays = is_first or not self.options.reshard_after_forward
         has_backward = any(map(wants_gradient, tree_leaves(output)))
+        # An output that is a view of weights would lose its memory with them.
+        full = {unit.full.untyped_storage() for unit in self.units[block]}
+        is_dense = lambda x: isinstance(x, Tensor) and x.layout == torch.strided  # noqa: E731
+        is_weight = lambda x: is_dense(x) and x.untyped_storage() in full  # noqa: E731
+        output = tree_map(lambda x: x.clone() if is_weight(x) else x, output)
         for unit in self.units[block]:
             unit.put(unit.pieces) if stays and has_backward else unit.reshard()
         if type(block) is nn.Embedding and list(block._parameters) == ["weight"]:
@@ -225,10 +230,10 @@ class Unit(Row):
                 words = f"{name} was used outside of its block's forward, where ranks have shards"
                 piece.register_hook(partial(refuse, words))  # gathered weights bring None
         cast = options if shard.is_floating_point() else Options(axis)  # integers stay as they are
-        dtype = cast.compute_dtype or shard.dtype
-        self.full = shard.new_empty(sum(self.splits), dtype=dtype)  # [n S]
+        self.full = shard.new_empty(sum(self.splits), dtype=cast.compute_dtype)  # [n S]
         self.views, self.reduce_dtype = self.split(self.full), cast.reduce_dtype or self.full.dtype
         self.op: Op = "avg" if options.average else "sum"
+        self.placed = [own[name] for own, name, _ in self.slots]  # in the modules now
         self.is_gathered = True  # memory has been allocated
         self.gathering: Pending | None = None
         self.reducing: Pending | None = None
@@ -275,8 +280,10 @@ class Unit(Row):
 
     def put(self, weights: Sequence[Tensor]) -> None:
         """Put `weights` into the modules: gathered ones, or the shards."""
-        for parameters, name, i in self.slots:
-            parameters[name] = weights[i]
+        for at, (parameters, name, i) in enumerate(self.slots):
+            if parameters.get(name) is not self.placed[at]:
+                refuse(f"{name} was replaced after apply: replace it first, and apply fsdp then")
+            parameters[name] = self.placed[at] = weights[i]
 
     def reshard(self) -> None:
         """Free the gathered weights, and put the shards in their place."""
@@ -388,7 +395,7 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     """
     how = Options(axis, **options)
     axes = [each for each in (axis, how.replicate_axis) if each is not None]
-    before = list(model.parameters())
+    before = [p for p in model.parameters() if p.requires_grad]
     blocks = find_blocks(model, how.blocks)
     check_hooks(model)
     claim(model, "fsdp", axis)
@@ -403,6 +410,7 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     strategy.watch(model.parameters())
     for p in before:
         p.stepped_elsewhere = "make the optimizer after fsdp.apply"
+        p.register_hook(partial(refuse, "a weight was used that was kept from before apply"))
     refuse_state(model)
     return strategy
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
+from minipar.comm.collectives import Op, Pending, all_gather, all_gather_object, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.parallel.base.arriving import OnItsWay, let_blocks_wait
 from minipar.parallel.base.masters import keep_slices, master_of
@@ -124,6 +124,7 @@ class Bucket(Row):
             if type(p) is nn.Parameter:  # a class of somebody's own stays as it is
                 p.arrives, p.__class__ = self.wait_for_gather, OnItsWay
 
+    @torch.compiler.disable
     def wait_for_gather(self) -> None:
         """Wait until all slices are in `weights`; before the next forward uses them."""
         if self.gathering is not None:
@@ -336,6 +337,9 @@ def apply(
         raise ValueError(f"stage={stage} must be 1 or 2; the third stage of ZeRO is fsdp.apply")
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
+    order = [trainable[p] for p in optimizer.bucket_of]
+    if any(theirs != order for theirs in all_gather_object(order, axis)):
+        raise ValueError("optimizer= has parameters in another order on each rank, as of a set")
     if working_dtype is not None:
         keep_slices(model, optimizer.buckets, working_dtype)
     return (Stage1 if stage == 1 else Stage2)(model, optimizer, average)

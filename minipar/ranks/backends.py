@@ -152,7 +152,7 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
         if is_lost_connection(error):
             lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
             lost.__notes__ = getattr(error, "__notes__", [])
-            raise lost from None
+            raise lost.with_traceback(error.__traceback__) from None
         raise
     finally:
         if dist.is_initialized():

@@ -433,6 +433,10 @@ def test_models_that_differ_between_ranks_are_refused():
     says = r"ranks 0 and 1 of dp have different models: 0 \(3,\) of torch.float32 and 0 \(5,\)"
     with pytest.raises(ValueError, match=says):
         ddp.apply(model, axis)
+    model = Layers(0)
+    model.layers[axis.rank].requires_grad_(False)
+    with pytest.raises(ValueError, match="different models: .* that learns and "):
+        ddp.apply(model, axis)
 
 
 @pytest.mark.parametrize("version", ["naive", "tuned"])

@@ -219,7 +219,31 @@ def another_optimizer(model, strategy, optimizer):
     adamw(model.parameters()).step()
 
 
+def weights_replaced(model, strategy, optimizer):
+    model.layers[0].weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
+    loss_of(model)
+
+
+def state_of_shards(model, strategy, optimizer):
+    finished(model, strategy)
+    optimizer.step()
+    optimizer.state_dict()
+
+
+def state_of_one_device(model, strategy, optimizer):
+    alone = Net()
+    single = adamw(alone.parameters())
+    loss_of(alone).backward()
+    single.step()
+    optimizer.load_state_dict(single.state_dict())
+    finished(model, strategy)
+    optimizer.step()
+
+
 AT_STEP = [
+    (weights_replaced, ("fsdp",), "weight was replaced after apply"),
+    (state_of_shards, ("fsdp",), r"state_dict\(\) would be of this rank's shards"),
+    (state_of_one_device, ("fsdp",), "state is not of this rank's shards"),
     (before_finish, (*KINDS, *LATER), r"optimizer.step\(\) came before finish_backward"),
     (clip_before_finish, KINDS, r"clip_grad_norm_\(\) came before finish_backward"),
     (unscale_before_finish, KINDS, r"unscale_\(\) came before finish_backward"),
@@ -264,6 +288,26 @@ def test_an_optimizer_made_before_fsdp_is_refused():
     fsdp.apply(model, Mesh(dp=SIZE).dp)
     with refuses("make the optimizer after fsdp.apply"):
         before.step()
+
+
+@on_ranks(SIZE)
+def test_a_weight_kept_before_fsdp_is_refused():
+    """As in a penalty on a list of weights. Mutant: it gets a gradient that nobody uses."""
+    model = Net()
+    kept = model.layers[0].weight
+    fsdp.apply(model, Mesh(dp=SIZE).dp)
+    with refuses("kept from before apply"):
+        kept.square().sum().backward()
+
+
+@on_ranks(SIZE)
+def test_the_order_of_a_set_is_refused():
+    """Mutant: slices of different weights are summed."""
+    model, dp = Net(), Mesh(dp=SIZE).dp
+    parameters = list(model.parameters())[:: 1 if dp.rank else -1]
+    optimizer = zero.ShardedOptimizer(parameters, torch.optim.AdamW, dp, lr=0.05)
+    with refuses("in another order on each rank", ValueError):
+        zero.apply(model, dp, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("cuts", [tensor, expert])
@@ -349,6 +393,51 @@ def test_others_train_as_they_like_beside_a_shared_model():
 
 
 # ---------------------------------------------------------------------- what real models need
+class Positions(nn.Module):
+    """Returns some of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(54.0, dtype=torch.float64).view(9, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[: len(x)]
+
+
+class Learned(nn.Module):
+    """Positions that are learnt, and a head outside of all lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"positions": Positions(), "body": nn.Linear(6, 6).double()})
+        self.head = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.parts["body"](x + self.parts["positions"](x)))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(SIZE)
+def test_a_block_may_return_its_own_weights_and_be_compiled(kind, compiled):
+    """Mutants: a view of weights that are freed; a graph that reads them before they are there."""
+    torch.manual_seed(0)
+    model, rank = Learned(), Mesh(dp=SIZE).dp.rank
+    alone = copy.deepcopy(model)
+    strategy, optimizer = attach(model, kind)
+    single = adamw(alone.parameters())
+    call = torch.compile(model, backend="aot_eager") if compiled and kind != "fsdp" else model
+    for step in range(3):
+        x = torch.randn(SIZE, 4, 6, dtype=torch.float64, generator=torch.manual_seed(step))
+        call(x[rank]).square().mean().backward()
+        sum(alone(part).square().mean() / SIZE for part in x).backward()
+        strategy.finish_backward()
+        for each in (optimizer, single):
+            each.step()
+            each.zero_grad()
+    assert_close(strategy.full_state_dict(), alone.state_dict())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(SIZE)
 def test_layers_that_are_frozen_for_a_while(kind):

@@ -65,7 +65,7 @@ def join_state(optimizer: Optimizer, members: Members, device: torch.device) -> 
     parameters.
     """
     whole = {}
-    for name, p in ChainMap(*members).items():
+    for name, p in sorted(ChainMap(*members).items()):  # in one order on all ranks
 
         def join(t: Tensor, p: nn.Parameter = p) -> Tensor:  # a moment, or a count of steps
             is_moment = t.shape == p.shape

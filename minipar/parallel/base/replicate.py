@@ -28,6 +28,7 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     for those, tensors in alike.items():
         own = [f"{names[id(t)]} {tuple(t.shape)} of {t.dtype}" for t in tensors]
+        own += [f"{names[id(t)]} that learns" for t in tensors if t.requires_grad]
         every = all_gather_object(own, those)
         for r, theirs in enumerate(every):
             for first, other in zip_longest(every[0], theirs):

@@ -30,7 +30,7 @@ from minipar.comm.values import look, to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
-from minipar.parallel.base.optimizer_state import Members, cut_state, join_state
+from minipar.parallel.base.optimizer_state import SCALARS, Members, cut_state, join_state
 from minipar.parallel.base.shards import axes_of, full_shape, in_order, piece_of, region_of
 
 
@@ -280,8 +280,9 @@ def refuse_state(model: nn.Module) -> None:
                 "strategy on all ranks for whole weights, load_full_state_dict() to load them"
             )
 
-    if any(axes_of(p) for p in model.parameters()):
-        model.register_state_dict_pre_hook(refuse)
+    for module in model.modules():
+        if any(axes_of(p) for p in module.parameters()):
+            module.register_state_dict_pre_hook(refuse)
 
 
 # ---------------------------------------------------------------------- when gradients arrive
@@ -335,6 +336,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     shards = [p for p in parameters if axes_of(p)]
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)
+        check_state(optimizer)
     check_unchanged(shards)
     gradients = [p.grad for p in shards if p.grad is not None]
     if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
@@ -342,6 +344,28 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "GradScaler.step() without strategy.unscale_(scaler, optimizer): ranks look for an "
             "overflow in their own shards, and would skip different steps"
         )
+
+
+def check_state(optimizer: Optimizer) -> None:
+    """Refuse ``state_dict()`` of an optimizer that steps shards, and a state that it was not given.
+
+    Raises `RuntimeError` for a state of other shapes than the shards'.
+    """
+    words = "call full_optimizer_state(optimizer) and load_full_optimizer_state of the strategy"
+
+    def refuse(_: Optimizer) -> None:
+        raise RuntimeError(f"state_dict() would be of this rank's shards: {words}")
+
+    def check(_: Optimizer) -> None:
+        for p, state in optimizer.state.items():
+            shapes = {v.shape for k, v in state.items() if k not in SCALARS and torch.is_tensor(v)}
+            if shapes - {p.shape, torch.Size()}:
+                raise RuntimeError(f"the optimizer's state is not of this rank's shards: {words}")
+
+    if not hasattr(optimizer, "checks_state"):
+        check(optimizer)
+        optimizer.register_state_dict_pre_hook(refuse)
+        optimizer.checks_state = optimizer.register_load_state_dict_post_hook(check)
 
 
 def check_shared(parameters: Sequence[nn.Parameter]) -> None:
