@@ -1,8 +1,8 @@
 """All-reduce from scratch: ring, trees, halving and doubling, from sends and receives alone.
 
-Idea:   An all-reduce is a library call until one asks who sends what to whom. The answer is a plan
-        (`minipar.comm.plans`). This file runs plans: every round is one `collectives.exchange`, so
-        the ledger shows a call as its rounds.
+Idea:   A plan (`minipar.comm.plans`) says which rank sends which elements to whom, and when. This
+        file runs plans. Each round of a plan is one `collectives.exchange`. So the ledger shows
+        one span per round.
 Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n ranks, S bytes on
         each, and lg = log2 n, an all-reduce costs the busiest rank:
 
@@ -20,7 +20,7 @@ Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n
         Small tensors want few rounds, large ones few bytes. `plans.seconds` computes the last
         column from the plans.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
-Costs you: Python between rounds, and scratch memory for what arrives in a round.
+Costs you: Python between rounds, and scratch memory for the elements received in a round.
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
         the emulated link; never tried on NCCL.
 In torch: gloo's ring and NCCL's ring, tree and NVLS, chosen by NCCL's own alpha-beta table.
@@ -78,7 +78,7 @@ def execute(plan: Plan, data: Tensor, axis: Axis) -> None:
     """Carry out this rank's `plan` on the flat buffer `data`."""
     for step in plan:
         sends = [(data[m.lo : m.hi], m.peer) for m in step.sends if m.peer != axis.rank]
-        # In clones: the targets may still leave. Of a message to itself, the rank has the clone.
+        # Receive into clones: a send may still read the target. A message to self is its clone.
         landings = [data[m.lo : m.hi].clone() for m in step.recvs]
         arriving = zip(landings, step.recvs, strict=True)
         recvs = [(landing, m.peer) for landing, m in arriving if m.peer != axis.rank]

@@ -1,7 +1,7 @@
 """Collectives that gradients flow through: the transitions between types of a distributed tensor.
 
-Idea: along one axis, the tensors that the ranks hold under one name mean one of four things. The
-type says what the value is, and with it what its gradient is:
+Idea: along one axis, the tensors that the ranks hold under one name have one of four types. The
+type of a tensor says what its value is, and what its gradient is:
 
     type            the ranks hold                      its gradient is
     R  Replicate    the same; each uses it its own way  P: every rank has a part of the sum
@@ -9,13 +9,13 @@ type says what the value is, and with it what its gradient is:
     I  Invariant    the same; all use it the same way   I: the same on every rank
     V  Varying      pieces, or values of their own      V: of the own piece
 
-R and I hold the same numbers. The difference is in what follows: a replicated activation goes into
-a different slice of a matrix on every rank, so that each computes a part of the gradient; an
-invariant one goes through the same computation everywhere, which gives all ranks all of it.
+R and I hold the same numbers. They differ in the computation that follows. With R, each rank
+multiplies the activation by its own shard of a matrix, and so computes a part of the gradient.
+With I, all ranks do the same computation, and so each rank computes the whole gradient.
 
-A collective changes the type, and its backward changes the type of the gradient back: it is the
-transpose, which is another row of the same table. So each function below is one line of forward and
-one line of backward, and each can be differentiated again.
+A collective changes the type of a tensor. Its backward changes the type of the gradient back. This
+backward is the transpose of the forward, and is another row of the same table. So each function
+below needs one line of forward and one line of backward. Each can be differentiated again.
 
     function         forward                          backward                       bytes sent
     all_reduce       P -> R   sum                     P -> R   sum                   2A + 2A
@@ -29,12 +29,12 @@ one line of backward, and each can be differentiated again.
 
 A = (n-1)/n of the bytes of the whole tensor, forward + backward, as `collectives.wire_bytes` counts
 and the ledger records them. No function changes its argument: selective recomputation keeps the
-products that `all_reduce` adds up, and another branch of the graph may have the same gradient. On
-an axis of size 1, all but the copies are free.
+argument of `all_reduce`, and two branches of the graph may share a gradient. On an axis of size 1,
+only copies take time.
 
-Why two rows for a sum: `torch.distributed.nn.all_reduce` is P -> R. Followed by the same loss on
-every rank, which is what I means, it yields gradients n times too large (T14). Megatron-LM's f is
-`convert`, its g is ``all_reduce(to="I")``.
+Why two rows for a sum: `torch.distributed.nn.all_reduce` is P -> R. If every rank then computes the
+same loss, the type is I, and this P -> R makes gradients n times too large (T14). Megatron-LM's f
+is `convert`, its g is ``all_reduce(to="I")``.
 
 Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, for f and g; Korthikanti
 et al. 2022 (arXiv 2205.05198), section 4.2.2, for the pair gather and reduce-scatter; the four
@@ -53,7 +53,7 @@ from minipar.comm.mesh import Axis
 
 
 class _Transition(torch.autograd.Function):
-    """A linear map between types and its transpose; the latter is built of transitions again."""
+    """A linear map between types. Its backward is the transpose, made of transitions too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Callable, backward: Callable) -> Tensor:
@@ -70,7 +70,7 @@ def _transition(x: Tensor, forward: Callable, backward: Callable) -> Tensor:
 
 
 def outside_of_graphs(function: Callable, *args: Any) -> Any:
-    """``function(*args)``; a graph of torch.compile ends here: it fails at what collectives do."""
+    """Return ``function(*args)``; end torch.compile's graph, as it cannot trace collectives."""
     if torch.compiler.is_compiling():
         return _uncompiled(function, *args)
     return function(*args)
@@ -105,7 +105,7 @@ def convert(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Add up over the axis and keep the own piece of `dim`: [D, ...] P -> [D/n, ...] V.
+    """Add up over the axis and keep this rank's piece of `dim`: [D, ...] P -> [D/n, ...] V.
 
     Forward   [1 2] [3 4]  ->  [4] [6]
     Backward  V -> R: all summands have the gradient of the sum
@@ -134,7 +134,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, to: Literal["R", "I"]) ->
 
 
 def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Keep the own piece of `dim`: [D, ...] I -> [D/n, ...] V.
+    """Keep this rank's piece of `dim`: [D, ...] I -> [D/n, ...] V.
 
     Forward   [1 2] [1 2]  ->  [1] [2]          nothing to send
     Backward  V -> I: each rank knows the gradient of its piece
@@ -152,10 +152,10 @@ def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
-    """Send the r-th slice of `split_dim` to rank r, join what arrives along `concat_dim`: V -> V.
+    """Send the r-th slice of `split_dim` to rank r, join the slices along `concat_dim`: V -> V.
 
     Forward   [1 2] [3 4]  ->  [1 3] [2 4]      [D, F] becomes [n D, F/n]: shapes change too
-    Backward  V -> V: back to where it came from
+    Backward  V -> V: each slice goes back to its sender
               [a b] [c d]  ->  [a c] [b d]
 
     Raises `ValueError` when n does not divide the split dim.
@@ -173,8 +173,8 @@ def start_all_to_all(
     """Begin an all-to-all of rows, V -> V; the returned function waits for the rows that arrive.
 
     ``send_counts[r]`` rows go to rank r, and ``recv_counts[r]`` come from rank r.
-    What is computed between the two calls hides the messages, in backward too. Autograd runs in the
-    reverse order: gradients leave at the wait, and must have come back at the beginning.
+    Computation between the two calls hides the messages, in backward too. Autograd runs the calls
+    in reverse: the backward of the wait sends gradients, the backward of the start waits for them.
     """
     pending = []
 
@@ -182,7 +182,7 @@ def start_all_to_all(
         pending.append(
             collectives.all_to_all(rows, axis, send_counts=send, recv_counts=receive, async_op=True)
         )
-        return rows.new_zeros(())  # a number that ties the two ends together in the graph
+        return rows.new_zeros(())  # a number that connects start and wait in autograd's graph
 
     def wait(_: Tensor) -> Tensor:
         return pending.pop().wait()

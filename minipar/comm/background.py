@@ -1,7 +1,7 @@
 """Background work: a thread that makes its calls one after the other, while its rank computes.
 
-On an emulated device the thread has a clock of its own, and on a GPU a stream: neither its waits
-nor its kernels hold up the rest of the rank.
+The thread has its own clock on an emulated device, and its own stream on a GPU. So neither the
+waits nor the kernels of the thread delay the rest of the rank.
 """
 
 import threading
@@ -16,9 +16,9 @@ from minipar.comm.calls import Call
 
 
 class Background:
-    """Do `work` in a thread, once the work of `after` has ended: ranks make calls in one order.
+    """Do `work` in a thread after the work of `after`, so that all ranks make calls in one order.
 
-    `on` is the device of the tensors that `work` uses. On a GPU, `after` hands on its stream.
+    `on` is the device of the tensors that `work` uses. On a GPU, `work` runs on `after`'s stream.
     Errors and taps call the work by its `name`.
     """
 
@@ -26,7 +26,7 @@ class Background:
         self, work: Callable[[], Any], after: "Background | None", on: torch.device, name: str
     ) -> None:
         self._work, self._after, self._error = work, after, None
-        self._at = clock.now()  # when the work may begin; in the end, when it has ended
+        self._at = clock.now()  # when the work may begin; after the work, when it ended
         self._is_inference = torch.is_inference_mode_enabled()  # the thread needs the same mode
         self._on, self._stream = on, None
         if on.type == "cuda":

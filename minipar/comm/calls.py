@@ -1,8 +1,8 @@
 """Calls: every collective, message and copy of this rank, and the taps that hear of them.
 
-A tap hears when a call begins, when it is under way, and when this rank begins and ends to wait for
-it. The recorder, the watchdog, the race detector, the emulated device and the simulator are taps.
-Each adds itself to `taps`; the wire imports none of them.
+A tap is told when a call begins, when the call is under way, and when this rank's wait for the call
+begins and ends. The recorder, the watchdog, the race detector, the emulated device and the
+simulator are taps. Each tap adds itself to `taps`; `minipar.comm` imports none of them.
 """
 
 import itertools
@@ -23,14 +23,14 @@ class Call:
 
     verb: str
     axis: Axis | None = None  # None: work of this rank alone, in a thread of its own
-    num_bytes: int = 0  # that leave this rank
+    num_bytes: int = 0  # bytes that this rank sends
     peers: Sequence[int] | None = None  # of a message: the ranks of `axis` at the other end
     result: Any = None
     dtype: str = ""  # of the tensors that travel, such as "float32"
     work: Any = None  # torch's handle, once the call is made; a tap may put its own around it
     number: int = field(default_factory=_numbers.__next__)
     start: float = field(default_factory=time.monotonic)
-    notes: dict["Tap", Any] = field(default_factory=dict)  # of each tap, about this call
+    notes: dict["Tap", Any] = field(default_factory=dict)  # what each tap stores about this call
 
     def begin(self, start: Callable[[], Any]) -> None:
         """Make the call: `start` returns its work."""
@@ -42,7 +42,7 @@ class Call:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the call in the body."""
+        """Tell the taps that the body waits for the call."""
         told = list(taps)
         try:
             for tap in told:
@@ -54,7 +54,7 @@ class Call:
 
 
 class Tap:
-    """Hears of four moments of a call. A subclass overrides those that it needs."""
+    """Base class of taps: a method for each of four moments of a call. Subclasses override some."""
 
     def begin(self, call: Call) -> None:
         """Hear that this rank is about to make `call`."""
@@ -70,7 +70,7 @@ class Tap:
 
 
 taps: list[Tap] = []
-"""Those that hear of calls, in this order."""
+"""The taps that are told of each call, in this order."""
 
 
 def launch(
@@ -86,9 +86,9 @@ def launch(
 ) -> Any:
     """Make a call and return its result, or a `Pending`. ``start(is_async)`` returns torch's work.
 
-    `travelling`: a tensor of the type that is sent; the result if not given.
+    `travelling` is a tensor with the dtype that is sent; by default, the result.
 
-    While there are taps, every call is asynchronous: the taps hear of the wait apart from the call.
+    While there are taps, every call is asynchronous, so that taps see call and wait separately.
     """
     if axis.size == 1:
         pending = Pending(None, result, finish)

@@ -1,4 +1,4 @@
-"""The clock of this rank: that of the machine, unless an emulated device installs its own."""
+"""The clock of this rank: the machine's clock, unless an emulated device installs its own."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 device: Any = None
-"""The clock of an emulated device. Its methods are those below; one of its seconds takes `slowdown`
-seconds."""
+"""The clock of an emulated device, with the methods below. One of its seconds takes `slowdown`
+seconds of the machine."""
 
 
 def now() -> float:
@@ -17,7 +17,7 @@ def now() -> float:
 
 
 def stamp(on: torch.device) -> Any:
-    """Return this moment for `between`; on a GPU, the end of all work that was launched so far."""
+    """Return a time stamp for `between`; on a GPU, an event after all work launched so far."""
     if on.type != "cuda":
         return now()
     event = torch.cuda.Event(enable_timing=True)
@@ -34,7 +34,7 @@ def between(start: Any, end: Any) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until `device` has done what it was asked to do."""
+    """Wait until `device` has finished all work launched so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

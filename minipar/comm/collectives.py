@@ -31,7 +31,7 @@ Op = Literal["sum", "avg", "max", "min"]
 
 
 def _op(name: Op, tensor: Tensor) -> dist.ReduceOp:
-    """Return torch's name of a reduction. Raise `ValueError` where it cannot reduce `tensor`."""
+    """Return torch's constant for a reduction. Raise `ValueError` if it cannot reduce `tensor`."""
     if name not in get_args(Op):
         raise ValueError(f"op={name!r} is not a reduction; use one of {', '.join(get_args(Op))}")
     if name == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):  # NCCL rounds
@@ -91,7 +91,7 @@ def reduce_scatter(
 ) -> Tensor | Pending:
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
-    `op` is "sum" or "avg". On a CPU all slices arrive in another [D, ...]; `wait` adds them up.
+    `op` is "sum" or "avg". On a CPU, a second [D, ...] receives all slices; `wait` adds them up.
     Raises `ValueError` when n does not divide that dim.
     """
     check_divides("reduce_scatter", tensor, dim, axis)
@@ -103,15 +103,15 @@ def reduce_scatter(
         call = partial(dist.reduce_scatter_single, result, whole, _op(op, tensor), axis.group)
         return launch("reduce_scatter", axis, sent, call, result, async_op)
 
-    # Gloo reduces the whole tensor on every rank, and cuts: twice the bytes. So the ranks hand each
-    # other their slices, and each rank adds up its own.
+    # Gloo's own reduce-scatter reduces the whole tensor on every rank, and sends twice the bytes.
+    # So here rank r receives the r-th slice of every rank, and adds up these n slices.
     def hand_over(is_async: bool) -> Any:
         with standing_for(f"reduce_scatter({op})"):
             return gloo.all_to_all(arrived, pieces, axis, is_async)
 
     def add_up(arrived: Tensor) -> Tensor:
-        with clock.paused():  # a GPU adds up while it sends; in the order of the ranks
-            return combine(arrived, 0, dtype=arrived.dtype)  # small integers stay small
+        with clock.paused():  # a GPU adds up during the sends; summands in rank order
+            return combine(arrived, 0, dtype=arrived.dtype)  # int8 stays int8, not int64
 
     combine = {"sum": torch.sum, "avg": torch.mean}[op]
     arrived = pieces if axis.size == 1 else torch.empty_like(pieces)
@@ -124,7 +124,7 @@ def all_gather(
 ) -> Tensor | Pending:
     """Join the tensors of all ranks along `dim`, in rank order: [D, ...] -> [n D, ...].
 
-    `out` needs dim 0: there the result lies in memory as it arrives.
+    `out` needs dim 0: only then the slices arrive at their final places in memory.
     """
     if out is not None and dim != 0:
         raise ValueError(f"all_gather: out= needs dim=0, not dim={dim}")
@@ -136,7 +136,7 @@ def all_gather(
         joined.copy_(tensor)
     call = partial(dist.all_gather_single, joined, tensor, axis.group)
     sent = wire_bytes("all_gather", tensor.nbytes * axis.size, axis.size)
-    result, finish = joined, None  # along dim 0 the slices lie as they arrive
+    result, finish = joined, None  # along dim 0, the slices arrive at their final places
     if range(tensor.ndim)[dim] > 0:
         result, finish = joined.view(axis.size, *tensor.shape), partial(_join, dim=dim)
     return launch("all_gather", axis, sent, call, result, async_op, finish)
@@ -217,7 +217,7 @@ def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis has called this."""
     launch("barrier", axis, 0, partial(dist.barrier, axis.group), None, False)
     if axis.size > 1 and "nccl" in dist.get_backend(axis.group):
-        torch.cuda.current_stream().synchronize()  # only the stream has waited so far
+        torch.cuda.current_stream().synchronize()  # so far the stream has waited, not the host
 
 
 def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
@@ -262,7 +262,7 @@ def exchange(
 ) -> list[Tensor] | Pending:
     """Post several sends ``(tensor, peer)`` and receives ``(buffer, peer)``; return the buffers.
 
-    All messages are in flight together, so no order of calls can deadlock. Rings are built so.
+    All messages are in flight together, so no order of calls can deadlock. Rings use this verb.
     """
     sends = [(tensor.detach().contiguous(), peer) for tensor, peer in sends]
     for _, peer in (*recvs, *sends):
@@ -281,9 +281,9 @@ def exchange(
 def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] = ()) -> None:
     """Connect all ranks of the axis over NCCL, and each of `pairs`, before the first step.
 
-    NCCL makes a communicator in the first collective of a group, and in the first message of two
-    ranks. Both ends wait for each other, and would hang if each turned to another rank first. So
-    all ranks connect the pairs in one order. Other backends need none of this.
+    NCCL makes a communicator at the first collective of a group, and at the first message of a
+    pair. There, the two ranks wait for each other. They would hang if each first waited for a third
+    rank. So all ranks connect the pairs in one order. Other backends need none of this.
     """
     if axis.size == 1 or "nccl" not in dist.get_backend(axis.group):
         return
@@ -348,14 +348,14 @@ def _join(pieces: Tensor, dim: int) -> Tensor:
 
 # ---------------------------------------------------------------------- for the emulated link
 stands_for: ContextVar[str] = ContextVar("stands_for", default="")
-"""The call that another collective carries out in this thread; see `standing_for`."""
+"""The call that this thread carries out by another collective; see `standing_for`."""
 
 
 @contextmanager
 def standing_for(call: str) -> Iterator[None]:
-    """Carry out `call`, such as "reduce_scatter(sum)", by another collective in the body.
+    """Declare that the body's collective stands for `call`, such as "reduce_scatter(sum)".
 
-    An emulated link reports the collective of the body by the name of `call`.
+    An emulated link reports the body's collective under the name `call`.
     """
     token = stands_for.set(call)
     try:

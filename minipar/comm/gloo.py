@@ -1,4 +1,4 @@
-"""Gloo's gaps: the right order of messages, and large all-to-alls made of messages."""
+"""Workarounds for gloo: receives before sends, and large all-to-alls made of messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from minipar.comm.mesh import Axis
 _SLICES = 1
 """Tag of messages that make up a collective. The caller's own messages have tag 0."""
 LARGE = 1 << 18
-"""Bytes from which messages of ours gain more time than Python costs."""
+"""Bytes from which our own messages save more time than their Python takes."""
 
 
 def all_to_all(
@@ -21,8 +21,8 @@ def all_to_all(
 ) -> Any:
     """Start an all-to-all of rows.
 
-    Gloo's own posts sends before receives, so on a CPU a large one is made of messages. Not with
-    uneven `rows`: a rank does not know whether the others have large ones.
+    Gloo's own all-to-all posts sends before receives. So on a CPU, a large one is made of messages.
+    Uneven `rows` always use gloo's own: a rank does not know how large the tensors of others are.
     """
     is_gloo = sent.device.type == "cpu" and "gloo" in dist.get_backend(axis.group)
     if rows or sent.nbytes < LARGE or not is_gloo:
@@ -44,8 +44,8 @@ def post(
 ) -> "All | None":
     """Post messages, receives first.
 
-    Gloo tells the peer that a buffer is ready over the same connection. Behind a message that is
-    leaving, this notice would wait for the end of the message.
+    Gloo uses one connection to send messages and to tell the peer that a buffer is ready. If a send
+    came first, this notice would wait until the whole message has left.
     """
     landings = [(buffer, staged(buffer, axis)) for buffer, _ in recvs]
     ways = [(dist.irecv, b, peer) for (_, b), (_, peer) in zip(landings, recvs, strict=True)]
@@ -57,9 +57,9 @@ def post(
 
 
 def staged(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the tensor that travels as a message: for ranks that share a GPU, a copy on the host.
+    """Return the tensor for a message: a copy on the host if ranks share a GPU, else `tensor`.
 
-    These ranks talk over gloo, and gloo sends messages from memory of the host.
+    Ranks that share a GPU use gloo, and gloo sends messages from host memory.
     """
     shared = tensor.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "gloo"
     return tensor.cpu() if shared else tensor
@@ -67,7 +67,7 @@ def staged(tensor: Tensor, axis: Axis) -> Tensor:
 
 @dataclass(eq=False)
 class All:
-    """Several works that are waited for as one, and then the copies of staged buffers."""
+    """Several works with one `wait`, which also copies staged buffers back to the device."""
 
     works: Sequence[dist.Work]
     landings: Sequence[tuple[Tensor, Tensor]] = ()
@@ -82,11 +82,11 @@ class All:
 
     @property
     def ended(self) -> torch.futures.Future:
-        """Return the end of all works, where a backend tells of it apart from `wait`."""
+        """Return a future of the end of all works, if the backend's works have an `ended`."""
         return torch.futures.collect_all([work.ended for work in self.works])
 
     @property
     def times(self) -> tuple[float, float]:
-        """Return the start of the first and the end of the last, where the backend knows them."""
+        """Return the start of the first work and the end of the last, if the backend knows them."""
         times = [work.times for work in self.works]
         return min(start for start, _ in times), max(end for _, end in times)

@@ -3,12 +3,12 @@
 Idea.   A host has more memory than a GPU, and cheaper memory; PCIe lies between the two. A
         copy engine carries one tensor at a time in each direction while the GPU computes.
 Cost.   latency + num_bytes / bandwidth seconds a copy (alpha-beta); both directions work at once.
-CUDA.   A stream per direction, and pinned memory, without which a copy is not asynchronous. The
-        profiler makes the span of a copy, of kind "copy".
+CUDA.   A stream per direction, and pinned memory: only from pinned memory a copy is asynchronous.
+        The profiler records each copy as a span of kind "copy".
 CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done. So the
         processor is free to compute, and overlap is real. A copy is a span along the axis "host".
-        Host and device are two accounts of the same memory: `on_host` says which one a tensor
-        belongs to.
+        Host and device use the same memory, but their bytes are counted separately: `on_host`
+        says which count a tensor belongs to.
 In torch: `Tensor.to(device, non_blocking=True)` on a stream.
 Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
 """
@@ -33,7 +33,7 @@ _host_depth = 0
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Count memory that the body allocates as the host's, although the device is the CPU too."""
+    """Count tensors that the body allocates as host memory, even where the device is the CPU."""
     global _host_depth
     _host_depth += 1
     try:
@@ -50,10 +50,10 @@ def is_on_host() -> bool:
 class HostCopy:
     """The copy engine of one rank: `to_host` and `to_device`, each a queue of its own.
 
-    Both return a `Pending`. Where a GPU receives the copy, only its stream waits.
+    Both return a `Pending`. If the destination is on a GPU, `wait` blocks its stream, not the host.
 
     On a CPU, `pcie` is an emulated link: `link.parse("pcie5*1000")` is PCIe 5 slowed 1000 times, as
-    the processor is slow too. None copies as fast as this machine can.
+    the processor is slow too. With None, copies run at the speed of this machine.
     """
 
     def __init__(self, device: torch.device | str = "cpu", pcie: Any = None) -> None:
@@ -78,7 +78,7 @@ class HostCopy:
         return self._down(tensor.detach(), self.empty_like(tensor))
 
     def to_device(self, source: Tensor, destination: Tensor) -> Pending:
-        """Start to copy a tensor of the host into one of the device."""
+        """Start to copy `source` on the host into `destination` on the device."""
         return self._up(source.detach(), destination.detach())
 
 
@@ -88,7 +88,7 @@ class _Lane:
 
     def __init__(self, pcie: Any, name: str) -> None:
         self._pcie, self._name = pcie, name
-        self._free = 0.0  # when PCIe is free, by its own clock: oversleeping does not add up
+        self._free = 0.0  # when PCIe is free, as computed: late wake-ups do not add up
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def start(self, source: Tensor, destination: Tensor) -> Pending:
@@ -102,7 +102,7 @@ class _Lane:
         """Copy, and sleep until PCIe would have been done; return the start and the end."""
         start = max(called, self._free)
         both[1].copy_(both[0])
-        both.clear()  # the thread still holds the list when the caller's wait has ended
+        both.clear()  # free the tensors: the thread holds this list longer than the caller waits
         now, end, pcie = time.monotonic(), start, self._pcie
         if pcie is not None:
             end += pcie.latency + num_bytes / pcie.bandwidth

@@ -1,7 +1,7 @@
 """A mesh gives every rank a coordinate along named axes, and every axis a process group.
 
-Idea: number the ranks in row-major order of a grid, ``Mesh(dp=2, tp=2)``, the last axis varying
-fastest, so that its ranks are neighbours (on one node, where links are fast):
+Idea: number the ranks in row-major order of a grid, such as ``Mesh(dp=2, tp=2)``. The last axis
+varies fastest, so its ranks are neighbours (on one node, where links are fast):
 
               tp=0     tp=1
     dp=0      rank 0   rank 1
@@ -111,14 +111,14 @@ class Axis:
 class Mesh:
     """Ranks on a grid: ``Mesh(dp=2, tp=2).tp`` is the `Axis` of this rank along ``tp``.
 
-    All ranks make the same mesh together; an equal second mesh costs nothing. A mesh of one rank
+    All ranks make the same mesh together; equal meshes share process groups. A mesh of one rank
     needs no `torch.distributed`.
 
     Raises `ValueError` on every rank when the sizes do not multiply to the number of ranks.
     """
 
     label = "rank 0 of 1"
-    """The name of this rank in error messages, by the latest mesh."""
+    """The name of this rank in error messages, from the mesh that was made last."""
 
     def __init__(self, **sizes: int) -> None:
         initialised = dist.is_available() and dist.is_initialized()

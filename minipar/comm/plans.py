@@ -7,9 +7,9 @@ starts. `minipar.comm.algorithms` runs any plan.
 Two rules make all of the algorithms from three ways to *spread* data:
 
 *Duality.* A reduce-scatter is an all-gather run backwards, and a reduction to a root is a broadcast
-run backwards: reverse the rounds, let receivers send, and add what arrives (`dual`).
-*Composition.* All-reduce = reduce-scatter, then all-gather: lists are joined with ``+``. Two plans
-that use different links run at the same time (`together`).
+run backwards: reverse the rounds, let receivers send, and add received elements (`dual`).
+*Composition.* All-reduce = reduce-scatter, then all-gather: ``+`` joins the two lists of rounds.
+Plans that use different links run at the same time (`together`).
 
     spread          rounds              its dual            both: an all-reduce
     ring            n - 1               ring                Patarasuk & Yuan 2009
@@ -17,7 +17,7 @@ that use different links run at the same time (`together`).
     tree            depth + chunks - 1  reduction tree      Sanders, Speck & Traeff 2009
 
 Shapes: all plans work on a flat buffer; n ranks; a span ``(lo, hi)`` is elements lo .. hi-1 of it;
-`parts[r]` is the span that belongs to rank r. Empty messages are never sent: both ends know.
+`parts[r]` is the span of rank r. An empty message is never sent: both ends know that it is empty.
 Source: Chan, Heimlich, Purkayastha & van de Geijn 2007, "Collective communication: theory,
 practice, and experience", sections 3 (duality) and 4 (composition).
 """
@@ -30,7 +30,7 @@ from itertools import zip_longest
 Span = tuple[int, int]
 
 CHUNK = 1 << 20
-"""Elements per message in trees, where one chunk goes down while the next still comes up."""
+"""Elements per message in trees. Chunks are pipelined: one goes down while the next goes up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ Plan = list[Round]
 
 # ---------------------------------------------------------------------- spans
 def cut(span: Span, pieces: int) -> list[Span]:
-    """Cut into `pieces` spans in order, as even as can be: the first ones have one element more."""
+    """Cut into `pieces` spans in order, as even as possible: 10 into 4 spans of 3, 3, 2 and 2."""
     lo, (size, longer) = span[0], divmod(span[1] - span[0], pieces)
     bounds = [lo + i * size + min(i, longer) for i in range(pieces + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
@@ -82,7 +82,7 @@ def _round(sends: Sequence[tuple[int, Span]], recvs: Sequence[tuple[int, Span]])
 
 # ---------------------------------------------------------------------- making plans of plans
 def dual(plan: Plan) -> Plan:
-    """Run `plan` backwards, adding what arrives: all-gather <-> reduce-scatter."""
+    """Reverse `plan`, and let receivers add: all-gather <-> reduce-scatter."""
     return [
         Round(
             tuple(Message(m.peer, m.lo, m.hi) for m in step.recvs),
@@ -93,7 +93,7 @@ def dual(plan: Plan) -> Plan:
 
 
 def together(*plans: Plan) -> Plan:
-    """Run several plans at the same time, round by round. They write to different elements."""
+    """Merge plans that run at the same time, round by round, and write to different elements."""
     return [
         Round(
             tuple(message for step in steps for message in step.sends),
@@ -105,7 +105,7 @@ def together(*plans: Plan) -> Plan:
 
 # ---------------------------------------------------------------------- spreading: all-gather
 def ring_gather(parts: Sequence[Span], rank: int, size: int, step: int = 1) -> Plan:
-    """Pass on to the right what came from the left: n-1 rounds. ``step=-1`` turns it around."""
+    """Send the part from the left on to the right: n-1 rounds. ``step=-1`` reverses the ring."""
     left, right = (rank - step) % size, (rank + step) % size
     at = [(rank - k * step) % size for k in range(size)]  # the parts in the order of their arrival
     return [_round([(right, parts[at[k]])], [(left, parts[at[k + 1]])]) for k in range(size - 1)]
@@ -128,8 +128,8 @@ def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
 def tree(places: range, parent: int | None = None, depth: int = 0) -> Iterator[tuple]:
     """Yield (place, parent, depth) of a binary tree in-order over `places`, the root first.
 
-    The root is place 2^k - 1, with the largest k: all even places are leaves. So ranks that are one
-    place further in a second tree have children in one of the two at most. Source: Sanders, Speck
+    The root is place 2^k - 1, with the largest k: all even places are leaves. If a second tree is
+    shifted by one place, each rank has children in at most one of the two. Source: Sanders, Speck
     & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
     """
     if places:
@@ -142,8 +142,8 @@ def tree(places: range, parent: int | None = None, depth: int = 0) -> Iterator[t
 def tree_broadcast(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
     """Pass each chunk on to the children, one round after it came from the parent.
 
-    Rank r is at place r + `shift`, around the end. Every rank counts rounds from the same start,
-    rests included: depth + chunks - 1 of them.
+    Rank r is at place (r + `shift`) mod n. All ranks have plans of equal length, depth + chunks - 1
+    rounds. In some of these rounds a rank rests.
     """
     nodes, here = list(tree(range(size))), (rank + shift) % size
     [(parent, depth)] = [(parent, depth) for place, parent, depth in nodes if place == here]
@@ -159,7 +159,7 @@ def tree_broadcast(chunks: Sequence[Span], rank: int, size: int, shift: int = 0)
 
 
 def tree_all_reduce(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
-    """Reduce up to the root; the first chunk is on its way down while the others still go up."""
+    """Reduce to the root, then broadcast: the first chunk goes down while the others go up."""
     up = dual(tree_broadcast(chunks[::-1], rank, size, shift))
     down = tree_broadcast(chunks, rank, size, shift)
     rests = len(up) - len(chunks) + 1  # until the first chunk is at the root
@@ -174,10 +174,10 @@ def ring(numel: int, rank: int, size: int) -> Plan:
 
 
 def bidirectional(numel: int, rank: int, size: int) -> Plan:
-    """Run two rings, one each way round, with half of the data each.
+    """Run two rings in opposite directions, with half of the data each.
 
-    They gain where the links to the two neighbours are different wires. On one port they cost as
-    much as the ring.
+    Two rings are faster than one where each neighbour has its own link. On one shared port they
+    cost as much as one.
     """
     halves = [cut(part, 2) for part in cut((0, numel), size)]
     spread = together(
@@ -199,8 +199,8 @@ def halving_doubling(numel: int, rank: int, size: int) -> Plan:
 def double_tree(numel: int, rank: int, size: int, chunk: int = CHUNK) -> Plan:
     """Reduce and broadcast in two trees with half of the data each: 2 depth + g - 1 rounds.
 
-    A single tree lets its leaves, half of all ranks, send only half of the time. A leaf of one tree
-    has children in the other. g is the number of chunks per tree.
+    In a single tree the leaves, half of all ranks, send only half of the time. Here, a leaf of one
+    tree has children in the other. g is the number of chunks per tree.
     """
     first, second = cut((0, numel), 2)
     chunks = max(1, -(-first[1] // chunk))
@@ -233,9 +233,9 @@ def seconds(
     """Return the seconds that the `plans` of all ranks take, one round after the other.
 
     A round takes ``alpha`` seconds, and ``beta`` per byte that the busiest rank sends or receives.
-    `sharing` says how messages to different peers share its port. At 1 they queue (one network
-    card). At 0 each has a wire of its own, and the longest rules (the emulated link; nearly
-    NVSwitch). Where chunks overlap, the result is an upper bound.
+    `sharing` says how a rank's messages to different peers share its port. At 1 they queue (one
+    network card). At 0 each peer has its own link, and the longest message counts (the emulated
+    link; nearly NVSwitch). Where chunks overlap, the result is an upper bound.
     """
     total = 0.0
     for steps in zip_longest(*plans, fillvalue=Round()):
@@ -250,7 +250,7 @@ def seconds(
 
 
 def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
-    """Return the elements that pass this rank's port, as if one after the other."""
+    """Return the elements that pass the port of `rank` one after the other, given `sharing`."""
     by_peer: dict[int, int] = defaultdict(int)
     for message in messages:
         if message.peer != rank:

@@ -1,9 +1,9 @@
-"""Scheduling of threads on Linux: the threads of gloo wait for a core instead of taking one.
+"""Scheduling of threads on Linux: gloo's threads wait for a free core and preempt no other thread.
 
-Some of gloo's threads write messages, and one reads them. The woken reader preempts the writer, and
-asks in vain for a connection on which the writer still works, until its time slice of some
-milliseconds is over. Where ranks need all cores, this is the rule. A thread of the policy
-SCHED_BATCH preempts nobody when it is woken. (sched(7) of Linux; gloo's `Pair::handleEvents`.)
+Some of gloo's threads write messages, and one reads them. When the reader wakes up, it preempts a
+writer. It then polls a connection that this writer still uses, for a time slice of some
+milliseconds. This happens often when the ranks use all cores. A thread of the policy SCHED_BATCH
+preempts no thread when it wakes up. (sched(7) of Linux; gloo's `Pair::handleEvents`.)
 """
 
 import os
@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Start threads in the body that preempt nobody, such as gloo's.
+    """Give threads that start in the body, such as gloo's, the policy SCHED_BATCH.
 
-    Afterwards the calling thread has its policy back. Nothing changes on other systems than Linux,
-    where somebody has chosen a policy, or where the system forbids to choose.
+    Afterwards the calling thread has its old policy again. Nothing changes on systems other than
+    Linux, if the thread already has a special policy, or if the system forbids the change.
     """
     usual = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
     if usual:

@@ -1,8 +1,8 @@
 """The one place where a strategy reads values of tensors.
 
-A read waits until the GPU has done everything that was launched before. So strategies decide by
-shapes and settings. The few that need values call `look` or `to_host`. On the meta device tensors
-have no values, and every other read fails.
+A read waits until the GPU has finished all kernels launched before. So strategies decide by shapes
+and settings. The few strategies that need values call `look` or `to_host`. On the meta device,
+tensors have no values, and every other read fails.
 """
 
 from typing import Any

@@ -3,26 +3,26 @@
     from minipar.sim.emulate import device
     ranks.run(use, device("h100/50", magnify=64))      # or, in a notebook, Ranks(device="h100/50")
 
-Idea.   On a laptop all ranks share a few cores, and timelines show how busy the cores are.
-        Here each rank has a clock instead. Tensors are computed as ever, at once. Every operation
-        moves the clock on by the seconds that the declared device needs for it. The rank sleeps
-        until its clock wherever another could notice: where a collective or a message begins, and
-        where a call or a recording ends. 16 ranks on two cores draw what 16 GPUs would.
+Idea.   On a laptop all ranks share a few cores, so timelines show how busy the cores are.
+        Here each rank has a clock instead. The CPU computes all tensors as usual. Every operation
+        moves the clock on by the seconds that the declared device needs. A rank sleeps until its
+        clock's time where another rank could notice: where a collective or a message begins, and
+        where a call or a recording ends. So 16 ranks on two cores have the timelines of 16 GPUs.
 Law.    Seconds of an operation follow from its shapes (`operations.py`) and the device's data sheet
-        (`sim/hardware.py`). Deadlines are points of the clock: a rank that comes late to one makes
-        up for it asleep, and times of a Timeline are exact all the same.
-Slow.   All of it, links too, happens `slowdown` times slower than declared, because a laptop must
-        have done the real work by then. A Timeline shows seconds of the declared device.
+        (`sim/hardware.py`). A rank sleeps until a point of its clock. If the rank comes late, it
+        sleeps less. So the times of a Timeline are exact.
+Slow.   Devices and links are `slowdown` times slower than declared, because the laptop must do the
+        real work in this time. A Timeline shows seconds of the declared device.
 Format. A tensor of float32 here stands for a bf16 tensor of a GPU: a matmul runs at the rate of
         bf16, and all bytes count half, on the link too. The optimizer's step keeps its 28 bytes per
-        parameter: float32 masters and moments, and bf16 weights. Other types count as they are.
+        parameter: float32 masters and moments, and bf16 weights. Other dtypes count all bytes.
 Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
         while heads, layers and microbatches stay. Products and attention then have k^3 times their
         FLOPs, and messages, copies and states k^2 times their bytes. (A norm's weights count k
-        times too much: next to nothing. Give `bucket_mb` in small, 25 / k^2 for 25 MB.)
+        times too much, which is negligible. Divide `bucket_mb` by k^2: 25 / k^2 for 25 MB.)
 
-Limits: collectives on the emulated link alone; copies between device and host take real time; what
-other threads of a rank compute takes none.
+Limits: collectives on the emulated link alone; copies between device and host take real time;
+compute in other threads of a rank takes no time.
 """
 
 import gc
@@ -48,7 +48,7 @@ from minipar.emulate import operations
 class Device:
     """The declared device of a rank. Raises `ValueError` for a factor below 1."""
 
-    sheet: Any  # what answers in seconds as `minipar.sim.hardware.Device` does
+    sheet: Any  # an object that gives seconds, like `minipar.sim.hardware.Device`
     slowdown: float = 1.0
     magnify: float = 1.0
 
@@ -79,7 +79,7 @@ class Device:
 
 # ---------------------------------------------------------------------- of this process
 def use(device: Device | None) -> None:
-    """Compute on `device` from now on, inside of `running`; None: on what there is."""
+    """Compute on `device` from now on, inside of `running`; None: on the real device."""
     if clock.device is not None:
         clock.device.close()
     clock.device = None if device is None else _Clock(device)
@@ -96,7 +96,7 @@ def playing() -> Device | None:
 
 
 def label(link: str) -> str:
-    """Return the words for a figure about the device and a `link` with that label."""
+    """Return the label of a figure for the device and a link with the label `link`."""
     return link if current() is None else f"Emulated {current()}; {link}. Times are the GPU's."
 
 
@@ -114,7 +114,7 @@ def paused() -> Any:
 
 
 def now() -> float:
-    """Return seconds of the declared device: two of them measure a time."""
+    """Return the time of the declared device in seconds; take the difference of two calls."""
     return clock.now() / (1.0 if current() is None else current().slowdown)
 
 
@@ -136,15 +136,15 @@ class _Clock(TorchDispatchMode, calls.Tap):
         super().__init__()
         self.device, self.slowdown = device, device.slowdown
         self.at, self.thread = time.monotonic(), threading.local()
-        self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
-        self.stepping = 0.0  # seconds of the step that begins
+        self.is_paused, self.is_inside = False, 0  # open optimizer steps, which may be nested
+        self.stepping = 0.0  # seconds of an optimizer step, until its first operation
         self.known: dict[Any, float] = {}
-        gc.freeze()  # to go through all that was imported would make a rank late
+        gc.freeze()  # a garbage collection over all imported modules would delay the rank
         self.hooks = [
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
         ]
-        calls.taps.insert(0, self)  # others are told of the bytes of the declared model
+        calls.taps.insert(0, self)  # first: later taps see the bytes of the declared model
 
     def close(self) -> None:
         calls.taps.remove(self)
@@ -176,7 +176,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     @contextmanager
     def beside(self, start: float) -> Iterator[None]:
-        """Give this thread its own clock: its waits do not hold the rank up; computing is free."""
+        """Give this thread a clock: its waits do not delay the rank; its compute takes no time."""
         self.thread.at = start
         try:
             yield
@@ -185,7 +185,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Begin the body at the machine's time; at its end, sleep until the clock's."""
+        """Begin the body at the machine's time; at the end, sleep until the clock's time."""
         self.at = max(self.at, time.monotonic())
         yield
         self.come_true()
@@ -198,7 +198,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
     # -------- operations
     @contextmanager
     def running(self) -> Iterator[None]:
-        self.is_paused, self.is_inside = False, 0  # whatever a call before has left
+        self.is_paused, self.is_inside = False, 0  # an earlier call may have failed inside
         with self.recording(), operations.fused_norms(), self:
             yield
 
@@ -207,9 +207,9 @@ class _Clock(TorchDispatchMode, calls.Tap):
         result = op(*args, **kwargs)
         if self.is_paused or op.namespace == "c10d" or operations.is_view(op):
             return result
-        if torch.is_inference_mode_enabled():  # there, a linear layer comes whole
+        if torch.is_inference_mode_enabled():  # torch then dispatches a linear layer as one op
             raise RuntimeError("an emulated device needs torch.no_grad(), not inference_mode()")
-        if self.is_inside:  # an optimizer, at its first operation
+        if self.is_inside:  # charge the optimizer's whole step at its first operation
             self.at += self.stepping * self.slowdown
             self.stepping = 0.0
             return result

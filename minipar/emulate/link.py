@@ -1,6 +1,6 @@
-"""An emulated link: gloo moves the data, a clock decides when it has arrived.
+"""An emulated link: gloo moves the data, a clock decides when the data have arrived.
 
-On a laptop all ranks share one memory: communication costs computing time, and nothing hides it.
+On a laptop all ranks share one memory: communication takes compute time, and cannot be hidden.
 The backend ``link`` (`link_group.py`) lets gloo do the work and then *sleeps* until a real link
 would have been done. So overlap is real, and the processor is free to compute meanwhile:
 
@@ -13,7 +13,7 @@ Model (alpha-beta; Hockney 1994; Thakur, Rabenseifner & Gropp 2005, section 3; C
 an operation starts when the last rank has called it and the link is free. It takes
 ``steps * latency + wire_bytes / bandwidth`` seconds (`seconds`). Links work in both directions at
 once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream.
-Messages have a lane per peer and direction: the next one may leave while the last one travels.
+Messages have a lane per peer and direction: a message may leave before the last one has arrived.
 
 Limits: one machine, CPU tensors. In torch: the backends ``gloo`` and ``nccl``.
 """
@@ -41,7 +41,7 @@ class Link:
     slowdown: float = 1.0
 
     def scaled(self, factor: float) -> "Link":
-        """Return this link slowed by `factor`, to sit beside a processor as much slower."""
+        """Return this link slowed by `factor`, to match a processor slower by the same factor."""
         if not 0 < factor <= 1e9:
             raise ValueError(f"cannot slow a link {factor} times; use a factor above 0, up to 1e9")
         return replace(
@@ -52,7 +52,7 @@ class Link:
         )
 
     def between(self, ranks: Sequence[int]) -> "Link":
-        """Return this link: it joins all ranks. On a `Topology` it depends on the ranks."""
+        """Return this link, for any ranks. On a `Topology`, the link depends on the ranks."""
         return self
 
     @property
@@ -77,7 +77,7 @@ LINKS = {
     "nvlink4": Link("NVLink 4", 3.4e-6, 450e9, "NVIDIA H100, 18 links of 25 GB/s" + _NCCL),
     "nvlink5": Link("NVLink 5", 3.4e-6, 900e9, "NVIDIA B200, 18 links of 50 GB/s" + _NCCL),
 }
-"""Peak rates in one direction, as sold; latencies of one step of a collective, in software too."""
+"""Peak rates in one direction, by data sheet; latencies of a collective's step, with software."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Topology:
     """Nodes of `ranks_per_node` ranks each: links `intra` inside of a node, `inter` between nodes.
 
     A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once.
-    None gives each rank a card. All ranks of a node run the same program: where (0, 2) talk, (1, 3)
-    talk at the same time, and over one card per node that takes twice as long. A flat ring of all
-    ranks has one hop that leaves a node, and takes as long as ever.
+    None gives each rank a card. All ranks of a node run the same program: while ranks (0, 2)
+    communicate, (1, 3) do so too. With one card per node, this takes twice as long. A flat ring of
+    all ranks has only one hop that leaves a node, so it takes no longer.
     """
 
     nodes: int = 2
@@ -102,12 +102,12 @@ class Topology:
             raise ValueError(f"cards_per_node={cards} must divide the {ranks} ranks of a node")
 
     def between(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link of these global ranks, while their neighbours do the same."""
+        """Return the slowest link of these global ranks, while the ranks beside them send too."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         on_node, cards = nodes.count(nodes[0]), self.cards_per_node or self.ranks_per_node
         if on_node == len(nodes):
             return self.intra
-        groups = max(1, self.ranks_per_node // cards // on_node)  # that share a card
+        groups = max(1, self.ranks_per_node // cards // on_node)  # groups that share one card
         return replace(self.inter, bandwidth=self.inter.bandwidth / groups)
 
     def scaled(self, factor: float) -> "Topology":
@@ -153,7 +153,7 @@ def seconds(verb: str, num_bytes: int, size: int, link: Link) -> float:
 _link: Link | Topology = LINKS["none"]
 checks = True
 observers: list[Callable[[Any], None]] = []
-"""Called with every `LinkWork` that ends: how to record what torch's own DDP and FSDP send."""
+"""Functions called with every `LinkWork` that ends; for example, to record torch's DDP and FSDP."""
 
 
 def parse(text: str) -> Link:
@@ -188,13 +188,13 @@ def current() -> Link | Topology:
 def check_calls(enabled: bool = True) -> None:
     """Compare the calls of all ranks before each collective (the default). Call it on every rank.
 
-    The check costs a tiny all-gather: switch it off where time is the topic.
+    The check costs a tiny all-gather: switch it off to measure time.
     """
     global checks
     checks = enabled
 
 
 def in_use() -> Link | Topology:
-    """Return the link that `use` has set, slowed as much as an emulated device beside it."""
+    """Return the link that `use` has set, slowed by the `slowdown` of the emulated device."""
     played = device.playing()
     return _link if played is None else _link.scaled(played.slowdown)

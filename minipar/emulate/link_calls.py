@@ -20,14 +20,14 @@ class Transfer(NamedTuple):
 
 
 Cell = tuple[int, int, int]
-"""(end, src, dst): end 0 is the sender's of a message from src to dst, end 1 the receiver's;
+"""(end, src, dst) of a message from src to dst: end 0 is the sender's end, end 1 the receiver's.
 (0, rank, rank) is for the collectives of `rank`."""
 
 
 class Calls:
     """The times of all calls of one process group, in memory that its ranks share.
 
-    A rank posts before it hands the operation to gloo, and reads when gloo is done: by then all
+    A rank posts before gloo starts the operation, and reads after gloo has ended it. By then, all
     other ranks of the call have posted. Shared memory costs microseconds, gloo milliseconds.
     """
 
@@ -39,26 +39,26 @@ class Calls:
             with tempfile.NamedTemporaryFile(prefix="minipar-link-", delete=False) as file:
                 file.truncate(8 * math.prod(shape))
             store.set("calls", file.name)
-        path = store.get("calls").decode()  # a file of this machine: a link joins no others
+        path = store.get("calls").decode()  # a local file: all ranks of a link are on this machine
         self._numbers, self._posted = np.memmap(path, "f8", "r+", shape=shape), Counter[Cell]()
         if store.add("calls opened", 1) == size:
-            os.unlink(path)  # the last rank has come: the memory lives on, the file need not
+            os.unlink(path)  # all ranks have mapped the file, so they no longer need its name
 
     def post(self, cell: Cell, mine: Transfer) -> int:
-        """Say that this rank is ready for the next operation of this cell; return its number."""
+        """Post that this rank is ready for the cell's next operation; return the call's number."""
         self._posted[cell] += 1
         call = self._posted[cell]
         numbers = self._numbers[cell][call % self.SLOTS]
         numbers[1:] = mine
-        numbers[0] = call  # last: now the cell is good
+        numbers[0] = call  # written last: now the other numbers are valid
         return call
 
     def read(self, cell: Cell, call: int) -> Transfer | None:
-        """Return what was posted, or None if that rank has not called yet."""
+        """Return the transfer posted for `call`, or None if the cell's rank has not called yet."""
         number, *transfer = self._numbers[cell][call % self.SLOTS].tolist()
         return Transfer(*transfer) if number == call else None
 
     def latest(self, cells: Sequence[Cell], call: int, mine: Transfer) -> Transfer:
-        """Return the latest start and the longest transfer, of `mine` and all that was posted."""
+        """Return the latest start and the longest transfer, of `mine` and all posted transfers."""
         posted = [mine, *filter(None, (self.read(cell, call) for cell in cells))]
         return Transfer(*map(max, zip(*posted, strict=True)))

@@ -1,7 +1,7 @@
 """The backend ``link``: a `torch.distributed` process group over gloo with a clock of its own.
 
 Gloo moves the data; a thread per lane then sleeps until the link of `minipar.emulate.link` would
-have carried it. Ranks that call different things get a `Mismatch` that says who called what.
+have carried the data. If ranks make different calls, a `Mismatch` says which rank called what.
 """
 
 import json
@@ -42,9 +42,9 @@ class Mismatch(RuntimeError):
 class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
-    The wire works for it from `t_start`. `waits` has the moments at which this rank called `wait`,
-    or asked and heard that it is done. Times are in seconds of `time.monotonic`. `num_bytes` counts
-    what this rank sends, as `collectives.wire_bytes` does.
+    The link carries the data from `t_start` on. `waits` has the times at which this rank called
+    `wait`, or `is_completed` returned True. Times are in seconds of `time.monotonic`. `num_bytes`
+    counts the bytes that this rank sends, as `collectives.wire_bytes` does.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LinkWork(dist.Work):
         self.peer: int | None = None  # the group's rank at the other end of a message
         self.t_issue, self.t_start, self.t_end = clock.now(), None, None
         self.waits: list[float] = []
-        self.run = run  # does the real operation; given when this rank and its link are ready
-        self.latency = latency  # of the time it takes: during it, the link is free for the next
+        self.run = run  # ``run(t)`` does the real operation; rank and link are ready at time t
+        self.latency = latency  # the last seconds, in which the link can carry the next operation
         self._hold, self._result, self._error = hold, result, None
         self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
 
@@ -80,9 +80,9 @@ class LinkWork(dist.Work):
         return (self.t_issue if self.t_start is None else self.t_start), self.t_end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until done, or until the time of the group is up; raise what went wrong."""
+        """Block until done, or until the timeout of the group; raise the operation's error."""
         self.waits.append(time.monotonic())
-        while not self._done.wait(0.1):  # in slices: signals get through
+        while not self._done.wait(0.1):  # in slices, so that Python handles signals
             pass
         self.result()
         clock.reach(self.t_end)
@@ -93,7 +93,7 @@ class LinkWork(dist.Work):
             return False
         self.waits.append(time.monotonic())  # as a loop that asks until it is done
         if self._error is None:
-            self.result()  # a caller who has seen that it is done may read it
+            self.result()  # after True, the caller may read the result
         return True
 
     def exception(self) -> Exception | None:
@@ -111,8 +111,8 @@ class LinkWork(dist.Work):
         return self._result
 
     def get_future(self) -> Future:
-        # Future.set_exception would make the exception the *value* that C++ sees (DDP then reads a
-        # tensor from it and crashes); only a callback that raises makes a future fail for C++ too.
+        # With Future.set_exception, C++ sees the exception as a *value*: DDP reads a tensor from it
+        # and crashes. Only a callback that raises makes the future fail in C++ too.
         return self.ended.then(lambda _: self.result())
 
 
@@ -133,7 +133,7 @@ class LinkGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         self.inner = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
-        # Gives the group a name, and the paths that never leave C++ a backend.
+        # This gives the group a name, and a backend to calls that stay inside C++.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._calls = Calls(options.store, rank, size)
@@ -171,7 +171,7 @@ class LinkGroup(dist.ProcessGroup):
         return work
 
     def _work_off(self, works: queue.SimpleQueue) -> None:
-        free = 0.0  # when the link has carried the last operation
+        free = 0.0  # when the link can carry the next operation
         while (work := works.get()) is not None:
             try:
                 self._raise_if_stopped()
@@ -181,7 +181,7 @@ class LinkGroup(dist.ProcessGroup):
                 while (left := end - time.monotonic()) > 0:
                     self._stopped.wait(left)
                     self._raise_if_stopped()
-                work.t_end = end if device.current() else None  # however late it is here
+                work.t_end = end if device.current() else None  # even if the sleep was longer
                 failed = None
             except Mismatch as error:
                 failed = error
@@ -190,7 +190,7 @@ class LinkGroup(dist.ProcessGroup):
             with self._lock:
                 self._pending.discard(work)
             work.finish(failed)
-            del work, failed  # a lane at rest must not keep tensors alive
+            del work, failed  # an idle lane must not keep tensors alive
 
     def _raise_if_stopped(self, verb: str = "") -> None:
         if self._stopped.is_set():
@@ -201,15 +201,15 @@ class LinkGroup(dist.ProcessGroup):
     def _collective(
         self, verb: str, gloo: str, *args: Any, piece: int = 0, each: bool = False
     ) -> LinkWork:
-        """Do `verb` of the cost model by the method `gloo` of gloo.
+        """Call gloo's method `gloo`, in the time of `verb` in the cost model.
 
-        The last of `args` are gloo's options. Number `piece` is what one rank holds: it is alike on
-        all ranks. With `each`, arguments are lists: gloo is called once per pair, and the link
-        carries all as one transfer.
+        The last of `args` are gloo's options. ``args[piece]`` is the part of one rank: its shape is
+        the same on all ranks. With `each`, arguments are lists: gloo is called once per pair, and
+        the link carries all pairs as one transfer.
         """
         *args, opts = args
         pieces = args[piece : piece + 1]
-        device.synchronize()  # the device has computed the tensors
+        device.synchronize()  # sleep until the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
@@ -239,7 +239,7 @@ class LinkGroup(dist.ProcessGroup):
         result = tensors_in(args[:1])
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
-    # torch's functional collectives call the coalesced ones. A method that is missing goes by gloo.
+    # torch's functional collectives call the coalesced methods. Other methods run on gloo directly.
     allreduce = partialmethod(_collective, "all_reduce", "allreduce")
     broadcast = partialmethod(_collective, "broadcast", "broadcast")
     reduce = partialmethod(_collective, "reduce", "reduce")
@@ -312,14 +312,14 @@ class LinkGroup(dist.ProcessGroup):
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
         self._raise_if_stopped()
-        device.synchronize()  # the device has computed the tensors
+        device.synchronize()  # sleep until the device has computed the tensors
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
         num_bytes = _num_bytes(tensors)
         wire, counted = link.in_use().between(pair), device.counted(num_bytes, _type_of(tensors))
         mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
         number = self._calls.post(cell, mine)
-        other = self._calls.read(other_end, number)  # the rank that comes second knows both
+        other = self._calls.read(other_end, number)  # the rank that posts second sees both sizes
         if link.checks and other is not None and other.num_bytes != num_bytes:
             sizes = num_bytes, int(other.num_bytes)
             raise self._wrong_size(src, dst, *(sizes if verb == "send" else sizes[::-1]))
@@ -332,7 +332,7 @@ class LinkGroup(dist.ProcessGroup):
             return self._calls.latest([other_end], number, mine._replace(start=ready))
 
         work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, wire.latency, hold)
-        work.t_issue = mine.start  # the time that the other end sees
+        work.t_issue = mine.start  # the same time that the other rank reads
         work.peer = peer
         return self._enqueue((verb, peer), work)
 

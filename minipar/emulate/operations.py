@@ -1,9 +1,9 @@
 """The cost of an operation, by its shapes alone: bytes, and seconds on a device.
 
-The simulator (`sim/`) and the emulated device (`device.py`) share this law. Matmuls and attention
-cost by their shapes, all other operations by the bytes that they read and write. An optimizer costs
-one pass over its weights, gradients and state, as a fused one does. Views and empty memory are
-free.
+The simulator (`sim/`) and the emulated device (`device.py`) use the same costs. The cost of matmuls
+and attention depends on their shapes. The cost of all other operations depends on the bytes that
+they read and write. An optimizer step costs one pass over weights, gradients and state, like a
+fused optimizer. Views and empty memory are free.
 """
 
 import math
@@ -22,7 +22,7 @@ _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
 _UNREAD = {"copy_": 0, "_foreach_copy_": 0, "zero_": 0, "_foreach_zero_": 0, "fill_": 0}
 _UNREAD |= {"normal_": 0, "uniform_": 0, "nll_loss_backward": 1}
-"""Which argument an operation is given and does not read, such as one that it overwrites."""
+"""The index of an argument that the operation does not read, such as one that it overwrites."""
 _LOOKUPS = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
 """Operations that read as much of their first argument as they return."""
 
@@ -51,7 +51,7 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         a, b = given[-2:]
         work = "product"
         shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
-    elif name == "_grouped_mm":  # each expert's rows by its weights, or the weights' gradient
+    elif name == "_grouped_mm":  # per expert: its rows @ its weights, or the weights' gradient
         (a, b), work = given[:2], "product"
         (m, k), n = a.shape, b.shape[-1]
         if b.ndim == 3:
@@ -91,12 +91,12 @@ def seconds_of(work: Any, device: Any) -> float:
 
 
 def step_of(work: Work, num_bytes: int) -> Work:
-    """Return the work of an optimizer's step, in the place of its first operation."""
+    """Return the work of a whole optimizer step; it replaces `work`, the first operation."""
     return Work("step", "bytes", (), work.dtype, num_bytes)
 
 
 def bytes_of_step(parameters: Sequence[Tensor], state: Any) -> int:
-    """Return the bytes of a step: it reads weights, gradients, state; it writes weights, state."""
+    """Return the bytes of a step, which reads weights, gradients, state; writes weights, state."""
     return 3 * sum(p.nbytes for p in parameters) + 2 * sum(t.nbytes for t in tensors(state))
 
 
@@ -106,7 +106,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def key_of(value: Any) -> Any:
-    """Return what the shape of a result depends on."""
+    """Return a key for `value`, with all properties on which the shape of a result depends."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -116,7 +116,7 @@ def key_of(value: Any) -> Any:
 
 @cache
 def is_view(op: Any) -> bool:
-    """True if the result of `op` is the memory that it was given, in another shape."""
+    """True if the result of `op` shares memory with an argument, as a view does."""
     returns = [value.alias_info for value in op._schema.returns]
     is_alias = any(alias is not None and not alias.is_write for alias in returns)
     return is_alias or op.name() == "aten::_unsafe_view"
@@ -127,8 +127,8 @@ def is_view(op: Any) -> bool:
 def fused_norms() -> Iterator[None]:
     """Make `F.rms_norm` one operation in the body, and its gradient one, as torch does on CUDA.
 
-    On a CPU torch runs a dozen operations, which keep float32 beside 16 bits. CUDA does so too if
-    the weight and the input differ in type. Values are the same, up to rounding.
+    On a CPU torch runs a dozen operations, which keep float32 copies of 16-bit tensors. CUDA does
+    so too if weight and input differ in dtype. Values are the same, up to rounding.
     """
     norm = decomposition_table[torch.ops.aten._fused_rms_norm.default]
     backward = decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]

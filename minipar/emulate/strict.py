@@ -1,15 +1,15 @@
-"""A race detector for collectives: the emulated link, as unforgiving as a GPU.
+"""A race detector for collectives on the emulated link: it finds errors that fail on a GPU.
 
-On a GPU a collective has only *begun* when its call returns. The result is there after `wait`, and
-until then nobody may write to its tensors or free them. Gloo forgives most such slips. This module
-forgives none:
+On a GPU a collective has only *begun* when its call returns. The result is ready after `wait`.
+Until then, no code may write to the tensors of the call or free them. With gloo, most such errors
+have no effect. This module reports them:
 
     with strict.watching():              # on every rank, with the backend ``link``
         train_step(...)                  # raises `Race`, which names the call and the tensor
 
-*   Copies travel. The caller's outputs are full of NaN until `wait` puts the result in.
-*   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
-    a race, even if its bytes had left long before. (To write the value that was there is not seen.)
+*   Gloo sends copies. The caller's outputs are full of NaN until `wait` puts the result in.
+*   `wait` compares the tensors with their earlier values. A changed or freed tensor is a race, even
+    if gloo has sent its bytes long before. (A write of the same value is not detected.)
 *   An operation that began in the body must be waited for in the body. So must work in a thread
     (`comm.background`).
 
@@ -29,18 +29,18 @@ from torch.utils._pytree import tree_map_only
 
 from minipar.comm.calls import Call, Tap, taps
 
-_flying: "set[Handle] | None" = None  # nobody waited for them yet; None: off
+_flying: "set[Handle] | None" = None  # operations that nobody has waited for; None: off
 
 
 class Race(RuntimeError):
-    """A tensor was used by two at once: by a collective in flight and by its caller."""
+    """A collective in flight and its caller used a tensor at the same time."""
 
 
 @contextmanager
 def watching() -> Iterator[None]:
     """Find races of this rank's link groups in the body. Raises `Race` for the first one.
 
-    Raises `ValueError` if there is no link group: over other backends it sees nothing.
+    Raises `ValueError` if there is no link group: on other backends it finds no race.
     """
     global _flying
     backends = {dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map}
@@ -62,7 +62,7 @@ def watching() -> Iterator[None]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Look for no races in the body, so that operations take as long as ever."""
+    """Do not look for races in the body, so that operations take their usual time."""
     global _flying
     before, _flying = _flying, None
     try:
@@ -79,8 +79,8 @@ def is_on() -> bool:
 class Handle:
     """An operation, or work in a thread, for which nobody has waited yet.
 
-    An operation reads some tensors of its `args` and fills others. `travelling` holds copies of
-    them, to move in their place; the outputs are NaN until `settle` puts the results in.
+    An operation reads some tensors of its `args` and fills others. Gloo moves the copies in
+    `travelling` instead of `args`. The outputs are NaN until `settle` puts the results in.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Handle:
         self.travelling = tree_map_only(
             Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.detach().clone()), args
         )
-        # A gather in place reads from its own output, which will change, and rightly so.
+        # An in-place gather reads a part of its output. This part changes, and is no race.
         apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
         self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
@@ -167,7 +167,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Return the innermost line of the call that is outside of torch and of the wire."""
+    """Return the innermost line of the call outside of torch, `comm` and `emulate`."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename
         if cell := _CELL.fullmatch(path):

@@ -1,8 +1,8 @@
 """Autocast, also on the meta device, for which torch has none.
 
-A simulated step has no values, but its dtypes say how much is computed, moved and kept. So on meta
-the same matrix products are cast as in a real step. Norms, softmax and losses stay in float32: in
-torch's autocast by a list, in our models by themselves.
+A simulated step has no values, but its times and bytes depend on the dtypes. So on meta the same
+matmuls are cast as in a real step. Norms, softmax and losses stay in float32: torch's autocast has
+a list of them, and our models compute them in float32 by themselves.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,32 +17,32 @@ _PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm
 
 
 def autocast(device: str, dtype: torch.dtype) -> AbstractContextManager:
-    """Compute the matrix products of the body in `dtype`; cast each weight once."""
+    """Compute the matmuls of the body in `dtype`; cast each weight once."""
     return _OnMeta(dtype) if device == "meta" else torch.autocast(device, dtype)
 
 
 def product_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype to which products are cast now; None outside of `autocast`."""
+    """Return the dtype to which matmuls are cast now; None outside of `autocast`."""
     if device == "meta":
         return None if _OnMeta.current is None else _OnMeta.current.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def as_multiplied(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast operands of a product that autocast does not know; like autocast, leave float64."""
+    """Cast operands of a matmul that autocast does not know; like autocast, keep float64."""
     dtype = product_dtype(tensors[0].device.type)
     return tuple(t if dtype is None or t.itemsize > 4 else t.to(dtype) for t in tensors)
 
 
 def off(device: str) -> AbstractContextManager:
-    """Leave the operands of products in the body as they are."""
+    """Switch autocast off in the body."""
     if device != "meta":
         return torch.autocast(device, enabled=False)
     return nullcontext() if _OnMeta.current is None else _OnMeta(torch.float32)
 
 
 def same_again() -> AbstractContextManager:
-    """Repeat the `autocast` of now in a recomputation. On real devices torch does so itself."""
+    """Use the current `autocast` in a recomputation, too. On real devices torch does so itself."""
     return nullcontext() if _OnMeta.current is None else _OnMeta(_OnMeta.current.dtype)
 
 
@@ -63,7 +63,7 @@ class _OnMeta(TorchFunctionMode):
         self.weights.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS and _OnMeta.current is self:  # not one around it
+        if func in _PRODUCTS and _OnMeta.current is self:  # not an outer autocast
             args = [self.cast(arg) for arg in args]
         return func(*args, **(kwargs or {}))
 

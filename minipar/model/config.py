@@ -1,4 +1,4 @@
-"""The shape of a Llama: its sizes, checked, with what follows from them; no tensors."""
+"""The shape of a Llama: checked sizes, and the counts of parameters and FLOPs; no tensors."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,7 +9,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def check_kinds(record: Any) -> None:
-    """Raise `ValueError` for a field of another kind: a file may say "false", which is true."""
+    """Raise `ValueError` for a field of another type: the text "false" would count as true."""
     for field in fields(record):
         value, kind = getattr(record, field.name), field.type
         fits = (int, float) if kind is float else (kind,)
@@ -19,7 +19,7 @@ def check_kinds(record: Any) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's way to stretch RoPE beyond the length first trained on: `rope_frequencies`."""
+    """Llama 3's rule to stretch RoPE beyond the first training length: `rope_frequencies`."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -31,10 +31,10 @@ class RopeScaling:
 class LlamaConfig:
     """The shape of a Llama. `head_dim=0` stands for `hidden_size // num_heads`.
 
-    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises each head
-    of queries and keys before RoPE turns it (Qwen 3).
+    With `moe`, some layers have experts instead of an MLP. `qk_norm` normalises each head of
+    queries and keys before RoPE (Qwen 3).
 
-    Raises `ValueError` where the numbers do not fit each other.
+    Raises `ValueError` if the sizes do not fit each other.
     """
 
     vocab_size: int
@@ -70,7 +70,7 @@ class LlamaConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
 
     def check_length(self, seq_len: int) -> None:
-        """Raise `ValueError` for a sequence of more tokens than there are positions for."""
+        """Raise `ValueError` if a sequence has more tokens than `max_seq_len`."""
         if seq_len > self.max_seq_len:
             too_long = f"a sequence of {seq_len} tokens is longer than"
             raise ValueError(f"{too_long} max_seq_len={self.max_seq_len}")
@@ -102,7 +102,7 @@ class LlamaConfig:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of the first block: of every block, if all or none have experts."""
+        """Parameters of the first block. All blocks have as many, if all or none have experts."""
         return self.layer_parameters(0)
 
     @property
@@ -123,12 +123,12 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
         """Return the training FLOPs of a token in a sequence of T tokens: 6·N + 12·L·H·K·T.
 
-        N is the number of parameters that multiply this token: not the embedding, which is looked
-        up, and not the experts that the token does not pass. Each costs 2 FLOPs in forward and 4 in
-        backward. The second term is attention, QKᵀ and AV, over the whole T x T square, as in PaLM
-        (2204.02311, appendix B), so that utilisation compares with published figures.
-        `causal=True` halves the second term: a kernel that skips the upper triangle computes so
-        much. Recomputed activations do not count.
+        N is the number of parameters that multiply this token. N leaves out the embedding, which is
+        a look-up, and experts not chosen for the token. Each parameter costs 2 FLOPs in forward and
+        4 in backward. The second term is attention, QKᵀ and AV, over the whole T x T square, as in
+        PaLM (2204.02311, appendix B), so that utilisation compares with published figures.
+        `causal=True` halves the second term: a kernel that skips the upper triangle does half of
+        the work. Recomputed activations do not count.
         """
         multiplying = self.num_active_parameters
         if not self.tie_embeddings:

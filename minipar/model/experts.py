@@ -1,6 +1,6 @@
-"""The experts of a mixture: one small MLP after the other, or all in one product.
+"""The experts of a mixture: one small MLP after the other, or all in one grouped matmul.
 
-moe.py chooses the rows of each expert. `add_up` makes tokens of rows again. Proved by
+moe.py chooses the rows of each expert. `add_up` turns rows back into tokens. Proved by
 tests/model/test_moe.py.
 """
 
@@ -27,13 +27,13 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
         """Compute rows [R, D], sorted by expert, `counts` [E] per expert -> [R, D].
 
-        Torch's grouped product multiplies all experts at once, and the host reads nothing. Where it
-        does not take the tensors, the host reads the counts: one expert comes after the other.
-        Without counts, rows are [E, C, D], equally many of each expert: one batched product.
+        Torch's grouped matmul computes all experts at once, and the host reads no value. If torch
+        cannot group the tensors, the host reads the counts and computes one expert after the other.
+        Without counts, rows are [E, C, D], C for each expert: one batched matmul.
         """
         if counts is None:
             return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
-        # Cast first, because autocast does not know the grouped product.
+        # Cast first, because autocast does not know the grouped matmul.
         rows, ups, downs = casts.as_multiplied(rows, self.gate_up_proj, self.down_proj)
         if not can_group(rows, ups, downs):
             # On meta there is no value to read: all experts have equally many rows.
@@ -46,7 +46,7 @@ class Experts(nn.Module):
             return torch.cat(outs)
         ends = counts.cumsum(0, dtype=torch.int32)
         if rows.is_cuda and not ends.is_cuda:
-            ends = ends.pin_memory()  # or the host would wait for the rows
+            ends = ends.pin_memory()  # else the host would wait until the GPU has the rows
         ends = ends.to(rows.device, non_blocking=True)
         hidden = _swiglu(torch._grouped_mm(rows, ups.mT, offs=ends))
         out = torch._grouped_mm(hidden, downs.mT, offs=ends)
@@ -56,9 +56,9 @@ class Experts(nn.Module):
 
 
 def can_group(*tensors: Tensor) -> bool:
-    """True if torch's grouped product takes these tensors: one dtype, rows of k times 16 bytes.
+    """True if torch's grouped matmul takes these tensors: one dtype, rows of k times 16 bytes.
 
-    On a GPU, for which meta stands in, it multiplies bfloat16 alone.
+    On a GPU, the grouped matmul takes bfloat16 alone. Meta stands for a GPU.
     """
     on_cpu = tensors[0].device.type == "cpu"
     known = {torch.bfloat16, torch.float32, torch.float16} if on_cpu else {torch.bfloat16}
@@ -75,7 +75,7 @@ def _swiglu(both: Tensor) -> Tensor:
 def add_up(rows: Tensor, tokens: Tensor, num_tokens: int, most: int) -> Tensor:
     """Add up the rows [M, D] of each token, `tokens` [M], at most `most` per token -> [N, D].
 
-    The same as torch's `index_add`, which would keep all rows for backward, just for their shape.
+    The result is that of torch's `index_add`, but `index_add` would keep all rows for backward.
     """
     return _AddUp.apply(rows, tokens, num_tokens, most)
 
@@ -86,8 +86,8 @@ class _AddUp(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         total = rows.new_zeros(num_tokens, rows.shape[1])
         if rows.is_cuda and most > 2:
-            # On a GPU index_add adds in any order, and for three summands the order matters: ranks
-            # of tensor parallelism would get different sums of the same rows. This sorts first.
+            # On a GPU index_add adds in any order, and the order changes a sum of three: ranks of
+            # tensor parallelism would get different sums of the same rows. index_put_ sorts first.
             return total.index_put_((tokens,), rows, accumulate=True)
         return total.index_add_(0, tokens, rows)
 

@@ -1,12 +1,11 @@
 """Hugging Face checkpoints: a folder with `config.json` and the weights as safetensors.
 
-The dense Llama and Mixtral are read and written. Weights lie in one file, `model.safetensors`, or
-in several, which `model.safetensors.index.json` lists; we write one. Parameters have the same names
-there and here, except experts: a Mixtral has one matrix per expert, we have one tensor for all
-(`_names_in_files`). Mixtral's balancing loss is not taken over: set it in `MoEConfig`.
-
-A file that asks for another function than this Llama's raises `ValueError`: to load it without a
-word would be worse. Proved by tests/model/test_hf.py, against transformers.
+This file reads and writes the dense Llama and Mixtral. Weights are in one file,
+`model.safetensors`, or in several, listed in `model.safetensors.index.json`; `save` writes one.
+Parameter names are the same in files and here, except for experts: a Mixtral file has one matrix
+per expert, our model has one tensor for all experts (`_names_in_files`). Mixtral's balancing loss
+is not loaded: set it in `MoEConfig`. If `config.json` describes another function than this Llama's,
+`load` raises `ValueError`. Proved by tests/model/test_hf.py, against transformers.
 """
 
 import json
@@ -76,7 +75,7 @@ def load_config(path: str | Path) -> LlamaConfig:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn what a damaged file raises in the body into a `ValueError` that names the file."""
+    """Turn the errors of a damaged file in the body into a `ValueError` that names the file."""
     try:
         yield
     except (OSError, AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
@@ -112,7 +111,7 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     if old and new:
         raise ValueError("rope_scaling and rope_parameters are both given; keep one of the two")
-    sources = {"rope_theta": raw.get("rope_theta")}, old, new  # the last that says it counts
+    sources = {"rope_theta": raw.get("rope_theta")}, old, new  # the last one with a value wins
     rope = {k: value for given in sources for k, value in given.items() if value is not None}
     theta = rope.pop("rope_theta", 10_000.0)
     kinds = {rope.pop("rope_type", None), rope.pop("type", None)} - {None}
@@ -126,7 +125,7 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _named(raw: dict[str, Any], names: dict[str, str], make: type) -> Any:
-    """Make an object from the values in `raw`, which go by the names of config.json."""
+    """Make an object from the values in `raw`, a dict with the names of config.json."""
     return make(**{ours: raw[theirs] for ours, theirs in names.items()})
 
 
@@ -136,7 +135,7 @@ def config_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     Raises `ValueError` for a model that is neither a Llama nor a Mixtral.
     """
     moe, scaling = config.moe, config.rope_scaling
-    said = (*_EXPERTS, "balance", "balance_weight")  # of a mixture; all else is as in any Mixtral
+    said = (*_EXPERTS, "balance", "balance_weight")  # all other fields must have their defaults
     plain = moe and MoEConfig(**{name: getattr(moe, name) for name in said})
     if config.qk_norm or moe != plain:
         raise ValueError(f"no Llama and no Mixtral of Hugging Face's is like this: {config}")
@@ -149,7 +148,7 @@ def config_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         content["rope_scaling"] = {"rope_type": "llama3", **named}
     if moe is not None:
         content |= {theirs: getattr(moe, ours) for ours, theirs in _EXPERTS.items()}
-    # Special tokens are a tokenizer's business; without these lines transformers assumes 1 and 2.
+    # The tokenizer has the special tokens. Without these lines transformers assumes 1 and 2.
     content |= {"bos_token_id": None, "eos_token_id": None}
     return content | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
@@ -175,8 +174,8 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: Device = No
 def fill(model: Llama, weights: Mapping[str, Tensor], device: Device = None) -> Llama:
     """Make `weights` the parameters of `model`, which is on the meta device, without a copy.
 
-    Parameters that `weights` lack stay on meta. Buffers (the counts of routers) become zeros, on
-    the CPU by default. Returns the model.
+    Parameters that are not in `weights` stay on meta. Buffers (the counts of routers) become zeros,
+    on the CPU by default. Returns the model.
     """
     model.load_state_dict(weights, strict=False, assign=True)
     for module in model.modules():
@@ -247,8 +246,8 @@ def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def _names_in_files(config: LlamaConfig, name: str) -> list[list[str]]:
     """Return the names of the matrices in files that make up our parameter `name`.
 
-    Experts: a list for each expert, of matrices that lie one below the other. Otherwise: one list
-    of one name.
+    Experts: one list per expert; its matrices are concatenated along dim 0. Otherwise: one list of
+    one name.
     """
     if ".experts." not in name:
         return [[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]]
@@ -267,8 +266,8 @@ def _some(things: Set) -> str:
 def save(model: Llama, path: str | Path) -> None:
     """Write a whole model to the folder `path`.
 
-    Weights in the folder are replaced, other files are left alone. Raises `ValueError` for a part
-    of a model, as a strategy may leave it, before anything is written.
+    `save` replaces weights in the folder, and leaves other files alone. If the model has only a
+    part of its weights, as under some strategies, `save` raises `ValueError` and writes nothing.
     """
     path, state, config = Path(path), model.state_dict(), model.config
     if config.tie_embeddings:

@@ -44,8 +44,8 @@ _LLAMA_3_2 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0))
 _LLAMA_3_2 |= dict(max_seq_len=131_072, tie_embeddings=True)
 
 # V, D, F, L, H, G. Up to "medium" the vocabulary is the 256 bytes; `dataclasses.replace` gives
-# another one. The small mixtures have as many active parameters as the models that they are named
-# after, but for routers.
+# another one. Without its router, "tiny-moe" has as many active parameters as "tiny"; "small-moe"
+# has as many as "small".
 PRESETS: dict[str, LlamaConfig] = {
     "tiny": _TINY,
     "small": _SMALL,
@@ -151,7 +151,7 @@ def dense_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
 def _no_fused_groups(q: Tensor, mask: Tensor | None) -> bool:
     """True if the fused kernels of a GPU need as many key heads as query heads.
 
-    Only flash attention takes groups; it takes 16 bits only, and no mask.
+    Only flash attention takes groups. Flash attention takes 16 bits only, and no mask.
     """
     in_float32 = q.dtype == torch.float32 and not torch.is_autocast_enabled(q.device.type)
     return q.is_cuda and (in_float32 or mask is not None)
@@ -282,7 +282,7 @@ class Llama(nn.Module):
         init_weights(self, seed)
 
     def tie_weights(self) -> None:
-        """Make the head and the embedding one parameter again, after `to_empty` parted them."""
+        """Make the head and the embedding one parameter again: `to_empty` makes two of them."""
         if self.config.tie_embeddings and None not in (self.lm_head, self.model.embed_tokens):
             self.lm_head.weight = self.model.embed_tokens.weight
 

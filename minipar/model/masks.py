@@ -1,8 +1,8 @@
 """Masks and positions for padded and for packed rows.
 
-A mask is boolean, [B, 1, T, T], True where the query (row) may look at the key (column). It goes to
-the model together with positions [B, T], so that neither padding nor a neighbour in the same row
-changes what a document means: `model(tokens, positions, mask)`. Plain causal rows need neither.
+A mask is boolean, [B, 1, T, T], True where the query (row) may look at the key (column). The model
+takes a mask and positions [B, T]: `model(tokens, positions, mask)`. Then neither padding nor other
+documents in the row change the result of a document. Plain causal rows need no mask or positions.
 
 Shapes: B batch, T tokens.
 """

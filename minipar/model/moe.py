@@ -1,22 +1,22 @@
 """A mixture of experts in the place of a block's MLP: each token is computed by k of E experts.
 
-Idea.   Parameters without their FLOPs. A *router* looks at a token and picks k of E small MLPs, the
-        experts. The token's output is their weighted sum. A model of 47B parameters then costs as
-        much per token as one of 13B.
+Idea.   More parameters, but not more FLOPs per token. For each token, a *router* picks k of E small
+        MLPs, the experts. The token's output is the weighted sum of the k results. A model of 47B
+        parameters then costs as much per token as a model of 13B.
 Math.   Scores s = softmax(W x) over the experts. K is the set of the k largest s_e + b_e. Then
         y = sum over e in K of g_e expert_e(x), with the weight g_e = s_e, or g_e = s_e / (sum of s
-        over K) if normalised. The bias b steers the choice only.
+        over K) if normalised. The bias b changes the choice, not the weights.
 Balance. Experts that are rarely chosen learn little, and then are chosen less. Two remedies:
         - a loss, balance_weight E/k sum_e f_e p_e, where f_e is the share of tokens that chose e,
           and p_e is the mean score of e;
         - the bias: after each step, raise b_e by `bias_speed` if e had less than the mean load,
-          lower it if more. No gradient is bent.
+          lower b_e if e had more. This adds nothing to the gradients.
 Capacity. Without a capacity every token is computed ("dropless"), and sizes depend on the data.
         With a capacity factor c, each expert computes the first C = ceil(c k T / E) tokens of a
         sequence of T that choose it, and drops the others. Sizes are known beforehand, and empty
-        seats are computed as zeros. Sequences are counted one by one (GShard's "groups"): what is
-        dropped depends neither on the other sequences of a batch nor on the ranks that have them.
-        In evaluation nothing is dropped: a model that writes does not know how long T will be.
+        seats are computed as zeros. Each sequence counts alone (GShard's "groups"): drops depend
+        neither on other sequences of the batch nor on the ranks that have these sequences.
+        In evaluation nothing is dropped: while a model generates, T is not known.
 Shapes. N tokens of width D, E experts, k chosen, F hidden width of an expert. A *slot* is a pair
         (token, one of its k choices); slot i belongs to token i // k. A *seat* is a row of an
         expert with a capacity: a slot takes a seat or is dropped.
@@ -121,8 +121,8 @@ class Router(nn.Module):
         counts: [E] int64, slots per expert since `reset_counts`. Backward counts a microbatch, so a
             forward that is recomputed counts once.
         loss_weight: returns the factor of the balancing loss, which is a sum over tokens: 1 /
-            number of tokens of the whole batch. Backward calls it, because in forward that number
-            may still be on its way. None: 1 / tokens of this call.
+            number of tokens of the whole batch. Backward calls `loss_weight`, because during
+            forward that number may still be in flight. None: 1 / tokens of this call.
         sum_counts: adds up counts [..., E] over the ranks that share a batch.
         sum_pieces: adds up counts [..., E] over the ranks that share each sequence.
     """
@@ -140,7 +140,7 @@ class Router(nn.Module):
         self.sum_pieces: Callable[[Tensor], Tensor] = alone
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Convert all but the bias to 16 bits: there, a step of 0.001 would be rounded away."""
+        """Convert all but the bias to 16 bits: 16 bits would round a bias step of 0.001 away."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
@@ -178,7 +178,7 @@ class Router(nn.Module):
     def _attach_loss(
         self, weights: Tensor, scores: Tensor, experts: Tensor, valid: Tensor | None
     ) -> Tensor:
-        """Return `weights`; their backward also differentiates the balancing loss, and counts."""
+        """Return `weights`. Their backward also starts the backward of the loss, and counts."""
         if valid is None:
             valid = torch.ones(scores.shape[:2], dtype=torch.bool, device=scores.device)
         chosen = torch.zeros_like(scores).flatten(0, -2).scatter(1, experts, 1.0)
@@ -226,10 +226,10 @@ def alone(counts: Tensor) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on the weights. Its backward starts the backward of the loss, and counts.
+    """Identity on the weights. Its backward starts the loss's backward, and adds to the counts.
 
-    So the loss needs no way out of the model: a pipeline stage differentiates it where its tokens
-    are, once per microbatch, even if recomputation runs forward twice.
+    So the model need not return the loss. A pipeline stage differentiates the loss of its own
+    layers, once per microbatch, even if recomputation runs forward twice.
     """
 
     @staticmethod
@@ -268,7 +268,7 @@ class MoE(nn.Module):
     def apply_capacity(
         self, routing: Routing, seq_len: int, valid: Tensor | None = None
     ) -> Routing:
-        """Drop the slots for which a full expert has no seat: in each sequence, the last ones."""
+        """Drop the slots that come after an expert's first C slots of the same sequence."""
         num_experts, capacity = self.config.num_experts, self.config.capacity(seq_len)
         by_sequence = routing.experts.view(-1, seq_len * self.config.top_k)  # [B, T k]
         sequence = torch.arange(len(by_sequence), device=by_sequence.device)[:, None]
@@ -349,7 +349,7 @@ def count_before(keys: Tensor, num_keys: int) -> Tensor:
 
 
 def combine(rows: Tensor, order: Tensor, routing: Routing, like: Tensor) -> Tensor:
-    """Weigh rows [N k, D], which lie in `order`; add up the rows of each token -> [N, D]."""
+    """Multiply rows [N k, D], row i of slot ``order[i]``, by weights; add up by token -> [N, D]."""
     tokens = order // routing.experts.shape[1]
     # In the router's dtype: sums of k in low precision lose digits.
     wide = rows * routing.weights.flatten()[order, None]

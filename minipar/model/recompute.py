@@ -35,9 +35,9 @@ def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
       FLOPs (Chen et al. 1604.06174).
     - "selective": keep results that cost many FLOPs, repeat the cheap ones. Korthikanti et al.
       (2205.05198, section 5) drop the T x T matrices of attention. Fused attention never stores
-      these, so the rule now keeps the results of matrix products and of attention, and repeats
-      norms, rotations and the product in SwiGLU: hardly any extra FLOPs. The last product of a
-      layer (down) is not kept if backward has no use for its result and need not repeat it.
+      these matrices. So this mode keeps the results of matmuls and of attention. It repeats norms,
+      rotations and the product in SwiGLU, with hardly any extra FLOPs. The result of a layer's last
+      matmul (down) is not kept if backward neither needs nor repeats it.
 
     Gradients are the same in all modes. May be called again to change the mode.
     """
@@ -57,9 +57,9 @@ def _keep_products(block: Block) -> tuple[AbstractContextManager, AbstractContex
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> Policy:
         is_last = op is torch.ops.aten.mm.default and args[0].shape[-1] == last
-        # The repetition ends when backward has all it needs. An ordinary product saves its inputs
-        # first, so the last product is not repeated. An autograd function (a zero-bubble pipeline,
-        # tensor parallelism with overlap) saves them last: then keep its result.
+        # Recomputation ends when backward has all saved tensors. An ordinary matmul saves its
+        # inputs before it runs, so the last matmul is not repeated. An autograd function (of a
+        # zero-bubble pipeline, of overlap.py) saves its inputs after it ran: then keep its result.
         is_repeated = not torch.is_grad_enabled()
         is_kept = op in _KEPT and (is_repeated or not is_last)
         return Policy.MUST_SAVE if is_kept else Policy.PREFER_RECOMPUTE
@@ -69,9 +69,9 @@ def _keep_products(block: Block) -> tuple[AbstractContextManager, AbstractContex
 
 
 def _width_of_last(block: Block) -> int | None:
-    """Return F, by which the last product of a layer is known; None if other products sum over F.
+    """Return F, which identifies the last matmul of a layer; None if other matmuls sum over F.
 
-    A mixture needs the results of its experts to weigh them, so there is no such product.
+    A mixture needs the results of its experts for their weights, so it has no such matmul.
     """
     if not isinstance(block.mlp, MLP):
         return None

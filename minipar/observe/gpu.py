@@ -1,7 +1,7 @@
 """The kernels of this rank's GPU: torch.profiler times them, the recorder's spans name them.
 
-A GPU works after the Python that asked it to. So `timeline.record` runs torch.profiler beside the
-recorder. A kernel gets the name of the recorder's span in which the host launched it. NCCL's
+A GPU runs a kernel later than Python launches it. So `timeline.record` runs torch.profiler beside
+the recorder. A kernel gets the name of the recorder's span in which the host launched it. NCCL's
 kernels get the names, axes and bytes of the recorder's comm spans, in the order of launches.
 """
 
@@ -16,7 +16,7 @@ from minipar.observe.spans import Span, read_json
 
 
 def start_profiler() -> torch.profiler.profile | None:
-    """Start and return a profiler where work may go to a GPU; else return None."""
+    """Start and return a profiler if this process uses CUDA; else return None."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     torch.cuda.synchronize()
@@ -65,9 +65,9 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
 def _kernels(
     events: list[dict[str, Any]], rank: int, to_monotonic: float
 ) -> list[tuple[float, Span]]:
-    """Return the kernels in the order of their launches by the host, with the time of each.
+    """Return (launch time, kernel), in the order in which the host launched the kernels.
 
-    On the GPU, two communicators may run kernels in another order.
+    The GPU may run the kernels of two communicators in another order.
     """
     launches = {
         event.get("args", {}).get("correlation"): 1e-6 * event["ts"] + to_monotonic

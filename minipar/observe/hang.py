@@ -5,9 +5,9 @@ Idea:   every rank notes its collectives by group and number. Look at the oldest
         another rank has completed it is *behind*: its device is stuck. The rest are victims, and
         so is a rank that did not come because it waits for another rank elsewhere.
 Notes:  of PyTorch's flight recorder, which `tools.dumps` reads; or of our `watchdog`.
-Limits: gloo records neither messages nor members: members are the ranks that ever called there.
-        The recorder is a ring: without ``pg_status``, a call that fell out of it is unknown.
-        Both ends of a message are not compared: who waits in one waits for the other rank.
+Limits: gloo records neither messages nor members: the members are the ranks that made calls.
+        The recorder is a ring buffer: a call that it overwrote is unknown without ``pg_status``.
+        The two ends of a message are not compared: a rank in a message waits for the other rank.
 Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. In torch: ``torchfrtrace``.
 Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 """
@@ -51,7 +51,7 @@ class Recording:
     rank: int
     entries: list[Entry]
     groups: dict[str, tuple[str, tuple[int, ...]]]
-    # group: the last call that is enqueued, and that is completed, None where nobody knows
+    # group: the last call enqueued, and the last call completed (None if unknown)
     last: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     mixed: set[str] = field(default_factory=set)  # groups in which `last` counts messages, too
     has_turned: bool = False  # True if older calls are not in the dump
@@ -104,7 +104,7 @@ class Group:
         if number in calls:
             return {True: "past", False: "in", None: "came"}[calls[number].done]
         if number > max([enqueued, *calls]):
-            # An empty ring that has turned proves nothing: the call may have fallen out of it.
+            # A ring buffer that has wrapped around may have lost all calls of this group.
             is_sure = calls or enqueued >= 0 or not recording.has_turned
             return "absent" if is_sure else "unknown"
         if enqueued >= 0:
@@ -114,11 +114,11 @@ class Group:
 
 
 class Finding(NamedTuple):
-    """The kind of a verdict, its ranks, and the sentence that says it.
+    """The kind of a verdict, its ranks, and a sentence for the report.
 
-    "unlike" and "behind": the ranks are to blame. "absent": they are, unless they wait elsewhere.
-    "stuck": all have called, which tells something only where nobody is to blame. "unknown": no
-    dump tells.
+    "unlike" and "behind": the ranks are to blame. "absent": the ranks are to blame, unless they
+    wait elsewhere. "stuck": all ranks have called; this counts only if no rank is to blame.
+    "unknown": no dump tells.
     """
 
     kind: str
@@ -137,7 +137,7 @@ class Report:
     # by call, as "all_reduce #4 on dp" or "messages on dp": who waits there, and for which ranks
     waits: dict[str, dict[int, set[int]]] = field(default_factory=lambda: defaultdict(dict))
     blamed: list[int] = field(default_factory=list)  # the ranks that are to blame
-    culprits: list[int] = field(default_factory=list)  # and others worth a look
+    culprits: list[int] = field(default_factory=list)  # the blamed ranks and others worth a look
 
     def __str__(self) -> str:
         calls = sum(len(r.entries) for r in self.recordings.values())
@@ -171,7 +171,7 @@ class Report:
         recording = self.recordings[rank]
         entries = recording.entries
         last = recording.first or (entries[-1] if entries else None)
-        # A dump may hold open calls alone, and a status of the others.
+        # A dump may hold only the open calls, and a status for the ended calls.
         said = "it has ended all its calls" if recording.last else "it has called nothing"
         if last:
             verb = "it waits in" if last.done is False else "its last was"
@@ -219,8 +219,8 @@ def explain(recordings: dict[int, Recording]) -> Report:
 def _groups(recordings: dict[int, Recording]) -> list[Group]:
     """Return all groups, with the calls and messages of their ranks.
 
-    A call that splits a group gives all parts one name, so name *and* members make a group.
-    Members that are not recorded are all ranks of the default group, else the ranks that called.
+    A call that splits a group gives all parts one name, so name *and* members identify a group.
+    If the members are not recorded, take all ranks (default group) or the ranks that called.
     """
     everyone = tuple(range(max(recordings) + 1))
     groups: dict[tuple, Group] = {}
@@ -245,7 +245,7 @@ def _groups(recordings: dict[int, Recording]) -> list[Group]:
 
 
 def _explain_calls(group: Group, report: Report) -> None:
-    """Find who is to blame at the oldest open call of the group. What comes later follows."""
+    """Find the ranks to blame at the oldest open call of the group. Later calls hang due to it."""
     if ended := group.ended:
         at, verb = _at(group, ended, report), next(iter(group.calls[ended].values())).verb
         if at["absent"] and not _ROOTED.fullmatch(verb):
@@ -260,7 +260,7 @@ def _explain_calls(group: Group, report: Report) -> None:
     first = {rank for rank in at["in"] if here.get(rank) in (None, report.recordings[rank].first)}
     held = {*at["in"]} - first
     said = [*_verdicts(group, number, at, held)]
-    # The status alone may tell of an open call, as where its entry has fallen out of the ring.
+    # The status may name an open call whose entry the ring buffer has overwritten.
     oldest = dict.fromkeys(at["in"], next(iter(here.values()))) | oldest
     report.said += said
     blamed = {rank for f in said if f.kind in ("behind", "absent") for rank in f.ranks}
@@ -309,9 +309,9 @@ def _verdicts(
 
 
 def odd_ones(here: dict[int, Entry], what: str) -> tuple[list[int], list[int]]:
-    """Return the ranks that give the usual "verb" or "data", and those that give another.
+    """Return the ranks with the usual "verb" or "data", and the ranks with another one.
 
-    The usual is what most ranks give; of two, what the lowest rank gives.
+    The usual value is the value of most ranks; at a tie, the value of the lowest rank.
     """
     gave = {rank: getattr(entry, what) for rank, entry in here.items()}
     usual = Counter(gave.values()).most_common(1)[0][0]
@@ -345,7 +345,7 @@ def _unlike(group: Group, here: dict[int, Entry], call: str) -> Iterator[Finding
 def _explain_messages(group: Group, report: Report) -> None:
     """Note that each rank waits for the other rank of its oldest open messages.
 
-    A small message leaves before it is received: its rank may wait in nothing, and has sent it.
+    The send of a small message ends before its receive, so its sender may wait in no call.
     """
     for (rank, number), messages in group.messages.items():
         if not (here := [m for m in messages if m.done is False]):
@@ -373,7 +373,7 @@ def _explain_messages(group: Group, report: Report) -> None:
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:
-    """Return a circle of ranks that wait, the first again at the end; empty if there is none."""
+    """Return ranks that wait in a circle, the first rank again at the end; empty if none."""
     for start in sorted(waits):
         way = [start]
         while waits.get(way[-1]) and way[-1] not in way[:-1]:

@@ -1,7 +1,7 @@
 """Purposes of memory: labels by which code says what its tensors are for.
 
-A ledger (`minipar.lab.memory.MemoryLedger`) sees every storage come and go, but not its purpose,
-nor whether it belongs to the host where host and device are one CPU. Code that makes it says so:
+A ledger (`minipar.lab.memory.MemoryLedger`) sees every storage, but not its purpose. Nor can it
+tell host from device if both are one CPU. So the code that makes a storage labels the storage:
 
     memory.tag("gathered", flat)
     memory.tag("parameters", master, on_host=True)
@@ -37,7 +37,7 @@ watchers: list[Callable[[torch.UntypedStorage, Tag], None]] = []
 def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
     """Label the storages of `tensors`: "gathered", "gradients" or any other word.
 
-    Inside of `on_host()` they belong to the host, unless the argument says otherwise.
+    Inside of `on_host()` the storages belong to the host, unless the argument says otherwise.
     """
     word = Tag(category, is_on_host() if on_host is None else on_host)
     for tensor in tensors:
@@ -50,8 +50,8 @@ def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
 def watch_resize(notice: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
     """Call ``notice(storage, bytes before)`` after every `resize_`; return a function to end this.
 
-    The only patch of torch here, while a ledger is open. A strategy frees a flat buffer by
-    `resize_(0)`, also a reader's own one in a notebook, and torch has no hook for that.
+    This is the only patch of torch here, and lasts while a ledger is open. A strategy frees a flat
+    buffer by `resize_(0)`, in a notebook as well. Torch has no hook for `resize_`.
     """
     original = torch.UntypedStorage.resize_
 

@@ -39,9 +39,9 @@ class Frame:
 class Recorder(Tap):
     """Appends finished spans of this rank to `spans`; keeps the open compute spans on a `stack`.
 
-    Only the innermost open span runs. Opening another ends the piece so far, and closing that one
-    begins the next piece, so compute spans never overlap. Spans are opened by the thread that
-    records, and by autograd's threads while they work for it.
+    Only the innermost open span runs. If an inner span opens, the outer span's piece ends. If the
+    inner span closes, the outer span's next piece begins. So compute spans never overlap. Spans are
+    opened by the thread that records, and by autograd's threads during its backward.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class Recorder(Tap):
 
     # ------------------------------------------------------------------ communication: a tap
     def started(self, call: Call) -> None:
-        """Begin a span for `call`, which ends when the work does."""
+        """Begin a span for `call`; the span ends when the call's work ends."""
         if call.work is None or call.axis is None:  # nothing is sent
             return
         if call.axis.group is not None and "nccl" in dist.get_backend(call.axis.group):
-            # To wait here would stop the GPU. The profiler tells when the kernels ran.
+            # Waiting here would stall the GPU. The profiler records when the kernels ran.
             self.comm(call.verb, call.axis.name, call.num_bytes, call.start, time.monotonic())
         else:
             call.work = RecordedWork(call, self)
@@ -77,13 +77,13 @@ class Recorder(Tap):
     def finish(self, patience: float) -> None:
         """End the spans that are in flight, so that the ledger has all bytes.
 
-        Before, wait for them, `patience` seconds in all: torch's profiler ends the process by a
-        SIGSEGV if it stops while gloo works for it.
+        First wait for their works, `patience` seconds in all: if torch's profiler stops while a
+        work of gloo is in flight, the process dies by a SIGSEGV.
         """
         deadline = time.monotonic() + patience
         for work in list(self.unwaited):
             if patience:
-                with suppress(Exception):  # the caller who waits for the result hears of it
+                with suppress(Exception):  # the caller's own wait raises this error
                     work.wait(max(0.0, deadline - time.monotonic()))
             work.note(work.start, max(work.start, clock.now()))
         self.unwaited.clear()
@@ -91,7 +91,7 @@ class Recorder(Tap):
     # ------------------------------------------------------------------ compute spans
     @contextmanager
     def span(self, kind: str | None, name: str) -> Iterator[None]:
-        """Record the body as a span, which interrupts the running one; kind None waits."""
+        """Record the body as a span that interrupts the running span; kind None means waiting."""
         frame = self.open(kind, name)
         try:
             yield
@@ -99,7 +99,7 @@ class Recorder(Tap):
             self.close(frame)
 
     def open(self, kind: str | None, name: str) -> Frame | None:
-        """Interrupt the running span by another; return the argument for `close`."""
+        """Open a span, which interrupts the running span; return the argument for `close`."""
         if threading.get_ident() != self._thread and not in_backward():
             return None
         now = clock.now()
@@ -109,7 +109,7 @@ class Recorder(Tap):
         return self.stack[-1]
 
     def close(self, frame: Frame | None) -> None:
-        """End `frame` and all spans that are open inside of it; the span around it goes on."""
+        """End `frame` and all open spans inside of `frame`; the span around `frame` goes on."""
         if frame not in self.stack:
             return
         now = clock.now()
@@ -135,7 +135,7 @@ class RecordedWork:
     """The work of a call. Its span ends when the work ends, not when somebody waits for it."""
 
     def __init__(self, call: Call, recorder: Recorder) -> None:
-        # Not the call itself: its result would live as long as torch's work.
+        # Do not keep the call: its result would live as long as torch's work.
         self.words, self.start = (call.verb, call.axis.name, call.num_bytes), call.start
         self._work, self._recorder = call.work, recorder
         recorder.unwaited.add(self)
@@ -171,11 +171,11 @@ class RecordedWork:
         self._end()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait as torch's work does, or at most so many seconds; then the span is in the ledger."""
+        """Wait for the work, at most `seconds` if given; after its end, the ledger has its span."""
         if seconds is not None and not self._ended.wait(seconds):
             return
         if self._thread is None:
-            self._work.wait()  # gloo sets its future a little before its end
+            self._work.wait()  # gloo sets the future shortly before the work ends
         self._ended.wait()
         self._recorder.unwaited.discard(self)
         if self._error is not None:
@@ -219,9 +219,9 @@ def hook_optimizers(recorder: Recorder) -> Undo:
 def hook_model(recorder: Recorder, model: nn.Module) -> Undo:
     """Open forward spans by module hooks, and backward spans by hooks on nodes of the graph.
 
-    The backward of a block lasts from the gradient of its output to the gradient of the output of
-    the block before, or to the end of the backward. Hooks on nodes only look: unlike
-    `register_full_backward_hook` they allow views and in-place operations.
+    The backward span of block i begins when autograd has the gradient of its output. The span ends
+    when autograd has the gradient of block i-1's output, or at the end of the backward. Unlike
+    `register_full_backward_hook`, hooks on nodes allow views and in-place operations.
     """
     found = blocks(model)
     undo = [] if model in found.values() else _hook_module(recorder, "forward", model, False)
@@ -248,7 +248,7 @@ def _hook_module(recorder: Recorder, name: str, module: nn.Module, is_block: boo
 
     def enters_backward(_: Any) -> None:
         running, frame = recorder.running(), recorder.open("backward", name)
-        if running is None or running.kind != "backward":  # else it closes with that one
+        if running is None or running.kind != "backward":  # else `frame` closes with `running`
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: recorder.close(frame))
 

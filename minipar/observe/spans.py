@@ -91,7 +91,7 @@ def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def _beside(start: float, end: float, intervals: list[Interval]) -> list[Interval]:
-    """Return those of many disjoint and ordered intervals that may meet one, by bisection."""
+    """Return the `intervals` (disjoint, in order) that may meet one interval, by bisection."""
     first = max(0, bisect_right(intervals, (start, math.inf)) - 1)
     return intervals[first : bisect_left(intervals, (end,))]
 

@@ -1,4 +1,4 @@
-"""The timeline: which rank computed, talked or waited when, and how much communication was hidden.
+"""The timeline: when each rank computed, communicated or waited; how much communication was hidden.
 
 Idea:   A training step is a set of spans (rank, kind, start, end). Communication that runs while
         the same rank computes is hidden and costs nothing; the rest is exposed and adds time.
@@ -56,7 +56,7 @@ class Overlap:
 class Timeline:
     """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
-    Of spans that were read from files of others, `notes` say what is missing or guessed.
+    For spans from files of other tools, `notes` say which facts are missing or guessed.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Timeline:
     def steps(self) -> dict[int, list[tuple[str, float, float]]]:
         """Return by rank the name, start and end of each step that a profiler was told of.
 
-        A step lasts from its first span until the next step's, or until its own last one ends.
+        A step ends when its last span ends, or when the next step begins, whichever is later.
         """
         found: dict[int, dict[str, list[float]]] = defaultdict(dict)
         for span in self.spans:
@@ -119,8 +119,8 @@ class Timeline:
     def overlap(self) -> list[Overlap]:
         """Return total, hidden and exposed communication per rank and axis.
 
-        The total is the length of the *union* of the spans: where two collectives are in flight
-        along one axis together, time counts once. Hidden is the part in which the rank computes.
+        The total is the length of the *union* of the spans: if two collectives are in flight along
+        one axis for 1 s, this second counts once. Hidden is the time in which the rank computes.
         """
         comm: dict[tuple[int, str], list[Span]] = defaultdict(list)
         for span in self.spans:
@@ -136,7 +136,7 @@ class Timeline:
 
     @property
     def hidden_fraction(self) -> float:
-        """Return hidden / total communication of all ranks, a rank's axes united; nan if none."""
+        """Return hidden / total communication, over all ranks and with axes united; nan if none."""
         united = (replace(s, axis="") if s.kind == "comm" else s for s in self.spans)
         rows = Timeline(united).overlap()
         total = sum(row.total for row in rows)
@@ -179,13 +179,13 @@ class Timeline:
         return f"{title}, {hidden}\n{self.table()}{notes}"
 
     def gather(self, axis: Any) -> "Timeline":
-        """Return the spans of all ranks along `axis` (an `Axis`) on each of them. A collective.
+        """Return the spans of all ranks along `axis` (an `Axis`), on every rank. A collective.
 
-        Clocks of different machines are read right after a first gather, and taken to agree there.
+        All ranks read their clocks right after a first gather. These times count as equal.
         """
         all_gather_object(None, axis)
         every = all_gather_object((machine(), time.monotonic(), self.spans), axis)
-        clocks = {where: now for where, now, _ in reversed(every)}  # of its first rank
+        clocks = {where: now for where, now, _ in reversed(every)}  # by machine: its first rank's
         here = clocks[every[0][0]]
         shifted = (moved(spans, here - clocks[where]) for where, _, spans in every)
         return Timeline((span for spans in shifted for span in spans), self.label)
@@ -220,8 +220,8 @@ def active() -> Recorder | None:
 def span(kind: str, name: str) -> AbstractContextManager:
     """Record the body as compute: ``with span("compute", "loss"):``; without a recorder, nothing.
 
-    The backward of a model's blocks is seen by itself. The backward of its loss is in no block:
-    ``with span("backward", "backward"): loss.backward()`` shows both.
+    `record(model)` already records the backward of the blocks. The backward of the loss is in no
+    block: ``with span("backward", "backward"): loss.backward()`` records both.
     """
     return nullcontext() if _active is None else _active.span(kind, name)
 
@@ -230,10 +230,10 @@ def span(kind: str, name: str) -> AbstractContextManager:
 def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline]:
     """Record this rank's work in the body; the yielded Timeline is filled when the body ends.
 
-    Communication and optimizers are always seen. With `model`, so are forward and backward of its
-    blocks (`recorder.blocks` says which), and its work between them. A recomputed block counts as
-    backward. A collective in flight at the end of the body ends there. Where there is a GPU,
-    torch's profiler runs as well, and `record` waits for the collective.
+    Communication and optimizers are always recorded. With `model`, `record` also records forward
+    and backward of the blocks (see `recorder.blocks`), and the work between blocks. A recomputed
+    block counts as backward. The span of a collective in flight ends with the body. On a GPU,
+    torch's profiler runs as well, and `record` waits for this collective.
     Raises RuntimeError when this process is recording already.
     """
     global _active
@@ -247,7 +247,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
                 stack.callback(undo)
             _active = recorder
             calls.taps.append(recorder)
-            # An emulated device's clock moves only for work and waiting: all else is work.
+            # An emulated clock moves only for compute and waits. This span is all other compute.
             rest = recorder.open("compute", "step") if device is not None else None
             try:
                 yield timeline
@@ -266,6 +266,6 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
 
 # ---------------------------------------------------------------------- clocks
 def machine() -> str:
-    """Return a name of this machine, on which processes share a clock; on Linux, its boot's id."""
+    """Return a name of this machine, whose processes share one clock; on Linux, the boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="utf-8") if boot.exists() else platform.node()

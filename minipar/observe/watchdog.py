@@ -14,10 +14,10 @@ prints, on one of the ranks, once a rank has waited for 60 s in one collective:
 
     rank 2 of 4 (dp=1, tp=0): its last was all_gather #40 on tp; it is here: ... (its Python stack)
 
-How:    A tap on calls notes this rank's last call on each axis, and the calls that it waits in: a
-        microsecond, and no message. A thread per rank looks at the notes now and then. A wait over
-        the bound puts an alarm into the store through which the ranks met. The threads of all ranks
-        answer there with their notes and stacks. `hang.explain` makes the report of the answers.
+How:    A tap on calls notes this rank's last call on each axis, and the calls that this rank waits
+        in. A note takes a microsecond and no message. A thread per rank checks the notes. If a wait
+        is too long, the thread puts an alarm into torch's store. The threads of all ranks answer
+        there with their notes and stacks. `hang.explain` turns the answers into a report.
 Limits: On NCCL the GPU waits in a collective, not the process: only waits of the process are seen.
 In torch: the flight recorder of ProcessGroupNCCL, and gloo's `monitored_barrier`.
 """
@@ -56,12 +56,12 @@ class Watchdog(calls.Tap):
         self.pause = min(seconds / 20, 5.0)  # between two looks
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._begun: dict[tuple, Noted] = {}  # the last call by axis, messages apart
-        self._awaited: dict[calls.Call, float] = {}  # since when
-        self._alarms = 0  # so far, of any rank
-        self._reported: set[calls.Call] = set()  # that were part of the last alarm
-        name = [time.monotonic_ns()]  # of rank 0: no other watch has it
+        self._awaited: dict[calls.Call, float] = {}  # when this rank began to wait for each call
+        self._alarms = 0  # the alarms of all ranks so far
+        self._reported: set[calls.Call] = set()  # the calls that were part of the last alarm
+        name = [time.monotonic_ns()]  # rank 0's time: no other watch has the same name
         dist.broadcast_object_list(name)
-        # A client of its own: another may be waiting at the store, and holds its lock meanwhile.
+        # Use a new client: a thread that waits at the store holds the lock of its client.
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"watch {name[0]}", store).clone()
         self._stop = threading.Event()
@@ -94,7 +94,7 @@ class Watchdog(calls.Tap):
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
-        # The store ends with the process that keeps it. Then there is no rank left to talk to.
+        # The store ends with the process that hosts it. Then no rank is left to answer.
         with suppress(RuntimeError, OSError):
             while not self._stop.wait(self.pause):
                 alarm, me = f"alarm {self._alarms}", b"%d" % self.rank
@@ -123,7 +123,7 @@ class Watchdog(calls.Tap):
         groups = {str(noted.axis): noted.axis for noted in begun}
         entries = []
         for noted in [*(noted for noted in begun if noted not in awaited), *awaited]:
-            done = False if noted in awaited else None  # which of the others have ended?
+            done = False if noted in awaited else None  # None: the call may have ended or not
             for peer in noted.peers or [None]:
                 entries.append(Entry(noted.verb, str(noted.axis), noted.number, done, peer=peer))
         frame = sys._current_frames().get(threading.main_thread().ident)

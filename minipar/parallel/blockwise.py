@@ -1,4 +1,4 @@
-"""Attention over keys that come block by block: the products that hide a ring's messages.
+"""Attention over keys that arrive block by block: the matmuls that hide a ring's messages.
 
 Math.   With scores s = q kT / sqrt(K), a block b of keys gives  lse_b = log sum exp s  and
         out_b = sum exp(s - lse_b) v.  Two blocks merge exactly:  lse = log(exp lse_a + exp lse_b)
@@ -145,7 +145,7 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
 def joined(blocks: list[Block]) -> list[Block]:
     """Join the blocks of one step, unless there are masks: fewer calls, fewer merges.
 
-    The blocks of a "zigzag" step fill a rectangle; in the first step, without its future.
+    The blocks of a "zigzag" step fill a rectangle. In the first step they fill its causal part.
     """
     if len(blocks) < 2 or blocks[0].mask is not None:
         return blocks
@@ -155,9 +155,9 @@ def joined(blocks: list[Block]) -> list[Block]:
 
 
 class Kernel(NamedTuple):
-    """A way to multiply blocks: functions like `attend` and `attend_backward`.
+    """A way to compute blocks: functions like `attend` and `attend_backward`.
 
-    A kernel that skips the future by itself takes blocks `joined`. A `narrow` kernel takes 16 bits,
+    A kernel with a causal mask of its own takes blocks `joined`. A `narrow` kernel takes 16 bits,
     sums in fp32 inside, and rounds once per block.
     """
 
@@ -167,7 +167,7 @@ class Kernel(NamedTuple):
     narrow: bool = False
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Return `x` in the dtype of the products."""
+        """Return `x` in the dtype of the matmuls."""
         return x if self.narrow else _wide(x)
 
 

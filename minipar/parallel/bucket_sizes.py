@@ -1,12 +1,12 @@
 """How many gradients share a bucket: by a rule, or the best cut for measured times.
 
-A bucket leaves once its last gradient is there and the bucket before it is done, and each call
-delays the computing after it:
+A bucket is sent once its last gradient is ready and the bucket before it is done. Each call delays
+the compute after it:
 
     end_k = max(ready_k + calls before k, end_(k-1)) + latency + bytes_k seconds_per_byte
 
-Whatever the last bucket is, the step ends earliest if the buckets before it end as early as they
-can. So the best cut into k buckets follows from the best cuts of all beginnings into k-1 (dynamic
+For any last bucket, the step ends earliest if the buckets before it end as early as possible. So
+the best cut into k buckets follows from the best cuts of all prefixes into k-1 buckets (dynamic
 programming), in O(k n^2) for n gradients.
 """
 
@@ -33,10 +33,10 @@ FINEST = 64  # a bucket ends only where another 64th of all bytes is complete
 def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[list[nn.Parameter]]:
     """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
 
-    The first is a quarter of that and the second a half, so that the link has something to do early
-    and never waits long for more; the last is a quarter, as no computation is left to hide it. A
-    parameter larger than a bucket has one to itself. Different dtypes, devices or ranks with copies
-    do not mix.
+    The first bucket has a quarter of the capacity and the second a half, so that the link starts
+    early. The last bucket has a quarter, as no compute is left to hide it. A parameter larger than
+    a bucket gets its own bucket. All parameters of a bucket have the same dtype, device and ranks
+    with copies.
     """
     groups = in_groups(parameters, lambda i: capacity * min(1, 2**i / 4))
     last, left = [], capacity / 4
@@ -50,7 +50,7 @@ def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[list[n
 # ---------------------------------------------------------------------- by measured times
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of an all-reduce, per call and per byte, and how many of them delay computing."""
+    """Seconds of an all-reduce, per call and per byte; `call` is the part that delays compute."""
 
     latency: float
     per_byte: float
@@ -59,7 +59,7 @@ class Costs:
     def end(self, ready: float, before: float, num_bytes: float, calls: int) -> float:
         """Return the end of a bucket whose gradients are `ready`, after a bucket done at `before`.
 
-        `calls`: the buckets before; each call has delayed the gradients. All times in seconds.
+        `calls` is the number of buckets before; each has delayed the gradients by `call` seconds.
         """
         free = max(ready + calls * self.call, before)
         return free + self.latency + num_bytes * self.per_byte
@@ -68,7 +68,7 @@ class Costs:
 def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
     """Time all-reduces of one element and of `num_bytes` bytes of `like`'s dtype; a collective.
 
-    The best of `rounds`, then the slowest rank: the same numbers on all.
+    Each rank takes its best of `rounds`. The slowest rank counts, so all ranks get the same costs.
     """
     best = torch.full((2, 2), math.inf, dtype=torch.float64)
     many = max(2, num_bytes // like.element_size())
@@ -79,7 +79,7 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
             all_reduce(flat, axis, out=flat)
             busy = time.thread_time() - busy
             if flat.device.type != "cpu":
-                torch.accelerator.synchronize(flat.device)  # which may spin, in place of computing
+                torch.accelerator.synchronize(flat.device)  # may spin: this is not in `busy`
             took = torch.tensor((clock.now() - start, busy), dtype=torch.float64)
             best[row] = torch.minimum(best[row], took)
     best = all_reduce(best.to(like.device), axis, "max")
@@ -89,16 +89,16 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
 
 
 def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> list[int]:
-    """Return the number of gradients in each bucket with which the last is done first.
+    """Return the number of gradients in each bucket, so that the last bucket ends earliest.
 
     Args:
-        ready: seconds at which each gradient may be sent; never falling.
-        num_bytes: of each gradient.
+        ready: seconds at which each gradient may be sent, in ascending order.
+        num_bytes: bytes of each gradient.
     """
     n, upto = len(ready), [0, *accumulate(num_bytes)]
     part = max(upto[-1] / FINEST, 1)
     ends = [j for j in range(1, n) if upto[j] // part > upto[j - 1] // part] + [n]
-    # For the first j gradients in so many buckets: the earliest end, and where each bucket ends.
+    # j -> for the first j gradients in `calls` buckets: the earliest end, and each bucket's end.
     earliest: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     best: tuple[float, list[int]] = (math.inf, [])
     for calls in range(min(MOST_BUCKETS, len(ends))):

@@ -1,4 +1,4 @@
-"""All strategies together: `apply` puts what a `Plan` names on a model, in the right order.
+"""All strategies together: `apply` puts the strategies of a `Plan` on a model, in order.
 
 Idea.   Every strategy works along an axis of its own and keeps the names of parameters. So
         strategies stack: each works on the parameters that the one before it left.
@@ -16,8 +16,8 @@ Sums.   An axis decides over which ranks a gradient is summed:
 
         `explain` prints this for each parameter, with bytes.
 Whole.  Weights, gradients and optimizer state all have the shape of a parameter. A parameter knows
-        its region of the serial one, which all strategies have cut. So one sum puts each together,
-        and then the stages of a pipeline exchange what they have.
+        its region of the serial parameter, after the cuts of all strategies. So one sum joins each
+        tensor, and then the stages of a pipeline exchange their tensors.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 2024, "The Llama 3
         Herd of Models" (arXiv 2407.21783), section 3.3.2, for the order of the axes.
 In torch: `torchtitan`, `parallelize.py` of each model.
@@ -70,13 +70,13 @@ def apply(
     bucket_mb: float | None = None,
     init: Callable[[str], Tensor] | None = None,
 ) -> "Composed":
-    """Put what `plan` names on `model`, in place, with the weights of rank 0.
+    """Put the strategies of `plan` on `model`, in place; the weights come from rank 0.
 
     Args:
         mesh: has the sizes of the plan, its axes in any order.
         make_optimizer: called as ``make_optimizer(model, make=...)`` once the parameters are final.
-            It hands them to `make` in the order of the model; `make` is AdamW, or a class with
-            the same arguments that shards its state (ZeRO 1 and 2).
+            It passes parameters to `make` in the order of the model. `make` is AdamW, or a class
+            with the same arguments that shards its state (ZeRO 1 and 2).
         bucket_mb: as in `ddp.apply`; ZeRO has such buckets, too.
         init: for a model on "meta" under ZeRO 3: returns the whole first value of a weight by its
             serial name. `apply` asks for one weight at a time, so no rank ever has all.
@@ -138,7 +138,7 @@ def apply(
     if parts.pipeline is not None:
         parts.pipeline.dtype = dtype  # of what stages send
     if plan.zero == 3:
-        # A large table is gathered and freed as layers are; a small one is not worth a call.
+        # A large table is gathered and freed like a layer; a small table is not worth a call.
         ends = model.model.embed_tokens, model.lm_head
         whole = [m for m in ends if type(m) in (nn.Embedding, nn.Linear)]  # on this rank of pp, tp
         tables = [m for m in whole if m.weight.numel() >= 2**20]
@@ -147,12 +147,12 @@ def apply(
             data_axis,
             blocks=[*fsdp.find_blocks(model), *tables],
             compute_dtype=dtype,
-            # Gradients are summed up in float32 all the same.
+            # Gradients are still summed in float32.
             reduce_dtype=torch.float32 if dtype else None,
             average=False,
             init=None if init is None else lambda name, _: init(name),
         )
-        optimizer = make_optimizer(model, make=torch.optim.AdamW)  # of the pieces
+        optimizer = make_optimizer(model, make=torch.optim.AdamW)  # steps the pieces
     elif plan.zero:
         sharded = dict(optimizer_class=torch.optim.AdamW, axis=data_axis, bucket_mb=bucket_mb)
         optimizer = make_optimizer(model, make=partial(zero.ShardedOptimizer, **sharded))
@@ -193,7 +193,7 @@ class Composed(Strategy):
         if parts.pipeline is not None:
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
             self.join, self.own = parts.pipeline.join, parts.pipeline.own
-        # In this order strategies finish a backward: tensor parallelism must not sum a gradient
+        # Strategies finish a backward in this order: tensor parallelism must not sum a gradient
         # that data parallelism still sends.
         every = (parts.data, parts.expert, parts.tensor, parts.context, parts.pipeline)
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
@@ -217,15 +217,15 @@ class Composed(Strategy):
         self.parts.data.check_finished(what)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Sum no gradients in the body: for every microbatch but the last."""
+        """Sum no gradients in the body. Use it for every microbatch but the last."""
         return self.parts.data.no_sync()  # no other strategy sends gradients during backward
 
     def shard(self, microbatch: Microbatch) -> Microbatch:
         """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.
 
         If cp or tp cuts tokens, sequences are padded to a length that both divide, and positions
-        [T/n] come third. Padding has no targets, and no other token attends to it. With positions
-        or a mask, pad yourself. Raises `ValueError` for sequences that are too long.
+        [T/n] come third. Padding has no targets, and no other token attends to it. If you pass
+        positions or a mask, pad yourself. Raises `ValueError` for sequences that are too long.
         """
         plan = self.plan
         if len(microbatch) == 2:
@@ -258,7 +258,7 @@ class Composed(Strategy):
         return pack(whole, self.names, state["param_groups"])
 
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of a `full_optimizer_state`, of any plan, by names of parameters.
+        """Load this rank's part of a `full_optimizer_state`, of any plan, matched by name.
 
         Raises `ValueError` for the state of other parameters.
         """

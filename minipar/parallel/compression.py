@@ -1,8 +1,8 @@
 """Compression: send less than the gradients, and remember what was left out.
 
-Idea.   A gradient is noisy: 8 bits, one bit, one entry in a hundred or a matrix of rank 4 will do,
-        if the part that a step leaves out (the *residue*) is added to the gradient of the next
-        step. Then nothing is lost; it only comes later: *error feedback*.
+Idea.   A gradient is noisy: 8 bits, one bit, one entry in a hundred or a matrix of rank 4 suffice.
+        Each rank adds the part that it did not send (the *residue*) to its gradient of the next
+        step. Then no part is lost, only late: *error feedback*.
 Math.   On rank r, with gradient g_r and residue e_r: v_r = w g_r + e_r (w = 1/n to average, else
         1), and s_r of it is sent; e_r <- v_r - s_r; every rank gets g = sum_r s_r. Invariant:
         g + sum_r e_r after the step = sum_r (w g_r + e_r before it), whatever the compressor.
@@ -15,10 +15,10 @@ Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fracti
           PowerSGD       2 (n-1)/n 4 (r sum (rows + columns) + what is no matrix worth it)
 
         with one scale of 4 bytes per block of b numbers.
-Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks differ in scale.
-        So a codec either gathers all vectors (n-1 of them arrive), or each rank gets one chunk
-        from every rank, decompresses, adds in float32, compresses the sum and sends the sum to
-        all: 2 (n-1)/n vectors, one rounding more. On two ranks both cost the same; they gather.
+Sums.   An all-reduce can add numbers, but not codes: int8 would overflow, and blocks differ in
+        scale. So a codec gathers all vectors (n-1 of them arrive), or rank r gets chunk r of every
+        rank, decompresses, adds in float32, compresses the sum and sends the sum to all: 2 (n-1)/n
+        vectors, one rounding more. On two ranks both cost the same; there, a codec gathers.
         PowerSGD sends numbers that are linear in the gradient: an all-reduce adds them.
 Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
 Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. A loss scale
@@ -51,10 +51,10 @@ from minipar.parallel.base.shards import split_like
 
 
 class Compressor:
-    """A way to add up vectors over all ranks. Keeps state: every strategy needs one of its own."""
+    """A way to add up vectors over all ranks. It has state, so each strategy needs its own."""
 
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
+        """Return the sum of the parts that ranks sent; `vector` becomes the part not sent.
 
         `vector` [N] holds the gradients of `parameters` one after the other, in float32 or float64.
         All ranks get the same sum, to the bit.
@@ -66,9 +66,9 @@ class Compressor:
 class Codec(Compressor):
     """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone.
 
-    A subclass has two methods. ``compress(rows)`` returns bytes for each of C vectors, each to be
-    read alone: [C, N] -> [C, W] uint8. ``decompress(wire, length, dtype)`` returns what they stand
-    for, [C, N].
+    A subclass has two methods. ``compress(rows)`` returns bytes for C vectors, [C, N] -> [C, W]
+    uint8; each row can be decompressed alone. ``decompress(wire, length, dtype)`` returns the
+    approximate vectors [C, N].
     """
 
     sparse = False  # a sum of n vectors has n times the bytes of one
@@ -102,8 +102,8 @@ class Codec(Compressor):
 class Int8(Codec):
     """255 even steps between the largest number of a block and its negative.
 
-    The `block` numbers of a block share a scale. In a small block an outlier rounds few others to
-    zero, at 4 bytes per scale.
+    The `block` numbers of a block share a scale of 4 bytes. An outlier can round the others of its
+    block to zero: in a small block, these are few.
     """
 
     block: int = 256
@@ -123,7 +123,7 @@ class Int8(Codec):
     def compress(self, rows: Tensor) -> Tensor:
         blocks = _blocks(rows, self.block)
         scale = self.scale_of(blocks).float()
-        ratios = blocks / torch.where(scale == 0, 1, scale)  # nan stays: not to hide an overflow
+        ratios = blocks / torch.where(scale == 0, 1, scale)  # nan stays nan, to show an overflow
         return _pack(scale.squeeze(-1), self.encode(ratios.flatten(1)[:, : rows.shape[1]]))
 
     def decompress(self, wire: Tensor, length: int, dtype: torch.dtype) -> Tensor:
@@ -155,9 +155,9 @@ class Sign(Int8):
 
 @dataclass
 class TopK(Codec):
-    """The largest `fraction` of the numbers (at least one) with their places; the rest waits.
+    """The largest `fraction` of the numbers (at least one) with their places; no others.
 
-    Every rank has other places, so nothing can be added on the way: bytes grow with n-1.
+    Every rank has other places, so no rank can add vectors and send the sum: bytes grow with n-1.
     """
 
     fraction: float = 0.01
@@ -180,17 +180,17 @@ class TopK(Codec):
 class PowerSGD(Compressor):
     """Gradients of matrices as products of two thin ones: M [R, C] -> P [R, r] Q^T [r, C].
 
-    One step of the power iteration finds the r directions that matter, from the last step's
-    (a warm start): P = sum_r M_r Q; make P orthonormal; Q = sum_r M_r^T P. Both sums are linear, so
-    all-reduces take them, and the result is a projection of the *sum* of the gradients. What is no
-    matrix, and a matrix that would not shrink to half, goes uncompressed.
+    One step of the power iteration approximates the r main directions, from the last step's Q (a
+    warm start): P = sum_r M_r Q; make P orthonormal; Q = sum_r M_r^T P. Both sums are linear, so
+    all-reduces compute them. The result is a projection of the *sum* of the gradients. Vectors, and
+    matrices that would not shrink to half, are sent uncompressed.
     """
 
     rank: int = 4
 
     def __post_init__(self) -> None:
         self.starts: dict[nn.Parameter, Tensor] = {}  # Q of the last step
-        self.generator: torch.Generator | None = None  # alike on all ranks
+        self.generator: torch.Generator | None = None  # with the same seed on all ranks
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """True if gradients of this shape are sent as P and Q."""
@@ -239,8 +239,8 @@ class Compressed:
     """Reduces buckets through a compressor: ``ddp.apply(..., reduce=Compressed(TopK(0.01)))``.
 
     Args:
-        compressor: one of its own for each strategy.
-        error_feedback: keep what was left out of each bucket, and send it later.
+        compressor: each strategy needs its own.
+        error_feedback: keep the part of each bucket that was not sent, and send it later.
 
     A thread works on one bucket after the other, in the order of the calls, while backward goes on.
     From the first bucket to `finish_backward`, nothing else may use the axis.
@@ -266,7 +266,7 @@ class Compressed:
         vector += self.residues.get(bucket, 0)
         flat.copy_(self.compressor.reduce(vector, axis, bucket.parameters))
         if self.feedback:
-            # An overflow spoils this step, which the trainer skips or reports, and no later one.
+            # The trainer skips or reports a step with an overflow. Later steps must be finite.
             self.residues[bucket] = vector.nan_to_num_(nan=0, posinf=0, neginf=0)
 
 
@@ -289,5 +289,5 @@ def _pack(*parts: Tensor) -> Tensor:
 
 
 def _unpack(wire: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read [C, W] bytes as numbers of `dtype`; a copy, because these must lie on even addresses."""
+    """Read [C, W] bytes as numbers of `dtype`; a copy, because numbers need aligned addresses."""
     return wire.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,10 +1,10 @@
 """Context parallelism: every rank holds a part of each sequence; keys and values travel in a ring.
 
-Idea.   Every part of a Llama but attention treats tokens one by one, so T tokens may lie on n
-        ranks. In attention a query needs the keys and values of all tokens before it. Keys and
-        values travel around a ring, one rank further in each step, while the rank multiplies the
+Idea.   A Llama computes each token alone, except in attention. So n ranks can share T tokens.
+        In attention a query needs the keys and values of all tokens before it. Keys and values
+        travel around a ring, one rank further in each step, while each rank computes with the
         block that it has. The softmax over all keys is merged from the blocks.
-Math.   blockwise.py has the exact merge of softmaxes, and the products of one block.
+Math.   blockwise.py has the exact merge of softmaxes, and the matmuls of one block.
 Order.  Attention masks the future, so a rank skips blocks in which no query sees a key. In "plain"
         order rank r holds the r-th of n pieces: the last rank multiplies n blocks, the first rank
         one, and the others wait. In "zigzag" order rank r holds chunks r and 2n-1-r of 2n: each
@@ -22,7 +22,7 @@ Memory. Activations divided by n. Attention saves q, k, v, its output and lse, a
         In flight: two more blocks of k and v, for "gather" all n. The kernel "math" also holds one
         block of scores: [B, H, T/n, T/n] for "plain", a quarter of that for "zigzag".
 Costs you. n must divide T, for "zigzag" 2n. A mask has T/n x T entries. Computing T/n times T/n
-        scores must outlast sending T/n keys, or the ring is exposed: long sequences only.
+        scores must take longer than sending T/n keys, or the ring is exposed: long sequences only.
 Source. Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889);
         "gather": Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv 2407.21783), section
         3.3.2. In torch: `torch.distributed.tensor.experimental.context_parallel`.
@@ -75,10 +75,10 @@ def apply(
 
     Args:
         order: which tokens a rank holds, "zigzag" or "plain", as in `shard`.
-        exchange: "ring" passes keys and values from rank to rank behind the products; "gather"
+        exchange: "ring" passes keys and values from rank to rank during the matmuls; "gather"
             collects them first, in one call that nothing hides.
 
-    Cut inputs with `shard`; the model numbers the positions itself unless it is given some. Cut a
+    Cut inputs with `shard`; the model makes positions itself unless the caller passes some. Cut a
     mask (see masks.py) along its queries: [B, 1, T/n, T]. The strategy sends no gradients: ddp,
     zero or fsdp over ``mesh.joint("dp", "cp")`` sums them.
     """
@@ -183,7 +183,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Pass gradients around a second ring, after their keys, and back to their own rank."""
+        """Pass the gradients of keys and values around a second ring, to the rank of the keys."""
         q, kv, out, lse = ctx.saved_tensors
         axis = ctx.axis
         gradients = OnlineGradients(ctx.kernel, q, out, lse, d_out)
@@ -193,7 +193,7 @@ class RingAttention(torch.autograd.Function):
             arriving = None if is_last else pass_on(kv, axis)
             d_kv = gradients.add(kv, blocks)
             if step == 0:
-                own_d_kv = d_kv  # stays; the sum of the others arrives at the end
+                own_d_kv = d_kv  # stays here; the sum of the other ranks arrives at the end
             else:
                 if d_arriving is not None:
                     d_kv += d_arriving.wait()[0]

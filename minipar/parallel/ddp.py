@@ -41,7 +41,7 @@ Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, i
 class Naive(Strategy):
     """After backward, one all-reduce per parameter.
 
-    Slow twice over: each call pays the latency of the link, and nothing is computed meanwhile.
+    Slow for two reasons: each call pays the latency of the link, and no compute hides a call.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, average: bool = True) -> None:
@@ -53,15 +53,15 @@ class Naive(Strategy):
             self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
-        # A rank that left out an unused parameter would leave the others waiting: all ranks reduce
-        # all parameters. A byte tells "used by no rank", which has no gradient, from zero.
+        # All ranks reduce all parameters. If a rank skipped its unused parameters, others would
+        # hang. A byte per parameter tells "used by no rank" (no gradient) from a zero gradient.
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
         for p in self.parameters:
             check_not_summed(p, self.axis)
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             copies = copies_axis(p, self.axis)
-            if self.op == "avg":  # over all ranks, also where few have copies
+            if self.op == "avg":  # over all ranks, even if only some have copies
                 p.grad.mul_(copies.size / self.axis.size)
             all_reduce(p.grad, copies, self.op, out=p.grad)
         for p, is_used in zip(self.parameters, used_by_any(), strict=True):
@@ -102,9 +102,9 @@ class Bucket:
             else:
                 check_not_summed(p, axis)
                 self.add(p)
-                p.grad = Elsewhere(p)  # nobody may read or change what is on its way
+                p.grad = Elsewhere(p)  # a gradient in flight may be neither read nor changed
         copies = copies_axis(self.parameters[0], axis)
-        if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
+        if op == "avg" and copies.size < axis.size:  # the average is over all ranks of `axis`
             self.flat.mul_(copies.size / axis.size)
         self.pending = self.reduce(self, copies, op)
 
@@ -136,7 +136,7 @@ class Bucketed(Naive):
         num_bytes = sum(map(gradient_bytes, self.parameters))
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         self.reduce = reduce
-        # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
+        # Autograd computes the last layer's gradients first; a pipeline's tied ones come last.
         order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
         is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
         groups = fill_buckets([] if is_alone else order, self.capacity)
@@ -147,9 +147,9 @@ class Bucketed(Naive):
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
 
     def finish_backward(self) -> None:
-        for bucket in self.buckets[self.launched :]:  # a rank that did not use it, too
+        for bucket in self.buckets[self.launched :]:  # also buckets that this rank did not use
             bucket.launch(self.axis, self.op)
-        if self.reduce is not None:  # a compressor has a thread: until it ends, the axis is its own
+        if self.reduce is not None:  # only a compressor's thread may use the axis until it ends
             for bucket in self.buckets:
                 bucket.pending.wait()
         used_by_any = self.tell_used([p.grad is not None for p in self.bucket_of])
@@ -190,9 +190,9 @@ class Overlapped(Bucketed):
 class Tuned(Overlapped):
     """The buckets with which the step ends first, on this model and this axis.
 
-    The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
-    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it;
-    `said` has the predictions for these buckets and for the rule's.
+    The second backward notes when each gradient arrives. A few timed all-reduces measure the costs
+    of a call. All ranks then take the cut of `bucket_sizes.best_cut`, and keep it. `said` has the
+    predicted times of these buckets, and of the buckets of `fill_buckets`.
     """
 
     said = "not tuned yet: the second backward tells when gradients arrive"
@@ -242,10 +242,10 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         reduce: reduces a bucket, as `compression.Compressed` does; by default, exactly.
 
-    A parameter that no rank used keeps ``grad=None``, as on one device. One that only some ranks
-    used counts as zero on the others. Buffers are made equal here; then each rank's are its own.
-    After a backward that an exception cut short, and before a step is left out, call
-    `finish_backward` and then ``zero_grad()`` on all ranks.
+    A parameter that no rank used keeps ``grad=None``, as on one device. If only some ranks used a
+    parameter, its gradient is zero on the others. Buffers are made equal here, but not kept equal.
+    After an exception in backward, and before you skip a step, call `finish_backward` and then
+    ``zero_grad()`` on all ranks.
 
     Raises `ValueError` for a `reduce` that the version does not use, and where `claim` does.
     """

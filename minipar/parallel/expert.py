@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank keeps some of the experts, and tokens travel to theirs and back.
+"""Expert parallelism: each rank keeps some experts; tokens travel to their experts and back.
 
 Idea.   A token passes k of E experts. So each of the n ranks of an axis keeps E/n experts, and the
         ranks hold different tokens, as under data parallelism. A layer sends each token to the
@@ -41,9 +41,9 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
 Costs you. The host reads the counts once per layer and pass (halves: twice), because the host sets
-        the sizes of messages. On a GPU the host then waits for all queued work. "padded" knows
-        sizes from the capacity c: nothing is read, empty seats travel, and full experts drop
-        tokens.
+        the sizes of messages. On a GPU the host then waits for all queued work. "padded" takes the
+        sizes from the capacity c: the host reads no counts, ranks send empty seats, too, and full
+        experts drop tokens.
 Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; DeepSeek-AI 2024 (arXiv
         2412.19437), section 3.2.2, for one copy per node; Liu et al. 2025, "MoE Parallel Folding"
         (arXiv 2504.14960), for the two roles. In torch: none; `torchtitan` has `ExpertParallel`.
@@ -242,8 +242,8 @@ def padded(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
 def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) -> Tensor:
     """Send a token once to each node that has some of its experts, and there on to their ranks.
 
-    Between nodes, a rank talks to the ranks in its place on other nodes. These add up the results
-    of their node's experts before they send one row back. Tokens [N, D] -> [N, D].
+    Between nodes, a rank exchanges rows with the ranks in the same place on other nodes. Each of
+    these adds up the results of its node's experts, and sends one row back. [N, D] -> [N, D].
     """
     num_experts, per_node = moe.config.num_experts, moe.config.num_experts // nodes
     node, place = divmod(axis.rank, axis.size // nodes)
@@ -259,7 +259,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     # 1. Between nodes: tokens with their choices and weights, to the peers.
     send, receive = [0] * axis.size, [0] * axis.size
     send[peers], receive[peers] = copies[axis.rank].tolist(), copies[peers, node].tolist()
-    token = torch.nonzero_static(touched.T, size=sum(send))[:, 1]  # its size is not waited for
+    token = torch.nonzero_static(touched.T, size=sum(send))[:, 1]  # the host knows this size
     across = dict(axis=axis, send_counts=send, recv_counts=receive)
     arrived, weights = (start_all_to_all(t[token], **across)() for t in (x, routing.weights))
     chosen = collectives.all_to_all(routing.experts[token], **across)
@@ -309,7 +309,7 @@ CORES: dict[str, Callable[..., Tensor]] = {
     "hierarchical": hierarchical,
     "overlapped": overlapped,
     "halves": partial(overlapped, parts=2),
-    "paired": overlapped,  # and the pipeline does the rest
+    "paired": overlapped,  # the pipeline computes another microbatch meanwhile
 }
 
 

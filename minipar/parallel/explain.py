@@ -55,7 +55,7 @@ class Explanation:
         return {kind: sum(row.num_bytes[kind] for row in rows) for kind in rows[0].num_bytes}
 
     def sent_by(self, stage_rank: int = 0) -> dict[str, int]:
-        """Return the bytes of gradients that such a rank sends per step, by axis."""
+        """Return the bytes of gradients that a rank of this pp rank sends per step, by axis."""
         rows = [row for row in self.rows if stage_rank in row.stage_ranks]
         axes = dict.fromkeys(axis for row in rows for axis in row.sent)
         return {axis: sum(row.sent.get(axis, 0) for row in rows) for axis in axes}

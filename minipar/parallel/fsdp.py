@@ -17,14 +17,14 @@ Comms.  A rank sends per step, for P bytes of weights (R of them outside of bloc
           used?     2 (n-1)/n N               a byte per parameter: did any rank use it?
 
         The first step gathers B once more. An embedding that is a block is gathered for forward
-        alone. A number has the bytes of `compute_dtype`, or of `reduce_dtype`. A `replicate_axis`
-        of m ranks carries 2 (m-1)/m (P/n + N).
+        alone. Weights are sent in `compute_dtype`, gradients in `reduce_dtype`. Along a
+        `replicate_axis` of m ranks, a rank sends 2 (m-1)/m (P/n + N).
 Memory. Bytes per rank: (P + G + O)/n for shards of weights, gradients and optimizer state (Adam:
         4 P/n); R + 2 B of gathered weights; in backward R + 2 B of gradients: of the root, of the
         block that computes, and of the block that is being reduced.
-Costs you. Half as many bytes again as ddp, in many more calls. All ranks run the same blocks in the
-        same order, in evaluation too. Weights are whole inside of forward alone. A tensor taken out
-        of a block may be used in the loss beside the block's output, but not alone.
+Costs you. 50 % more bytes than ddp, in many more calls. All ranks run the same blocks in the same
+        order, in evaluation too. Weights are whole only inside of forward. A tensor taken out of a
+        block may be used in the loss together with the block's output, but not alone.
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch
         FSDP" (arXiv 2304.11277), sections 3, 4. In torch: `fully_shard`, with the same phases.
 Proved by tests/parallel/test_fsdp.py and tests/law/test_law.py.
@@ -77,7 +77,7 @@ class FullySharded(Strategy):
         for block in self.units:  # torch.compile leaves hooks out of its graphs
             before = partial(torch.compiler.disable(type(self).pre_forward), self, block)
             after = partial(torch.compiler.disable(type(self).post_forward), self, block)
-            # First of all hooks: others may compute with the weights, and keep the output.
+            # These hooks run first: other hooks may use the weights, and keep the output.
             block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             block.register_forward_hook(after, prepend=True)
 
@@ -98,9 +98,9 @@ class FullySharded(Strategy):
             is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
             args, kwargs = tree_map(lambda x: x.to(dtype) if is_float(x) else x, (args, kwargs))
         if not any(p.requires_grad for unit in self.units[block] for p in unit.pieces):
-            # No gradient of a weight tells when its backward ends: gradients of the inputs do.
+            # All weights are frozen. The gradients of the inputs tell when its backward ends.
             view = lambda x: x.view_as(x) if wants_gradient(x) else x  # noqa: E731
-            args, kwargs = tree_map(view, (args, kwargs))  # autograd.grad has no hooks on leaves
+            args, kwargs = tree_map(view, (args, kwargs))  # autograd.grad calls no hooks on leaves
             inputs = list(filter(wants_gradient, tree_leaves((args, kwargs))))
             register_multi_grad_hook(inputs, lambda _: [u.reshard() for u in self.units[block]])
         return args, kwargs
@@ -140,11 +140,11 @@ class FullySharded(Strategy):
     def post_backward(self, unit: "Unit", gradients: Gradients) -> Gradients:
         """Free the weights of the block, and start to reduce the gradients of `unit`."""
         self.is_finished = False
-        for other in self.rows:  # gradients of one block at a time are on their way
+        for other in self.rows:  # the gradients of one block at a time are in flight
             other.reshard() if other.block is unit.block else other.wait_for_reduce()
         unit.reduce(gradients)
         unit.is_last = self.synchronises
-        return [None for _ in gradients]  # shards have theirs from `finish_backward`
+        return [None for _ in gradients]  # shards get gradients in `finish_backward`
 
     @torch.no_grad()
     def finish_backward(self) -> None:
@@ -182,15 +182,15 @@ class FullySharded(Strategy):
         self.latest, self.in_forward = {}, False
 
     def as_forward(self, method: Callable, entry: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` of the model; with the hooks of a forward, unless forward itself calls."""
+        """Call `method` of the model with the hooks of forward, unless forward is the caller."""
         return (method if self.in_forward else entry)(*args, **kwargs)
 
 
 class Border(torch.autograd.Function):
     """The node by which the weights of a block enter the graph, or an output leaves the block.
 
-    Autograd runs newer nodes first. The node of the weights is older than every operation of the
-    block, so its backward runs after theirs. The node of an output is newer, and runs before.
+    Autograd runs newer nodes first. The node of the weights is older than all operations of the
+    block, so its backward runs last. The node of an output is newer, so its backward runs first.
     """
 
     @staticmethod
@@ -211,8 +211,8 @@ class Border(torch.autograd.Function):
 class Unit(Row):
     """Weights of one block in a flat buffer of n S numbers; this rank keeps S of them, its shard.
 
-    The buffer and its views stay the same tensors, so that what autograd has saved stays
-    right. Only their memory comes and goes.
+    The buffer and its views stay the same tensors, so that tensors saved by autograd stay valid.
+    Only their memory is freed and allocated again.
     """
 
     def __init__(self, block: nn.Module, members: Names, options: "Options") -> None:
@@ -239,11 +239,11 @@ class Unit(Row):
         self.reducing: Pending | None = None
         self.gradient: Tensor | None = None  # [S], reduced, of this step's microbatches
         self.used: set[nn.Parameter] = set()  # by this rank in this step
-        self.is_last = True  # of the step's microbatches, the one of the latest gradients
+        self.is_last = True  # True if the latest gradients are of the step's last microbatch
         self.reshard()
 
     def first_shard(self, members: Names) -> Tensor:
-        """Return this rank's shard [S] of the first weights: those that are here, or `init`."""
+        """Return this rank's shard [S] of the first weights: the model's weights, or `init`."""
         parts, init = [], self.options.init  # (name, shape) -> the first value
         for (p, name), (_, cut) in zip(members.items(), self.places, strict=True):
             if cut.start < cut.stop or not parts:  # the first tells the device
@@ -268,7 +268,7 @@ class Unit(Row):
         self.gathering = all_gather(shard, self.axis, out=buffer, async_op=True)
 
     def wait_for_unshard(self) -> None:
-        """Return when the weights are here."""
+        """Wait until the weights are gathered."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -292,10 +292,10 @@ class Unit(Row):
         if self.is_gathered:
             self.is_gathered = False
             self.full.untyped_storage().resize_(0)
-            increment_version(self.full)  # autograd refuses to read saved weights that are freed
+            increment_version(self.full)  # autograd refuses to read the freed weights
 
     def reduce(self, gradients: Gradients) -> None:
-        """Start to reduce-scatter the gradients of all weights, or None for some."""
+        """Start to reduce-scatter the gradients of all weights; None counts as zero."""
         self.wait_for_reduce()  # if the block runs twice
         self.drop_if_zeroed()
         if self.pieces[0].grad is None:
@@ -317,7 +317,7 @@ class Unit(Row):
             self.store(gradient)
 
     def drop_if_zeroed(self) -> None:
-        """Drop the sum of a step that ended in `zero_grad`, which cleared the mark of `reduce`."""
+        """Drop the step's sum if `zero_grad` has cleared the placeholder that `reduce` set."""
         first = self.pieces[0]
         if self.used and first.grad is None:
             self.finalize_backward()
@@ -329,9 +329,9 @@ class Unit(Row):
         """Complete the gradient of the step."""
         self.wait_for_reduce()
 
-    # Where the shard lives: on the device that computes, unless offload replaces these two.
+    # The shard is on the device that computes, unless offload replaces the next two methods.
     def fetch(self) -> Tensor:
-        """Return the shard [S] as it is sent: on the device that computes, in its dtype."""
+        """Return the shard [S] on the device that computes, in the dtype of the buffer."""
         return self.shard.to(self.full)
 
     def store(self, gradient: Tensor) -> None:
@@ -341,7 +341,7 @@ class Unit(Row):
 
 
 class Hybrid(Unit):
-    """Hybrid sharding: every rank of `replicate_axis` has a shard of the same weights.
+    """Hybrid sharding: all ranks of `replicate_axis` have copies of the same shard.
 
     Gradients of all microbatches add up inside of each replica. Their sum is all-reduced over the
     replicas once a step, in the backward that `is_last`.
@@ -387,11 +387,11 @@ class Options:
 def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     """Shard `model` along `axis`, in place; make the optimizer afterwards.
 
-    Parameters keep names, ties and ``ndim``, and become shards. Rank 0's values count. Weights
-    outside of blocks, and tied ones, stay gathered. `options` are fields of `Options`.
+    Parameters keep names, ties and ``ndim``, and become shards. All ranks start with the values of
+    rank 0. Weights outside of blocks, and tied ones, stay gathered. `options` are `Options` fields.
 
-    Raises `ValueError` for options that do not fit, for a model with sparse gradients or hooks on
-    gradients, or one that a strategy trains already, before the first collective.
+    Before the first collective, raises `ValueError` for options that do not fit, and for a model
+    with sparse gradients, with hooks on gradients, or with another strategy.
     """
     how = Options(axis, **options)
     axes = [each for each in (axis, how.replicate_axis) if each is not None]
@@ -418,8 +418,8 @@ def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
 def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> list[Unit]:
     """Replace the parameters of `model` by shards.
 
-    A parameter belongs to the innermost block around it; a tied one, to the root. In a flat buffer
-    are weights of one block, dtype and device, frozen or not, with copies on the same ranks.
+    A parameter belongs to the innermost block around it; a tied one, to the root. The weights of a
+    flat buffer share block, dtype, device and ranks with copies, and all or none are frozen.
     """
     home = {p: block for block in (model, *blocks) for p in block.parameters()}  # inner blocks win
     times = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
@@ -445,5 +445,5 @@ def refuse(words: str, gradients: Any = ()) -> None:
 
 
 def wants_gradient(x: Any) -> bool:
-    """True for a tensor through which autograd will come."""
+    """True for a tensor that will get a gradient from autograd."""
     return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad

@@ -1,9 +1,9 @@
 """Local SGD: every rank trains alone for a while, then all ranks agree on one model.
 
 Idea.   Data parallelism sends all gradients in every step. But ranks that start from one model and
-        read similar data drift apart slowly. So they may train alone for H steps and then agree,
-        which sends H times less (1 and 2). Or they agree in every step, one step late: the link has
-        a whole step to bring the gradient (3).
+        read similar data drift apart slowly. So each rank may train alone for H steps; then all
+        ranks agree, which sends H times less (1 and 2). Or ranks agree in every step, on the
+        gradient of the step before: its all-reduce may last a whole step (3).
 Math.   Rank r of n; u_r is its optimizer, with a state of its own that is never sent:
         1. local SGD      w_r <- u_r(w_r, g_r) H times, from a model w that all have agreed on. Then
                           w itself takes a step, along D = (1/n) sum_s (w - w_s), the *outer
@@ -32,7 +32,7 @@ In torch: `torch.distributed.algorithms.model_averaging`, `PostLocalSGDOptimizer
 Proved by tests/law/test_local_sgd.py and tests/parallel/test_local_sgd.py.
 
 Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts after each
-``optimizer.step()``, so the training step is as under all other strategies. At the end, `finish`.
+``optimizer.step()``, so the training step is as under other strategies. At the end, call `finish`.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def refuse(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise `ValueError` for state beside the parameters, on which ranks would never agree."""
+    """Raise `ValueError` for state that ranks do not average: router biases and masters."""
     if any(router.config.bias_speed is not None for _, router in routers(model)):
         own = "each rank would move the biases of its routers by its own tokens"
         raise ValueError(f"{own}; balance experts by a loss (bias_speed=None)")
@@ -82,16 +82,16 @@ def refuse(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
 
 # ---------------------------------------------------------------------- 1, 2. meeting less often
 class LocalSGD(Strategy):
-    """Train alone for `every` steps; then take an outer step along the mean way of all ranks.
+    """Train alone for `every` steps; then take an outer step along the mean change of all ranks.
 
     `optimizer` is the inner one, usually AdamW. `lr` and `momentum` are the outer ones: with lr=1
     and momentum=0 ranks meet at their average, else this is DiLoCo. `average`: the loss is a mean
     over the tokens of this rank; if False, of all ranks.
 
-    With a `delay` the outer gradient arrives that many steps after it was sent. A rank that then
-    moved to the outer model would forget what it has learnt meanwhile; a rank that stayed would
-    never agree. So a rank keeps a share `mix` of its own. Raises `ValueError` for a delay that
-    outlasts a round.
+    With a `delay` the outer gradient arrives `delay` steps after it was sent. If a rank then took
+    the whole outer model, its steps since then would be lost. If the rank took nothing, ranks would
+    never agree. So a rank keeps a share `mix` of its own weights. Raises `ValueError` for a delay
+    that is longer than a round.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class LocalSGD(Strategy):
         self.watch(self.parameters)
         if not average:
             self.hook_gradients(self.parameters)
-        if delay:  # nothing may queue behind a call that takes several steps
+        if delay:  # other calls must not wait behind a call that takes several steps
             self.axis = with_own_group(axis, "late")
         optimizer.register_step_post_hook(self._after_step)
         self._begin()
 
     def _begin(self) -> None:
-        """Take this model for the one that the ranks have agreed on."""
+        """Make the current parameters the model on which all ranks have agreed."""
         self.outer = flatten(self.parameters)  # [N]
         self.velocity = torch.zeros_like(self.outer)
-        self.pending: Pending | None = None  # the outer gradient, on its way
+        self.pending: Pending | None = None  # the outer gradient in flight
 
     def finish_backward(self) -> None:
         """Scale this rank's gradients, if they are parts of a sum."""
@@ -141,7 +141,7 @@ class LocalSGD(Strategy):
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
-        """Send this rank's way at the end of a round; receive the mean of all, `delay` steps on."""
+        """Send this rank's change at the end of a round; receive the mean `delay` steps later."""
         self.steps += 1
         if self.pending and (self.steps - self.delay) % self.every == 0:
             self._receive()
@@ -177,13 +177,13 @@ class LocalSGD(Strategy):
             p.copy_(average)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the model of the last meeting, the one to evaluate; buffers are this rank's."""
+        """Return the last model on which ranks agreed, to evaluate it; buffers are this rank's."""
         agreed = self.agreed()
         state = self.model.state_dict(keep_vars=True)
         return self._whole(state, lambda t: agreed.get(t, t.data).to(t.dtype))
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Start anew: this model is the outer model, and every rank's."""
+        """Load `state` on every rank, and make the loaded model the outer model."""
         self.finish()  # nothing is under way from here on
         super().load_full_state_dict(state)
         self._begin()
@@ -193,8 +193,8 @@ class LocalSGD(Strategy):
 class DelayedGradients(Strategy):
     """Data parallelism in which step t uses the gradient of step t-1.
 
-    The all-reduce has a whole forward and backward to hide behind. All ranks have the same model at
-    all times. The first step finds no gradient and changes nothing. Use a lower learning rate.
+    A whole forward and backward can hide the all-reduce. All ranks have the same model at all
+    times. The first step has no gradient and changes nothing. Use a lower learning rate.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class DelayedGradients(Strategy):
         replicate(model, axis, is_data=True)
         self.watch(self.parameters)
         self.axis = with_own_group(axis, "late")
-        self.pending: Pending | None = None  # the gradients of the last step, on their way
+        self.pending: Pending | None = None  # the gradients of the last step, in flight
         self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
@@ -228,7 +228,7 @@ class DelayedGradients(Strategy):
         if self.pending is not None:
             pieces = split_like(self.pending.wait(), self.parameters)
             for p, piece, is_used in zip(self.parameters, pieces, self.used_by_any(), strict=True):
-                if is_used:  # strides as the parameter's: fused optimizers do not look at strides
+                if is_used:  # with the strides of `p`: fused optimizers ignore strides
                     p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece)
             self.pending = None
         mark_summed(self.parameters if self.op == "sum" else (), self.axis)

@@ -84,8 +84,8 @@ class VocabEmbedding(nn.Module):
 def local_words(words: Tensor, start: int, count: int, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return row numbers in a table of `count` words from `start` on, and which `words` it has.
 
-    The first and the last rank also take words below 0 and beyond the vocabulary. So their look-up
-    fails as on one device; otherwise all ranks would add zero.
+    The first rank also takes words below 0, the last rank words beyond the vocabulary. So their
+    look-up fails as on one device. Otherwise all ranks would add zero, without an error.
     """
     own = torch.ones_like(words, dtype=torch.bool)
     if axis.rank > 0:
@@ -96,12 +96,12 @@ def local_words(words: Tensor, start: int, count: int, axis: Axis) -> tuple[Tens
 
 
 def vocab_loss(logits: Tensor, targets: Tensor, axis: Axis, start: int) -> Tensor:
-    """Sum of the cross entropies for logits [..., V/n] V of the words from `start` on: a scalar I.
+    """Sum the cross entropies for logits [..., V/n] V of the words from `start` on: a scalar I.
 
-    No rank ever sees all logits. With m the largest logit, which only keeps exp from overflowing,
+    No rank ever sees all logits. With m the largest logit, so that exp does not overflow,
     -log p = log(sum exp(logit - m)) - (logit_target - m). So ranks exchange three numbers per
-    token: m, the sum of exponentials, and the target's logit, for which ranks without it give zero.
-    Computed in fp32 at least, with one copy of the logits: the exponentials.
+    token: m, the sum of exponentials, and the target's logit (zero on ranks without the target).
+    Ranks compute in fp32 at least. The only copy of the logits holds the exponentials.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = collectives.all_reduce(wide.detach().amax(-1), axis, "max")

@@ -3,7 +3,7 @@
 Idea.   Adam keeps 8 bytes per parameter, and touches them once a step. The host has room for these
         bytes, and is fast enough. So the device keeps what forward and backward need. Gradients
         leave for the host, the optimizer steps there, and new weights come back.
-Math.   That of the optimizer, which does not know where its parameters live.
+Math.   The same as without offload. The optimizer steps parameters on the host.
 Shapes. Those of the shards.
 Comms.  Nothing between ranks. Over PCIe, per step and rank, for shards of P bytes: P of
         gradients down, and P of weights up for each time that fsdp gathers them.
@@ -33,19 +33,19 @@ from minipar.observe import memory
 class HostShards:
     """Moves the shards of an fsdp strategy to the host: weights, gradients, optimizer state.
 
-    `optimizer` then steps parameters of the host. Before each gather, this rank's shard is copied
-    to the device. That copy starts while the block before is being gathered, in the order of the
-    last step. Each gradient of a shard leaves for the host during backward. The device keeps blocks
-    in use, and at most four shards that come.
+    `optimizer` then steps parameters on the host. Before each gather, this rank's shard is copied
+    to the device. That copy starts while the block before is gathered, in the order of the last
+    step. Each shard's gradient is copied to the host during backward. The device keeps the blocks
+    in use, and at most four arriving shards.
 
-    Make it before the first step, and before a state is loaded. It takes the place of three methods
-    of each unit; other strategies than fsdp have no units.
+    Make this object before the first step, and before a state is loaded. It replaces three methods
+    of each unit. Only fsdp has units.
     """
 
     def __init__(self, strategy: Any, optimizer: Optimizer, copies: HostCopy | None = None) -> None:
         self.copies = copies or HostCopy(strategy.device)
-        self.order: list[Any] = []  # of the fetches in the last step
-        self.fetched: list[Any] = []  # in this one
+        self.order: list[Any] = []  # units in the order of the last step's fetches
+        self.fetched: list[Any] = []  # units fetched in this step
         self.coming: dict[Any, tuple[list[int], Pending]] = {}  # weights, and their versions
         self.leaving: dict[Any, Pending] = {}  # the gradient of the last microbatch
         self.region = ExitStack()
@@ -60,11 +60,11 @@ class HostShards:
 
     # weights, up
     def fetch(self, unit: Any) -> Tensor:
-        """Return the shard of `unit` on the device; start to bring the one that comes after it."""
+        """Return the shard of `unit` on the device; start to copy the next unit's shard."""
         at = len(self.fetched)
         self.fetched.append(unit)
         versions, copy = self.coming.pop(unit, (None, None))
-        if versions != [p._version for p in unit.pieces]:  # none comes, or weights have changed
+        if versions != [p._version for p in unit.pieces]:  # no copy, or weights have changed
             copy = self.bring(unit)
         if self.order[at : at + 1] == [unit]:
             for ahead in self.order[at + 1 : at + 2]:
@@ -75,23 +75,23 @@ class HostShards:
     def bring(self, unit: Any) -> Pending:
         """Start to copy the shard of `unit` to the device."""
         shard = unit.shard
-        with torch.inference_mode(False):  # the thread that writes into it is in no such mode
+        with torch.inference_mode(False):  # the copy thread is not in inference mode
             arriving = unit.full.new_empty(unit.shard.shape)
         memory.tag("gathered", arriving, on_host=False)
-        if shard.dtype != arriving.dtype:  # cast in memory that a GPU reads while it computes
+        if shard.dtype != arriving.dtype:  # cast into pinned memory: the copy is asynchronous
             shard = self.copies.empty_like(arriving).copy_(shard)
         return self.copies.to_device(shard, arriving)
 
     # gradients, down
     def store(self, unit: Any, gradient: Tensor) -> None:
-        """Send `gradient` to the host; the one of the microbatch before has arrived."""
+        """Start to copy `gradient` to the host; first wait for the microbatch before."""
         self.add_up(unit)
-        # Cast on the device, or backward would have to wait until there are numbers to cast.
+        # Cast on the device: a cast on the host would have to wait for the copy.
         self.leaving[unit] = self.copies.to_host(gradient.to(unit.shard.dtype))
         memory.tag("gradients", self.leaving[unit].result, on_host=True)
 
     def add_up(self, unit: Any) -> None:
-        """Wait for the gradient that leaves; add it to those of the microbatches before."""
+        """Wait for the gradient's copy; add it to the sum of the microbatches before."""
         if unit in self.leaving:
             gradient = self.leaving.pop(unit).wait()
             unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)

@@ -1,8 +1,8 @@
-"""Matmuls in pieces that travel while others are computed: tensor parallelism's overlap.
+"""Overlap for tensor parallelism: one piece travels while the matmul of another piece runs.
 
 With ``sequence=True`` an all-gather comes before the first matmuls of a region, and a
-reduce-scatter after the last. Both are rings of n - 1 messages here. Step by step, one piece of the
-tokens travels while the matmul of another piece runs.
+reduce-scatter after the last. Here, both are rings of n - 1 messages. In each step, one piece of
+the tokens travels while a rank computes the matmul of another piece.
 
 Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition"
 (ASPLOS 2023). tensor.py puts `fuse` around attention and MLP.
@@ -87,7 +87,7 @@ class _GatherLinears(torch.autograd.Function):
             grad_x = ring_reduce_scatter(part, axis)
         if any(ctx.needs_input_grad[2:]):
             grad_weights = [torch.zeros_like(weight) for weight in weights]
-            for source, piece in ring_gather(x.contiguous(), axis):  # again, instead of kept
+            for source, piece in ring_gather(x.contiguous(), axis):  # again: forward kept only `x`
                 for grad, grad_weight in zip(grads, grad_weights, strict=True):
                     grad_weight.addmm_(grad[:, source].flatten(0, 1).T, piece.flatten(0, 1))
         return None, grad_x, *grad_weights

@@ -1,8 +1,8 @@
 """A plan: how many ranks each axis has, and which strategy works along it.
 
 Every strategy works along an axis of its own, so a plan is little more than one size per axis.
-Some choices do not go together: `Plan.check` names the rule that a plan breaks. compose.py carries
-a plan out. explain.py says which rank has which part of each parameter, and what a step sends.
+Some choices do not go together: `Plan.check` names the rule that a plan breaks. compose.py applies
+a plan. explain.py says which rank has which part of each parameter, and which bytes a step sends.
 
 Proved by tests/parallel/test_compose.py and tests/law/test_plans.py.
 """
@@ -204,7 +204,7 @@ class Plan:
             yield f"schedule={self.schedule} is not made of pairs; use {good}"
         if self.pp == 1:
             return
-        # Every schedule has at least this many stages. Counting first spares a huge schedule.
+        # Every schedule has at least this many stages. Count first, to avoid a huge schedule.
         num_stages = self.pp * max(1, self.stages_per_rank)
         if num_stages <= config.num_layers:
             num_stages = self.make_schedule().num_stages

@@ -19,7 +19,7 @@ Comms.  A = (n-1)/n of the bytes of one activation [B, T, D]. Per microbatch, fo
         the bytes of [B, T] numbers in fp32. ``overlap`` adds 2 L A: backward gathers the inputs of
         q, k, v and of gate, up again. A mixture of experts that is whole saves 2 all-reduces.
         Per step, 2 (n-1)/n of: the norm weights' gradients with ``sequence``, else gradients of the
-        norms of heads, if any; and with n > G the gradients of k and v. Only ``overlap`` hides.
+        norms of heads, if any; and with n > G the gradients of k and v. Only ``overlap`` hides any.
 Memory. Bytes of matrices, gradients and optimizer state / n. Activations that a layer keeps for its
         backward, in numbers per token: inside of the borders (2 H K + 2 G K + 4 F) / n (q, k, v and
         attention's result; gate, silu, up, their product). Outside, two norms keep input and
@@ -74,7 +74,7 @@ def apply(
     With gradients enabled the model returns the logits of this rank's words [B, T, V/n];
     `model.token_loss` compares these with targets. Under `no_grad` the model returns all logits, so
     sampling works unchanged. Apply it before other strategies, and finish it after them: its sums
-    need gradients that no other strategy is working on.
+    need gradients that no other strategy is still sending.
 
     Args:
         sequence: cut norms and residual stream along the tokens.
@@ -142,7 +142,7 @@ class TensorParallel(Strategy):
         region.register_forward_hook(lambda _, args, out: self.border.leave(out))
 
     def _cut(self, name: str, dim: int, spans: Spans, blocks: int = 1) -> None:
-        """Keep of a parameter this rank's span along `dim`.
+        """Keep this rank's span of a parameter along `dim`.
 
         `blocks` matrices of one size may lie one above the other along `dim`, such as gate and up
         of an expert; the rank then keeps its span of each of them.
@@ -205,7 +205,7 @@ class TensorParallel(Strategy):
         moe.core = partial(self._compute_experts, moe.core)
 
     def _compute_experts(self, core: Any, x: Tensor, routing: Routing) -> Tensor:
-        """Take tokens [N, D] and their routing across the border, and the weighted sum back."""
+        """Enter the border with tokens [N, D] and routing; leave it with the weighted sum."""
         x, weights = (self.border.enter(t[None])[0] for t in (x, routing.weights))
         experts = routing.experts
         if self.border.sequence:
@@ -214,7 +214,7 @@ class TensorParallel(Strategy):
         return self.border.leave(summand[None])[0]
 
     def _cut_valid(self, _: nn.Module, args: tuple) -> tuple:
-        """Cut the mask of tokens that count as the tokens are cut: [B, T] -> [B, T/n]."""
+        """Cut `valid`, the mask of tokens that count, like the tokens: [B, T] -> [B, T/n]."""
         x, *valid = args
         return x, *(v.chunk(self.axis.size, 1)[self.axis.rank] for v in valid)
 
@@ -222,7 +222,7 @@ class TensorParallel(Strategy):
     def _find_partial_gradients(self) -> None:
         """List parameters with partial gradients: each rank computes a part of the sum."""
         names, n = dict(self.model.named_parameters()), self.axis.size
-        # Experts of this rank alone have seen the tokens of all ranks.
+        # Experts that are spread over the axis have seen the tokens of all its ranks.
         self.spread = {name for name, p in names.items() if is_spread_over(p, self.axis)}
         for name in self.spread:
             names[name].spread_outside = n
@@ -230,7 +230,7 @@ class TensorParallel(Strategy):
             summed = [name for name in names if name not in self.spans.keys() | self.spread]
         else:  # each rank has seen its own heads
             summed = [name for name in names if name.endswith(("q_norm.weight", "k_norm.weight"))]
-        # A head on two ranks, say.
+        # For example, a head of keys that two ranks share.
         copied = [name for name in names if len(set(self.spans.get(name, range(n)))) < n]
         self.summed, self.copied = (summed, copied) if n > 1 else ([], [])
         partial_sums = [names[name] for name in self.summed + self.copied]
@@ -252,7 +252,7 @@ class TensorParallel(Strategy):
         params = dict(self.model.named_parameters())  # without the layers of other stages
         holders = [piece_of(params[name]) for name in names if name in params]
         for p in holders:
-            check_not_summed(p, self.axis)  # one to which no gradient has been added
+            check_not_summed(p, self.axis)  # an old sum, to which no backward has added
         mark_summed(holders, self.axis)
         grads = [p.grad for p in holders if p.grad is not None]
         if num_groups == 1:  # whole experts, say: no second copy of large gradients

@@ -1,8 +1,8 @@
 """Ulysses: ranks hold different tokens all through the model, but different heads in attention.
 
 Idea.   Attention mixes tokens but not heads; the rest of the model mixes heads but not tokens. So
-        each of n ranks holds T/n tokens. An all-to-all before attention gives it all tokens of H/n
-        heads; another one after attention goes back. Attention itself runs as on one device.
+        each of n ranks holds T/n tokens. An all-to-all before attention gives each rank all tokens
+        of H/n heads; a second one after attention undoes the first. Attention itself is unchanged.
 Math.   A permutation, and its inverse in backward. Key/value head g serves query heads g H/G to
         (g+1) H/G - 1. Where n does not divide G, each key/value head is repeated until there are
         G' = lcm(G, n) of them; its gradient is the sum over its copies.
@@ -36,7 +36,7 @@ from minipar.parallel.base.shards import check_divides
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
-    Cut inputs with `shard`; the model numbers the positions itself unless it is given some. A mask
+    Cut inputs with `shard`; the model makes positions itself unless the caller passes some. A mask
     is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part of the
     heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")`` sums
     them.

@@ -1,14 +1,14 @@
 """ZeRO, stages 1 and 2: every rank keeps and updates one n-th of the optimizer's state.
 
 Idea.   Under data parallelism all ranks hold the same optimizer state and compute the same update.
-        Under ZeRO each rank owns one n-th of the numbers. It gets the gradients of these alone,
-        updates these alone, and hands them out. Adam's state is twice the model, and now n times
-        less. Stage 2 frees gradients too, as soon as their owners have them.
+        Under ZeRO each rank owns one n-th of the numbers. Rank r gets the gradients of its numbers
+        alone, updates these numbers alone, and sends them to all ranks. Adam's state is twice the
+        model; a rank has one n-th of it. Stage 2 also frees a gradient once its owner has it.
 Math.   On rank r, which owns the slice w_r: g_r = slice r of sum_s g^(s) (divided by n
         with ``average=True``); w_r <- w_r - update(g_r, state_r); w = [w_0 ... w_(n-1)].
 Shapes. A bucket is a flat buffer of N numbers: weights R@dp; gradients P@dp, reduce-scattered to
-        [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. Slices cut through parameters. This
-        rank's part of one is a *piece*: to the optimizer, a parameter (see base/shards.py).
+        [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. A slice may cut a parameter. A rank's
+        part of a parameter is a *piece*. The optimizer steps pieces (see base/shards.py).
 Comms.  P bytes of parameters: reduce-scatter (n-1)/n P during backward and all-gather (n-1)/n P
         during the next forward, together the bytes of `ddp`. Besides, one byte for each of N
         parameters (did any rank use it?): 2 (n-1)/n N. Stage 2 reduces each of m microbatches:
@@ -18,7 +18,7 @@ Memory. Bytes per rank at the highest point, for gradients G and optimizer state
           stage 1  P + G + O/n               gradients are whole until the end of backward
           stage 2  P + G/n + O/n             and two buckets: one travels, one is being filled
 Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS. Gradients lie in
-        the pieces. Stage 2 wants as many backwards on every rank.
+        the pieces. Stage 2 needs equally many backwards on every rank.
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7. In torch:
         `ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
@@ -56,7 +56,7 @@ class Bucket(Row):
     def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
         axis = copies_axis(parameters[0], data_axis)
         super().__init__(parameters, axis)
-        self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
+        self.share = axis.size / data_axis.size  # below 1 for experts: fewer ranks have copies
         weights = parameters[0].new_zeros(sum(self.splits))  # [N], zeros at its end
         self.hold(parameters, weights.view(axis.size, -1)[axis.rank].data)  # its version is its own
         self.parameters = parameters
@@ -96,14 +96,14 @@ class Bucket(Row):
             p.grad = self.views[p].copy_(p.grad.detach())
 
     def reduce(self, op: Op, is_last: bool) -> None:
-        """Start to sum the gradients, each slice for its owner; `is_last` in this step."""
+        """Start to reduce-scatter the gradients; `is_last`: of the step's last microbatch."""
         self.wait_for_reduce()  # of the microbatch before
         for p in self.parameters:
             self.add(p)
             if p.grad is self.views[p]:
                 self.used.add(p)
                 p.grad = Elsewhere(p) if is_last else None
-        if op == "avg" and self.share < 1:  # the average is over all ranks all the same
+        if op == "avg" and self.share < 1:  # the average is over all ranks of the data axis
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
         self.whole, self.views = None, {}  # freed when it has been sent
@@ -115,13 +115,13 @@ class Bucket(Row):
             self.reduced = own if self.reduced is None else self.reduced.add_(own)
 
     def gather(self) -> None:
-        """Start to collect the slices of all ranks; after the step."""
+        """Start to all-gather the slices of all ranks, after the step."""
         self.check_memory((*self.parameters, *self.pieces), (self.weights, self.shard))
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
         self.version = self.shard._version
         for p in self.parameters:
-            if type(p) is nn.Parameter:  # a class of somebody's own stays as it is
+            if type(p) is nn.Parameter:  # a user's own subclass stays as it is
                 p.arrives, p.__class__ = self.wait_for_gather, OnItsWay
 
     @torch.compiler.disable
@@ -161,7 +161,7 @@ class ShardedOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         check_elementwise(optimizer_class)
-        groups = Optimizer(params, {}).param_groups  # torch knows all that `params` may be
+        groups = Optimizer(params, {}).param_groups  # torch reads all forms of `params`
         self.axis, self.is_applied = axis, False
         members = [group["params"] for group in groups]
         trainable = [[p for p in own if p.requires_grad and p.numel()] for own in members]
@@ -178,11 +178,11 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's slices, and start to hand them out, the first layer's first."""
+        """Update this rank's slices, and start to all-gather them, the first layer's first."""
         if not self.is_applied:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         for bucket in self.buckets:
-            bucket.version = bucket.shard._version  # what was written goes out with the step
+            bucket.version = bucket.shard._version  # the gather after the step sends all writes
             bucket.wait_for_gather()
         for p in self.bucket_of:
             if hasattr(p, "master"):
@@ -217,7 +217,7 @@ class ShardedOptimizer(Optimizer):
 class Stage1(Strategy):
     """A bucket is reduced as soon as backward has filled it, while backward goes on.
 
-    All ranks send buckets in the order of the list. Backward waits for what was sent long ago.
+    All ranks send buckets in the order of the list. Backward waits for the older ones in flight.
     """
 
     most_in_flight = 2  # buckets: the link always has one to carry
@@ -228,11 +228,11 @@ class Stage1(Strategy):
         self.op: Op = "avg" if average else "sum"
         self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
-        # Gradients come from the last layer to the first; tied ones of a pipeline at the end.
+        # Autograd computes the last layer's gradients first; a pipeline's tied ones come last.
         place = {p: 1 if hasattr(p, "comes_last") else -i for i, p in enumerate(model.parameters())}
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
-        self.sent = 0  # so many buckets of this round
-        self.is_last = True  # the microbatch, in its step
+        self.sent = 0  # the number of buckets sent in this round
+        self.is_last = True  # True if the microbatch is the last one of its step
         let_blocks_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
         # This rank's own slices lie in the buffers that are filled.
         model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
@@ -264,7 +264,7 @@ class Stage1(Strategy):
             self.buckets[self.sent - self.most_in_flight - 1].wait_for_reduce()
 
     def _end_round(self) -> None:
-        """Reduce the buckets that are left, complete or not. In a round each is sent once."""
+        """Reduce the other buckets, complete or not. In a round, each bucket is sent once."""
         while self.sent < len(self.buckets):
             self._reduce_next()
         self.sent = 0
@@ -289,7 +289,7 @@ class Stage2(Stage1):
     """Every microbatch is reduced, in `no_sync` too: whole gradients are freed in backward.
 
     When a bucket is sent, the bucket before it must have arrived: at most two are whole. Each
-    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds.
+    `no_sync` is a round, and so is `finish_backward`. All ranks need equally many rounds.
     """
 
     most_in_flight = 1
@@ -322,7 +322,7 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         working_dtype: compute, and gather weights, in this dtype; slices are masters (masters.py).
 
-    After a failed backward, and before a step is left out, call `finish_backward` and then
+    After a failed backward, and before you skip a step, call `finish_backward` and then
     ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for an optimizer that does not fit.
     """
     if optimizer.axis != axis:

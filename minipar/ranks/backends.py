@@ -1,4 +1,4 @@
-"""Which backend, which device, and joining the process group: on ranks of ours and of torchrun."""
+"""Choose the backend and the device, and join the process group: our own ranks and torchrun's."""
 
 import datetime
 import os
@@ -27,7 +27,7 @@ def pick_backend(size: int) -> str:
 
 
 def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> None:
-    """Raise `ValueError` for ranks, of `weight_bytes` each, that this machine cannot start."""
+    """Raise `ValueError` if this machine cannot start `size` ranks, each with `weight_bytes`."""
     if size < 1:
         raise ValueError(f"{size} ranks: a group needs at least 1 rank")
     memory, rank_bytes = psutil.virtual_memory().total, RANK_BYTES + weight_bytes
@@ -47,7 +47,7 @@ def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> No
 
 
 def compute_device() -> torch.device:
-    """Return this rank's device: a GPU, shared if there are fewer than ranks, or the CPU.
+    """Return this rank's device: a GPU (ranks share GPUs if there are too few), or the CPU.
 
     The GPU follows from LOCAL_RANK, not from the rank: hosts may have more GPUs than ranks. An
     emulated link carries tensors of the CPU only.
@@ -63,7 +63,7 @@ def compute_device() -> torch.device:
 def init(backend: str, timeout: float, **where: Any) -> None:
     """Join the default process group; `where` says how the ranks meet.
 
-    Beside NCCL, gloo carries tensors of the host, and pickled objects.
+    If the backend is NCCL, gloo carries host tensors and pickled objects.
     """
     if backend == "link":
         from minipar.emulate import link_group
@@ -80,7 +80,7 @@ _BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "destroyed")
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """True if it was the connection that failed: the process group is of no use any more."""
+    """True if the connection failed: the process group cannot be used any more."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
 
 
@@ -94,11 +94,11 @@ _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "P
 def under_torchrun() -> bool:
     """True if torchrun, or a launcher that sets its variables, started this process.
 
-    Raises `ValueError` if srun or mpirun started several tasks without: each would train alone.
+    Raises `ValueError` if srun or mpirun started tasks without these: each would train alone.
     """
     if all(name in os.environ for name in VARIABLES):
         return True
-    in_step = "SLURM_STEP_ID" in os.environ  # outside, these are the tasks of the whole job
+    in_step = "SLURM_STEP_ID" in os.environ  # outside of a step, Slurm counts the whole job's tasks
     for name in _NUM_TASKS:
         num_tasks = os.environ.get(name, "1") if in_step or "SLURM" not in name else "1"
         if num_tasks.isdecimal() and int(num_tasks) > 1:
@@ -111,7 +111,7 @@ def under_torchrun() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE. Raises `ValueError` for a rank that cannot be."""
+    """Return RANK and WORLD_SIZE. Raises `ValueError` unless 0 <= RANK < WORLD_SIZE."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")
@@ -120,13 +120,13 @@ def rank_and_size() -> tuple[int, int]:
 
 @contextmanager
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
-    """Join the ranks that torchrun started; leave them in order at the end.
+    """Join the ranks that torchrun started; leave the process group cleanly at the end.
 
-    Between hosts, gloo talks over the interface of GLOO_SOCKET_IFNAME, else over the host name's.
-    At the end every rank waits for all others, so that none closes its connections while another
-    still reads from them. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this
-    host has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the
-    ranks do not meet within `timeout` seconds, or lose each other.
+    Between hosts, gloo uses the network interface GLOO_SOCKET_IFNAME, else the host name's.
+    At the end every rank waits for all others. So no rank closes a connection from which another
+    rank still reads. `backend` is one of `BACKENDS`, or "auto": nccl if each rank of this host has
+    a GPU. Raises `ValueError` for an impossible rank or port, and `ConnectionError` if the ranks do
+    not meet within `timeout` seconds, or lose their connections.
     """
     (rank, size), port = rank_and_size(), _number("MASTER_PORT")
     if not 0 < port < 1 << 16:
@@ -134,7 +134,7 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_ranks(num_here, backend)
-    compute_device()  # nccl talks from there
+    compute_device()  # nccl uses the GPU that this call selects
     try:
         init(backend, timeout, store=_meet(timeout), rank=rank, world_size=size)
     except (dist.DistError, RuntimeError, TimeoutError) as error:
@@ -147,7 +147,7 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
         yield
         dist.barrier()
     except BaseException as error:
-        if backend == "nccl":  # to destroy its groups would wait for ranks that do not come
+        if backend == "nccl":  # destroying its groups would wait for ranks that do not come
             dist.distributed_c10d._abort_process_group()
         if is_lost_connection(error):
             lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
@@ -162,9 +162,9 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
 def _meet(timeout: float) -> dist.Store:
     """Return the store at MASTER_ADDR and MASTER_PORT.
 
-    A thread waits for it: torch itself would wait for ever where another program holds the port,
-    and says nothing. When torchrun starts its ranks again, it keeps the store, with the addresses
-    of dead ranks in it, so each start uses names of its own.
+    A thread waits for the store: torch would wait for ever if another program has the port and
+    sends no answer. When torchrun restarts its ranks, the store still has the addresses of the dead
+    ranks. So each start uses its own prefix in the store.
     """
     found: Future = Future()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -36,7 +36,7 @@ from minipar.text import names
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
-"""Variables of the ranks, unless the environment of the user has others."""
+"""Environment variables of the ranks. The user's environment takes precedence."""
 GRACE = 1.0  # seconds that ranks may go on after another has failed
 TO_STOP, TO_JOIN = 3.0, 60.0
 """Seconds in which ranks that are stopped, or make a process group, must answer."""
@@ -84,9 +84,9 @@ class Ranks(AbstractContextManager):
     Args:
         size: number of ranks.
         backend: "gloo", "nccl", or "link" (gloo behind an emulated link).
-        timeout: seconds after which a collective that is not joined by all fails.
-        sink: receives what ranks print, up to `worker.MAX_LINES` each, while they run; None lets
-            them print for themselves.
+        timeout: seconds after which a collective fails if not all ranks have called it.
+        sink: receives the lines that ranks print in a call, up to `worker.MAX_LINES` per rank;
+            with None, ranks print directly.
 
     Raises `ValueError` for ranks that this machine cannot start.
     """
@@ -106,7 +106,7 @@ class Ranks(AbstractContextManager):
         self.lock = threading.RLock()  # held by the thread whose call is running
         self.closed = False
         self._number = 0  # of the latest call
-        with socket.create_server(("127.0.0.1", 0)) as door:  # torch's own is open to the network
+        with socket.create_server(("127.0.0.1", 0)) as door:  # torch would listen on all networks
             how = dict(
                 is_master=True, wait_for_workers=False, master_listen_fd=os.dup(door.fileno())
             )
@@ -120,7 +120,7 @@ class Ranks(AbstractContextManager):
     def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
 
-        Raises `RankError` when a rank fails, and `TypeError` for what cannot be pickled.
+        Raises `RankError` when a rank fails, `TypeError` if `fn` or an argument cannot be pickled.
         """
         return self.run_each(fn, [args] * self.size, **kwargs)
 
@@ -173,20 +173,20 @@ class Ranks(AbstractContextManager):
         self._processes = []
 
     def _join(self) -> None:
-        """Have all ranks make a process group, under a new name at the store."""
+        """Let all ranks make a process group, under a new prefix in the store."""
         self.remade += 1
         messages = dict.fromkeys(range(self.size), ("join", self.remade))
         self._supervise(messages, TO_JOIN).outcome()
 
     def _mend(self, call: "Call") -> None:
-        """Make the ranks usable again after `call`, if it has left them otherwise."""
+        """Make the ranks usable again after `call`, if `call` has broken their group."""
         try:
             if not call.dead and call.has_broken_group:
                 self._join()
         except (RankError, TimeoutError):  # a rank ended meanwhile
             call.dead = True
         if call.dead:
-            self._check_open()  # what ends on purpose is not started again
+            self._check_open()  # ranks that were closed on purpose are not started again
             self._end()
             self._start()
 
@@ -252,7 +252,7 @@ class Call:
     number: int
     size: int
     asked: set[int]
-    seconds: float  # that it may take
+    seconds: float  # the time limit
 
     def __post_init__(self) -> None:
         self.waiting = set(self.asked)
@@ -260,11 +260,11 @@ class Call:
         self.failures: dict[int, Failure] = {}
         self.dead = self.left = False  # one of the ranks is dead, or has left our process group
         self.stopped, self.interrupted = False, None
-        # When the ranks that wait are stopped, or killed if they were stopped before.
+        # The time to stop the ranks in `waiting`; after a stop, the time to kill them.
         self.limit = time.monotonic() + self.seconds
 
     def answered(self, rank: int, answer: bytes | Failure, joined: bool) -> None:
-        """Note an answer; a failure counts unless a stop, or a closed connection, has caused it."""
+        """Note an answer; a failure counts unless it was caused by a stop."""
         self.waiting.discard(rank)
         self.left |= not joined
         if not isinstance(answer, Failure):
@@ -274,7 +274,7 @@ class Call:
                 self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
         else:
             self.failures[rank] = answer
-            # A lost connection is a consequence: its cause, or a death, is still to be heard of.
+            # A lost connection is a consequence: the cause, an error or a dead rank, comes later.
             self._hurry(GRACE * (10 if answer.broken else 1))
 
     def died(self, rank: int, exitcode: int) -> None:
@@ -288,27 +288,27 @@ class Call:
             by = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
         label, message = f"rank {rank} of {self.size}", f"the process ended by {by}"
         self.failures[rank] = Failure(label, "Died", message, message)
-        self._hurry(0)  # a wait for the dead is in vain
+        self._hurry(0)  # the other ranks would wait for a dead rank
 
     def _hurry(self, seconds: float) -> None:
-        """Stop the ranks that wait after so many seconds or earlier, unless they are stopped."""
+        """Stop the ranks in `waiting` after `seconds` or earlier, unless they are stopped."""
         if not self.stopped:
             self.limit = min(self.limit, time.monotonic() + seconds)
 
     @property
     def has_broken_group(self) -> bool:
-        """True unless no rank failed, or all did, with one kind of error: they are in step."""
+        """True unless the ranks are in step: none failed, or all with the same kind of error."""
         failures = self.failures.values()
         is_alike = len(failures) == len(self.asked) and len({f.kind for f in failures}) == 1
         in_step = not failures or (is_alike and not any(f.broken for f in failures))
         return self.stopped or self.left or not in_step
 
     def outcome(self) -> list[Any]:
-        """Return the results in rank order, None of a rank left out; raise what went wrong."""
+        """Return the results in rank order, None for a rank left out; raise the call's error."""
         if self.interrupted is not None:
             raise self.interrupted
         if self.failures:
-            # Where code failed somewhere, connections that broke elsewhere are a consequence.
+            # If code failed on one rank, the lost connections of other ranks are a consequence.
             causes = {rank: f for rank, f in self.failures.items() if not f.broken}
             raise RankError(dict(sorted((causes or self.failures).items())))
         return [unpack(self.results[r]) if r in self.results else None for r in range(self.size)]
@@ -316,9 +316,9 @@ class Call:
 
 @contextmanager
 def _interrupts_held() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back in the body; yield a function that raises it, if it was pressed.
+    """Delay Ctrl-C in the body; yield a function that raises it, if it was pressed.
 
-    There is no recovery from a message that was cut in two, or from a half-made group.
+    Ctrl-C could cut a message in two, or leave a group half made. Neither can be repaired.
     """
     pressed: list[tuple] = []
     usual = signal.getsignal(signal.SIGINT)

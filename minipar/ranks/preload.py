@@ -1,9 +1,9 @@
-"""Imported by the fork server alone: what every rank finds imported, which signals are ignored."""
+"""Imported by the fork server alone: it imports modules for all ranks, and ignores some signals."""
 
 import os
 import signal
 
-os.setsid()  # Ctrl-C, and a notebook that shuts down, are for the parent, which decides
+os.setsid()  # only the parent gets Ctrl-C, and the signal of a notebook that shuts down
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -11,6 +11,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 
-import torch._dynamo  # noqa: E402, F401 (the first optimizer of a rank would import it: a second)
+import torch._dynamo  # noqa: E402, F401 (else each rank's first optimizer imports it, in 1 s)
 
 import minipar.ranks.worker  # noqa: E402, F401

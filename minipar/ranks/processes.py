@@ -40,7 +40,7 @@ def _replaced(mapping: MutableMapping, **values: Any) -> Iterator[None]:
 
 
 def warm_up(*modules: str) -> None:
-    """Start the fork server, unless it runs; return while it imports torch and `modules`."""
+    """Start the fork server, unless it runs; do not wait until it has imported `modules`."""
     if METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *modules])
         # The server must find the minipar that is imported here, not one in the current folder.
@@ -75,10 +75,10 @@ class Process:
 
     def kill(self) -> None:
         """End the rank at once, and the processes that it has started."""
-        if not self.work.closed:  # else its number may be another process's by now
+        if not self.work.closed:  # else another process may have the same pid by now
             with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
                 os.killpg(self.pid, signal.SIGKILL)
-            self._process.kill()  # it had no group yet
+            self._process.kill()  # for a rank that has no process group yet
 
     def reap(self) -> int:
         """End the rank and wait until it is gone; return its exit code, -9 for signal 9."""

@@ -1,8 +1,8 @@
-"""One rank, seen from inside: it receives calls, runs them and answers, and can be stopped.
+"""The process of one rank: it receives calls, runs them and answers, and can be stopped.
 
-Two threads. The main thread runs calls. The control thread waits for the word to stop. It
-also runs while the main thread is stuck in a collective, and then aborts the process groups from
-under it.
+A rank has two threads. The main thread runs calls. The control thread waits for the order to stop.
+The control thread runs even while the main thread hangs in a collective. It then aborts the process
+groups.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ from minipar.comm.mesh import Mesh
 from minipar.emulate import device
 from minipar.ranks.backends import compute_device, init, is_lost_connection
 
-MAX_LINES = 200  # that a rank may print in a call; more are only counted
+MAX_LINES = 200  # lines that a rank may print in a call; further lines are only counted
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Failure:
     kind: str  # name of the exception class, or "Died"
     message: str
     report: str  # the traceback, as it should be shown
-    broken: bool = False  # it was the connection that failed, not the code
+    broken: bool = False  # True if the connection failed, not the code
     stopped: bool = False  # because others had failed, not by itself
 
 
@@ -65,7 +65,7 @@ class Stopped(KeyboardInterrupt):
 
 # ---------------------------------------------------------------------- what travels
 class InWords:
-    """Makes a notebook show the words of an exception alone: its frames would all be ours."""
+    """Makes a notebook show only the message of an exception: all frames would be minipar's."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
@@ -75,7 +75,7 @@ class _Pickler(cloudpickle.Pickler):
     """Sends a function by value if it is of `__main__` or local, else by name."""
 
     def reducer_override(self, thing: Any) -> Any:
-        # torch would send all memory that a view is a part of.
+        # For a view, torch would send the whole storage.
         is_dense = type(thing) is torch.Tensor and thing.layout == torch.strided
         if is_dense and thing.nbytes < thing.untyped_storage().nbytes():
             return thing.detach().clone().requires_grad_(thing.requires_grad).__reduce_ex__(2)
@@ -97,9 +97,9 @@ unpack = cloudpickle.loads
 
 
 class Stream(io.RawIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a rank, on its way to the parent; `text` is for writers.
+    """Sends a rank's ``sys.stdout`` or ``sys.stderr`` to the parent; programs write to `text`.
 
-    A rank that prints without end does not fill the notebook.
+    At most `MAX_LINES` lines are sent per call, so that endless prints do not fill the notebook.
     """
 
     def __init__(self, name: str, say: Callable[[str, str], None]) -> None:
@@ -111,7 +111,7 @@ class Stream(io.RawIOBase):
         return True
 
     def write(self, data: memoryview) -> int:
-        """Send lines, or the part of one: the state of a progress bar, say."""
+        """Send lines, or a part of a line, such as the state of a progress bar."""
         lines = bytes(data).decode().split("\n")  # the last one has not ended
         room = MAX_LINES - self._num_lines
         self._num_lines += len(lines) - 1
@@ -120,7 +120,7 @@ class Stream(io.RawIOBase):
         return len(data)
 
     def end(self) -> None:
-        """The call is over: send the rest, and the number of lines left out."""
+        """Send the rest at the end of a call, and the number of lines left out."""
         self.text.flush()
         left_out, self._num_lines = self._num_lines - MAX_LINES, 0
         if left_out > 0:
@@ -133,9 +133,9 @@ class _Worker:
 
     def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
         self.setup, self.work, self.control = setup, work, control
-        # Numbers of the latest call, of the latest that is to stop, and that was stopped.
+        # Numbers of the latest call, of the latest call to stop, and of the latest stopped call.
         self.call = self.unwanted = self.stopped = 0
-        self.world: dist.ProcessGroup | None = None  # that we have joined
+        self.world: dist.ProcessGroup | None = None  # the group that this rank has joined
         self.busy, self.lock = threading.Event(), threading.Lock()  # busy: the user's code runs
         self.streams = [Stream(name, self.say) for name in ("stdout", "stderr")]
 
@@ -143,7 +143,7 @@ class _Worker:
         signal.signal(signal.SIGUSR2, self._on_signal)
         threading.Thread(target=self._obey, daemon=True).start()
         torch.set_num_threads(1)
-        if self.setup.backend != "link":  # which carries tensors of the CPU only
+        if self.setup.backend != "link":  # link carries CPU tensors only
             compute_device()
         if self.setup.capture:
             sys.stdout, sys.stderr = (stream.text for stream in self.streams)
@@ -154,7 +154,7 @@ class _Worker:
             except BaseException as error:
                 self.busy.clear()
                 answer = "failure", self._failure(error)
-            sys.stdout.flush()  # where the ranks print for themselves
+            sys.stdout.flush()  # for ranks that print directly
             for stream in self.streams:
                 stream.end()
             self.say(*answer, dist.group.WORLD is self.world)
@@ -174,7 +174,7 @@ class _Worker:
 
     def _join(self, meeting: int) -> bytes:
         if dist.is_initialized() and self.setup.backend == "nccl":
-            dist.distributed_c10d._abort_process_group()  # to destroy it would wait
+            dist.distributed_c10d._abort_process_group()  # destroying it would wait for other ranks
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", self.setup.port, wait_for_workers=False)
@@ -217,9 +217,9 @@ class _Worker:
                 self.unwanted = unwanted = self.control.recv()
                 if self.busy.is_set() and self.call == unwanted:
                     self.stopped = unwanted
-                    with self.lock:  # no answer, so no new group, before all of the old one is cut
+                    with self.lock:  # no answer, so no new group, until the old one is aborted
                         abort_groups()
-                while self.busy.is_set() and self.call == unwanted:  # in Python: loops and sleeps
+                while self.busy.is_set() and self.call == unwanted:  # end Python loops and sleeps
                     signal.pthread_kill(main, signal.SIGUSR2)
                     time.sleep(0.1)
         finally:
@@ -227,9 +227,9 @@ class _Worker:
 
 
 def end_with(parent: int) -> None:
-    """Have Linux kill this rank, and its own processes, when `parent`, a pipe, is closed.
+    """Let Linux kill this rank, and its child processes, when the pipe `parent` is closed.
 
-    The control thread sees the end, too, but not while C code keeps the interpreter for itself.
+    The control thread sees the end, too, but not while C code holds the GIL.
     """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpid())  # to our process group
@@ -250,8 +250,8 @@ def leave() -> None:
 def abort_groups() -> None:
     """Make every collective of this process fail now, from any thread.
 
-    gloo's own abort() does nothing, so shut down the TCP connections: all of them are torch's. Not
-    the sockets that listen, which have no other end: gloo ends the process when those go.
+    gloo's own abort() does nothing, so shut down the TCP connections: all of them are torch's. Keep
+    the listening sockets: gloo ends the process if one of them is shut down.
     """
     with suppress(Exception):  # the main thread may be destroying its groups right now
         if "nccl" in dist.get_backend_config():
@@ -267,30 +267,30 @@ _worker: _Worker | None = None  # of this process, if it is a rank
 
 
 def shield() -> None:
-    """From inside a rank: from here on this call is not stopped any more; it ends by itself."""
+    """Protect this rank's call from stops, from here to its own end. Call it inside a rank."""
     if _worker is not None:
         _worker.busy.clear()
 
 
 def say(kind: str, content: Any) -> None:
-    """From inside a rank: hand (picklable) `content`, such as a picture, to the parent's sink."""
+    """Send (picklable) `content`, such as a picture, from inside a rank to the parent's sink."""
     for stream in _worker.streams:
         stream.text.flush()
     _worker.say(kind, content)
 
 
 def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Connection) -> None:
-    """Be a rank, from the first breath to the last; never return."""
+    """Run a rank, from its start to its end; never return."""
     global _worker
     try:
-        gc.freeze()  # no collection shall go through all that was imported, and copy each page
-        os.setpgid(0, 0)  # with all that it will start, so that they end together
-        multiprocessing.set_start_method(None, force=True)  # DataLoader's: not the fork server's
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # which the fork server ignores
+        gc.freeze()  # a garbage collection over all imported modules would copy each shared page
+        os.setpgid(0, 0)  # a process group for this rank and its children: all end together
+        multiprocessing.set_start_method(None, force=True)  # a DataLoader needs the usual method
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores these signals
             signal.signal(number, signal.SIG_DFL)
         for fd, stream in enumerate(streams, start=1):
             os.dup2(stream.fileno(), fd)
-        os.environ.clear()  # the fork server's: it may serve many pools
+        os.environ.clear()  # the fork server's variables; one server may serve many pools
         os.environ.update(setup.environment)
         _worker = _Worker(setup, work, control)
         _worker.run()

@@ -1,4 +1,4 @@
-"""Weights on their way: whoever uses one of them first waits for it."""
+"""Weights in flight: the first use of a weight waits for its all-gather."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from minipar.parallel.base.strategy import find_blocks
 
 
 class OnItsWay(nn.Parameter):
-    """A parameter that ranks hand out: who reads or writes its numbers first waits for them."""
+    """A parameter in flight: its first read or write waits for the all-gather of its numbers."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -19,7 +19,7 @@ class OnItsWay(nn.Parameter):
             for p in tree_leaves((args, kwargs)):
                 if type(p) is cls:
                     p.__class__ = nn.Parameter
-                    if hasattr(p, "arrives"):  # else it is a copy, made when all were there
+                    if hasattr(p, "arrives"):  # else `p` is a copy, made after the all-gather
                         p.arrives()
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -27,14 +27,14 @@ class OnItsWay(nn.Parameter):
 def let_blocks_wait(model: nn.Module, waits: Mapping[nn.Parameter, Callable[[], None]]) -> None:
     """Make each block call ``waits[p]`` for its parameters p, before it runs.
 
-    A block may be compiled, and torch.compile makes no graph of parameters on their way.
+    A block may be compiled, and torch.compile makes no graph of an `OnItsWay`.
     """
     for block in find_blocks(model):
 
         @torch.compiler.disable
         def wait(*_: Any, block: nn.Module = block) -> None:
             for p in block.parameters():
-                if p in waits:  # none of a deep copy
+                if p in waits:  # a deep copy has other parameters
                     waits[p]()
 
         block.register_forward_pre_hook(wait)

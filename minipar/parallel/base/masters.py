@@ -1,4 +1,4 @@
-"""Master weights: a parameter computes in 16 bits, and learns in 32.
+"""Master weights: the model computes in 16 bits, the optimizer steps in 32.
 
 Idea.   A step changes a weight by a few thousandths, which bf16 would round away. So there are two
         tensors. The *working weight* is the parameter of the model. The optimizer steps its
@@ -6,16 +6,16 @@ Idea.   A step changes a weight by a few thousandths, which bf16 would round awa
 Math.   m <- m - update(g, state);  w = bf16(m).  g = sum over microbatches and ranks of dL/dw, each
         in bf16 as backward computes it, the sum in float32.
 Memory. Bytes per parameter: 2 working weight + 4 gradient + 4 master + 8 AdamW, 18 in all. Autocast
-        over float32 weights has 16, 2 more while its casts live, and wider activations.
-Costs you. Activations in bf16, the residual stream too, which autocast keeps in float32.
+        over float32 weights needs 16, 2 more while its cast weights live, and wider activations.
+Costs you. Activations in bf16, also the residual stream. Autocast keeps this stream in float32.
 Source. Micikevicius et al. 1710.03740, section 3.1; float32 sums of gradients as Megatron-LM's
         `main_grad`.
 In torch: a mixed precision policy of `fully_shard`, which holds masters as shards.
 Proved by tests/parallel/test_masters.py and tests/law/test_masters.py.
 
-`keep` is for whole masters: one device, ddp, and what tensor and pipeline parallelism cut. Under
-ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dtype=)``. Under ZeRO
-3 shards are the masters: ``fsdp.apply(compute_dtype=)``.
+`keep` is for whole masters: on one device, with ddp, and for shards of tensor or pipeline
+parallelism. Under ZeRO 1 and 2 a rank has only the masters of its slices:
+``zero.apply(working_dtype=)``. Under ZeRO 3 shards are the masters: ``fsdp.apply(compute_dtype=)``.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
     These masters are ``p.master``. Gradients add up in the dtype of the master. While `optimizer`
     steps, or loads its state, ``p.data`` *is* the master. Frozen parameters are cast and have no
-    master. Whole numbers stay as they are, and parameters that another optimizer steps: call `keep`
+    master. Integers stay as they are. So do parameters that another optimizer steps: call `keep`
     once for each optimizer.
     """
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
@@ -54,7 +54,7 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
     @torch.no_grad()
     def put_working(*_: Any) -> None:
-        if working:  # torch refuses to copy nothing
+        if working:  # torch raises for empty lists
             torch._foreach_copy_([*working.values()], [p.master for p in working])
         for p, own in working.items():
             p.data, p.rounded = own, p._version
@@ -82,10 +82,10 @@ def keep_slices(model: nn.Module, buckets: Iterable[Any], dtype: torch.dtype) ->
 
 @torch.no_grad()
 def master_of(p: nn.Parameter) -> Tensor:
-    """Return the master of `p`, or this rank's slice, after taking over writes into `p`.
+    """Return the master of `p`, or of this rank's slice; first copy writes into `p` to the master.
 
-    A write shows in ``p._version``, unless it goes through ``p.data``. The master changes where the
-    working weight is not the master, rounded. All other numbers keep their digits.
+    A write changes ``p._version``, unless it goes through ``p.data``. A number of the master
+    changes only where the working weight differs from the rounded master. The others stay exact.
     """
     if p._version != p.rounded:
         p.rounded = p._version

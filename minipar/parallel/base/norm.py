@@ -36,8 +36,8 @@ def clip_grad_norm(
     Where it is not finite, gradients stay as they are.
 
     Args:
-        parameters: one listed twice counts once. One with `is_copy` adds nothing to the norm:
-            another rank of the same axis counts it.
+        parameters: a parameter listed twice counts once. A parameter with `is_copy` adds nothing to
+            the norm: another rank of the same axis counts its numbers.
         max_norm: positive; ``math.inf`` only measures.
         axes: every axis over which any rank's parameter is cut, in the same order on all ranks.
         device: the device that computes; parameters may be offloaded.
@@ -53,8 +53,8 @@ def clip_grad_norm(
             kind = param.grad.dtype, param.grad.device
             grads[cut_over(param, axes), is_copy(param), *kind].append(param.grad)
 
-    # sums[1, 0]: cut over the first axis, whole along the second. Always float64, because all ranks
-    # must send the same type, and a rank without parameters could not guess it.
+    # sums[1, 0]: cut over the first axis, whole along the second. Always float64: all ranks must
+    # send the same dtype, and a rank without parameters cannot know another one.
     sums = torch.zeros((2,) * len(axes), dtype=torch.float64, device=device)
     for (is_cut, is_copied, dtype, _), tensors in grads.items():
         if not is_copied:  # squares of half precision are summed in float32
@@ -75,16 +75,16 @@ def clip_grad_norm(
 
 # ---------------------------------------------------------------------- shards that others changed
 def note_reduced(parameters: Iterable[Tensor]) -> None:
-    """Remember how often the gradient of each shard has been written to by now."""
+    """Remember the version of each shard's gradient: it counts the writes so far."""
     for param in parameters:
         if axes_of(param):
             param.reduced = None if param.grad is None else param.grad._version
 
 
 def check_unchanged(parameters: Iterable[Tensor]) -> None:
-    """Raise `RuntimeError` where a gradient has been written to since `note_reduced`.
+    """Raise `RuntimeError` if a gradient was written to after `note_reduced`.
 
-    torch's `clip_grad_norm_` does so: it takes the norm of this rank's shards for the norm.
+    torch's `clip_grad_norm_` does so: it clips by the norm of this rank's shards alone.
     """
     for param in parameters:
         noted = getattr(param, "reduced", None)
@@ -98,7 +98,7 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
 def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:
     """Return 1 for each of `axes` over which the gradient of `param` is cut, else 0.
 
-    Raises `ValueError` where it is cut over another axis.
+    Raises `ValueError` if the gradient is cut over another axis.
     """
     names = {axis.name for axis in axes_of(param) if axis.size > 1}
     if unknown := names - {axis.name for axis in axes}:

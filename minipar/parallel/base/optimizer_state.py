@@ -1,9 +1,9 @@
-"""The state of an optimizer by the names of its parameters, whole, as of one device.
+"""The whole state of an optimizer, as on one device, by the names of its parameters.
 
 A state dict numbers the parameters: groups list numbers, and "state" has an entry for each number.
-A number means another parameter where the optimizer got them in another order. So whole states
-name them too, in "param_names" of each group, as torch's own do for `named_parameters()`. Loading
-pairs by these names.
+If an optimizer gets its parameters in another order, a number means another parameter. So whole
+states also have names, in "param_names" of each group, as torch's own states do for
+`named_parameters()`. Loading matches parameters by these names.
 """
 
 import itertools
@@ -21,13 +21,13 @@ from minipar.parallel.base.shards import region_of
 
 Names = Sequence[Iterable[str]]  # of the parameters of each group
 Members = Sequence[Mapping[str, nn.Parameter]]  # what the optimizer steps, by group and name
-SCALARS = {"step", "mu_product", "eta", "mu"}  # numbers, also where the parameter is a number
+SCALARS = {"step", "mu_product", "eta", "mu"}  # no moments, even if the parameter's shape is ()
 
 
 def pack(
     entries: Mapping[str, Any], names: Names, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the state dict of `entries` by name; `groups` have the options of each group."""
+    """Return a state dict of `entries` (name -> state); `groups` have each group's options."""
     order = {name: i for i, name in enumerate(itertools.chain(*names))}
     packed = [
         {**group, "params": [order[name] for name in own], "param_names": list(own)}
@@ -38,7 +38,7 @@ def pack(
 
 
 def unpack(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return the entries of a state dict by name: paired by name, or by number without names.
+    """Return the entries of a state dict by name; match by number if the state has no names.
 
     Raises `ValueError` for the state of other parameters.
     """
@@ -61,8 +61,8 @@ def unpack(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
 def join_state(optimizer: Optimizer, members: Members, device: torch.device) -> dict[str, Any]:
     """Return a copy of the state of `optimizer` as of one device, on the CPU; a collective.
 
-    Ranks talk on `device`. A rank steps empty pieces too, so all ranks have entries for the same
-    parameters.
+    The collectives run on `device`. A rank steps empty pieces too, so all ranks have entries for
+    the same parameters.
     """
     whole = {}
     for name, p in sorted(ChainMap(*members).items()):  # in one order on all ranks
@@ -77,7 +77,7 @@ def join_state(optimizer: Optimizer, members: Members, device: torch.device) -> 
 
 
 def cut_state(state: Mapping[str, Any], members: Members) -> dict[str, Any]:
-    """Return what an optimizer of `members` can load of what `join_state` returned.
+    """Return this rank's part of a state of `join_state`, for an optimizer of `members`.
 
     Raises `ValueError` for the state of other parameters.
     """
@@ -87,7 +87,7 @@ def cut_state(state: Mapping[str, Any], members: Members) -> dict[str, Any]:
         p, own[name] = parameters[name], {}
         region = region_of(p)
         for key, value in entries.items():
-            if callable(value):  # it reads this rank's part from a file
+            if callable(value):  # a function that reads this rank's part from a file
                 value = value(region).view_as(p)
             elif isinstance(value, Tensor):
                 is_cut = region.axes and key not in SCALARS and value.shape == region.shape

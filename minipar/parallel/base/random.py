@@ -1,4 +1,4 @@
-"""Random numbers on several ranks: the same where tensors are the same, others where they differ.
+"""Random numbers on several ranks: equal for equal tensors, different for different tensors.
 
 Ranks with the same activations must drop the same ones. Ranks with different activations must not,
 or the noise repeats (T22). Our Llama has no dropout; this is for layers of your own::
@@ -21,13 +21,13 @@ from minipar.comm.mesh import Axis
 
 
 def seed(number: int, *apart: Axis) -> None:
-    """Start this rank's stream: the same one on ranks with the same place on all axes `apart`."""
+    """Seed this rank; ranks with the same coordinates on all axes of `apart` get the same seed."""
     torch.manual_seed(hash((number, *(axis.rank for axis in apart))))
 
 
 @contextmanager
 def fork_rng(axis: Axis) -> Iterator[None]:
-    """Give every rank of `axis` a random stream of its own in the body; outside, all draw alike."""
+    """Give every rank of `axis` its own random stream in the body; outside, they share one."""
     number = torch.empty((), dtype=torch.int64, device="cpu").random_().item()  # alike on all ranks
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):

@@ -23,7 +23,7 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     alike: dict[Axis, list[Tensor]] = defaultdict(list)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_meta or is_spread_over(tensor, axis):
-            continue  # its first value comes later, alike for all; or each rank has its own
+            continue  # all ranks make the same first value later; or each rank has other experts
         alike[copies_axis(tensor, axis) if is_data else axis].append(tensor)
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     for those, tensors in alike.items():

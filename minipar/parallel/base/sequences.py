@@ -1,7 +1,7 @@
 """Sequences cut along their tokens: what ring attention and Ulysses have in common.
 
-All of a Llama but attention treats tokens one by one. Two parts have to know that there are more of
-them on other ranks: attention, and RoPE, which turns by the position in the whole sequence (T19).
+A Llama computes each token alone, except in attention. Two parts of it depend on the whole
+sequence: attention needs the tokens of other ranks, RoPE needs positions in the sequence (T19).
 """
 
 import torch
@@ -13,12 +13,12 @@ from minipar.parallel.base.strategy import Strategy
 
 
 class CutSequences(Strategy):
-    """A Llama that takes the tokens of this rank, [B, T/n], and numbers them itself.
+    """A Llama that takes the tokens of this rank, [B, T/n], and finds their positions itself.
 
     A subclass has two methods. ``own_tokens(whole)`` cuts this rank's tokens out of the last dim.
-    ``attend(core, q, k, v, mask)`` lets own queries [B, H, T/n, K] see all keys, k and v
-    [B, G, T/n, K]; `core` computed attention before, on one device. Raises `ValueError` for a model
-    without `Attention`: its tokens would see tokens of their own rank alone.
+    ``attend(core, q, k, v, mask)`` computes attention of this rank's queries q [B, H, T/n, K] over
+    the keys of all ranks. k and v are [B, G, T/n, K]; `core` is the attention of one device. Raises
+    `ValueError` for a model without `Attention`: its tokens would see only tokens of their rank.
     """
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
@@ -35,7 +35,7 @@ class CutSequences(Strategy):
                 module.core = lambda *args, core=module.core: self.attend(core, *args)
 
     def _number(self, module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
-        """Number this rank's tokens by their places in the sequence, unless the caller has."""
+        """Add the positions of this rank's tokens in the sequence, unless the caller gives them."""
         names = "x", "positions", "mask", "valid"
         call = dict(zip(names, args, strict=False)) | kwargs
         if call.get("positions") is not None:

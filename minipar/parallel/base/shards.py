@@ -1,17 +1,17 @@
 """Shards: which part of which parameter a tensor holds.
 
-Facts about a parameter stand on the parameter. The strategy that cuts it sets them once, by `mark`:
+A parameter has attributes that describe its part. The strategy that cuts it sets them, by `mark`:
 
-    region       its place in the parameter of the serial model; absent: it is all of that
+    region       its place in the parameter of the serial model; absent: all of that parameter
     shard_axes   the axes over which it is cut; none: it is whole, and alike on all ranks
     copies       the ranks with the same numbers, over which data parallelism sums the gradient;
                  absent: all ranks of the data axis. Only experts have it.
     is_copy      True if another rank of a shard axis counts these numbers in the gradient norm.
                  Two cases need it: two ranks of tp share a head, two stages share an embedding.
 
-zero and fsdp cut alike. Parameters lie one after the other in a row, which is padded to n S
-numbers. Rank r keeps S of them, from r S on: its shard. The part of a parameter that lies in the
-shard is a *piece*. Three parameters of 4, 5 and 2 numbers on two ranks, S = 6::
+zero and fsdp cut in the same way. Parameters lie one after the other in a row, padded to n S
+numbers. Rank r keeps S of these numbers, from number r S on: its shard. The part of a parameter in
+the shard is a *piece*. Three parameters of 4, 5 and 2 numbers on two ranks, S = 6::
 
     parameter   a a a a b b | b b b c c .
     rank        0 0 0 0 0 0 | 1 1 1 1 1 1
@@ -35,9 +35,9 @@ from minipar.comm.mesh import Axis
 def mark(
     p: nn.Parameter, axis: Axis, region: "Region | None" = None, *, copy: bool = False
 ) -> None:
-    """Note on `p` that it is a shard along `axis`, whose ranks have other numbers, or copies.
+    """Mark `p` as a shard along `axis`; the other ranks have other numbers, or copies.
 
-    `region`: where these numbers lie. Without it, other ranks have other parameters.
+    `region` is the place of these numbers. Without a region, other ranks have other parameters.
     """
     if region is not None:
         axes, is_same = (*region.axes, axis), copy or region.is_copy
@@ -107,9 +107,9 @@ def in_order(axes: Iterable[Axis]) -> list[Axis]:
 
 
 def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
-    """Return a view of the vector `numbers` in the shape of `p`, and in memory as `p` is.
+    """Return a view of the vector `numbers` with the shape and the strides of `p`.
 
-    Fused optimizers step weight and gradient in the order of memory, of channels_last weights too.
+    Fused optimizers step weight and gradient in memory order, also for channels_last weights.
     """
     span = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
     return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
@@ -122,19 +122,19 @@ def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradient_bytes(p: Tensor) -> int:
-    """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
+    """Return the bytes of the gradient of `p`; with a master, they are more than the weight's."""
     return p.numel() * p.grad_dtype.itemsize
 
 
 def in_groups(
     parameters: Iterable[nn.Parameter], capacity: Callable[[int], float]
 ) -> list[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, by kind, group i up to ``capacity(i)`` bytes of gradients.
+    """Pack `parameters` in order, each kind alone; group i has ``capacity(i)`` bytes at most.
 
-    A parameter that is larger has a group to itself.
+    The bytes are those of gradients. A parameter that is larger gets its own group.
     """
     groups: list[list[nn.Parameter]] = []
-    latest: dict[tuple, tuple[list, float]] = {}  # of each kind, and the room in it
+    latest: dict[tuple, tuple[list, float]] = {}  # the latest group of each kind; its free bytes
     for p in parameters:
         kind = p.grad_dtype, p.device, copies_axis(p, None)
         group, room = latest.get(kind, ([], 0.0))
@@ -157,9 +157,9 @@ def check_divides(name: str, n: int, what: str, size: int) -> None:
 class Row:
     """Parameters in a row, cut over `axis`; see the drawing above.
 
-    This rank has `shard` [S]; the `pieces` are views of the shard. The optimizer steps pieces:
-    parameters of the k numbers that lie on this rank, perhaps none. A piece is [k], or [k, 1] for a
-    matrix, so ``p.ndim`` is kept.
+    This rank has `shard` [S]; the `pieces` are views of the shard. The optimizer steps pieces. A
+    piece has the k numbers of a parameter that lie on this rank; k may be 0. A piece is [k], or
+    [k, 1] for a matrix, so ``p.ndim`` is kept.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
@@ -207,9 +207,9 @@ class Row:
 
 
 class Elsewhere(Tensor):
-    """Stands in ``p.grad`` without numbers while the gradient is not there: a reader is stopped.
+    """A placeholder in ``p.grad`` while the gradient is not there: every read raises an error.
 
-    torch's `clip_grad_norm_` would find no gradients, and clip nothing without a word.
+    With None in ``p.grad``, torch's `clip_grad_norm_` would clip nothing, without an error.
     """
 
     def __new__(cls, p: nn.Parameter) -> Tensor:
@@ -231,9 +231,9 @@ class Elsewhere(Tensor):
 class Region(NamedTuple):
     """The numbers of a tensor of `shape` that a rank has: for states that any plan reads.
 
-    Tensor and expert parallelism leave a slice: for each dim the `spans` (start, stop), one after
-    the other. zero and fsdp lay this slice out flat, and leave the numbers of `flat`. Both in one:
-    columns 2 to 4 of a [3, 4] matrix, and of these the numbers 1 to 5::
+    Tensor and expert parallelism keep a slice: for each dim the `spans` (start, stop), one after
+    the other. zero and fsdp flatten this slice, and keep the numbers of `flat`. An example of both:
+    columns 2 to 4 of a [3, 4] matrix, and numbers 1 to 5 of the flattened columns::
 
         . . a b        spans ((0, 3),), ((2, 4),)
         . . c d        flat  slice(1, 5): b, c, d, e
@@ -246,7 +246,7 @@ class Region(NamedTuple):
     spans: tuple[tuple[tuple[int, int], ...], ...]
     flat: slice | None = None  # None: all numbers of the slice
     axes: tuple[Axis, ...] = ()
-    is_copy: bool = False  # another rank of `axes` has the same numbers, and hands them in
+    is_copy: bool = False  # another rank of `axes` has the same numbers, and gives them to `join`
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Region":
@@ -316,7 +316,7 @@ def boxes_of(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut the numbers `start` to `stop` of a tensor laid out flat into boxes: offsets and sizes.
 
-    In order, and few. For a matrix: the rest of a row, whole rows, the beginning of a row.
+    The boxes are in order, and few. For a matrix: the rest of a row, whole rows, part of a row.
     """
     if not shape:
         return [((), ())][start:stop]

@@ -1,4 +1,4 @@
-"""The base of every strategy: three words, no_sync, and the checks of the contract.
+"""The base of every strategy: the calls of a step, no_sync, and checks against mistakes.
 
 A step reads::
 
@@ -8,8 +8,8 @@ A step reads::
     strategy.clip_grad_norm_(1.0)
     optimizer.step()
 
-Mistakes that are likely, and that nobody would notice, are refused: `claim` looks at the model when
-a strategy is applied, `_before_step` at each step of an optimizer.
+Likely mistakes that nobody would notice raise errors: `claim` checks the model when a strategy is
+applied, `_before_step` checks each step of an optimizer.
 """
 
 import sys
@@ -38,12 +38,12 @@ class Strategy:
     """A way to share the work on `model` along `axis`; made by the `apply` of a strategy's file."""
 
     shard_axes: tuple[Axis, ...] = ()  # over which gradients are cut
-    run: Callable[..., Tensor] | None = None  # in the place of `train.step.forward_backward`,
-    evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
+    run: Callable[..., Tensor] | None = None  # replaces `train.step.forward_backward`
+    evaluate: Callable[..., Tensor] | None = None  # replaces the forwards of a validation
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self.model, self.axis = model, axis
-        self.device = device_of(model)  # which computes, wherever parameters go from here
+        self.device = device_of(model)  # computes, even if parameters later move to the host
         self.synchronises = True  # false under `no_sync`
         self.is_finished = True  # false from a backward on, until `finish_backward`
 
@@ -60,7 +60,7 @@ class Strategy:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without sending: for every microbatch but the last."""
+        """Accumulate gradients without sending. Use it for every microbatch but the last."""
         before, self.synchronises = self.synchronises, False
         try:
             yield
@@ -100,9 +100,9 @@ class Strategy:
         self.note_reduced()
 
     def note_reduced(self) -> None:
-        """Remember the gradients of shards as they are now; the step refuses later changes.
+        """Remember the versions of the shards' gradients; a step raises after later changes.
 
-        Call it after a change of your own that looks at each number alone, as ``p.grad *= 2``.
+        Call it after an elementwise change of your own, such as ``p.grad *= 2``.
         """
         note_reduced(self.with_gradients())
 
@@ -117,7 +117,7 @@ class Strategy:
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse a step of `parameters` (or shards) between backward and `finish_backward`.
 
-        The strategy lives as long as its parameters, which hold it.
+        The parameters hold the strategy, so the strategy lives as long as they do.
         """
         for p in parameters:
             vars(p).setdefault("watched_by", Local()).append(self)
@@ -125,8 +125,8 @@ class Strategy:
     def hook_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make autograd call ``self._on_gradient(p)`` whenever it has added to ``p.grad``.
 
-        Torch keeps hooks where Python's garbage collector does not look, so the hook itself must
-        not hold the strategy.
+        Python's garbage collector does not see torch's hooks. So a hook must not hold a strong
+        reference to the strategy.
         """
         method = weakref.WeakMethod(self._on_gradient)
         for p in parameters:
@@ -138,11 +138,11 @@ class Strategy:
         self.is_finished = False
 
     def tell_used(self, used: list[bool], replicas: Axis | None = None) -> Callable[[], list[bool]]:
-        """Start to share, in one byte per parameter, which parameters this rank used.
+        """Start an all-reduce of one byte per parameter: has this rank used the parameter?
 
-        The returned function waits, and says which parameters any rank used. It reads the bytes
-        only if this rank left one unused, because reading waits for the GPU. On "meta" all ranks
-        are alike.
+        The returned function waits, and returns which parameters any rank used. The function reads
+        the bytes only if this rank left a parameter unused, because a read waits for the GPU. On
+        "meta", all ranks count as equal.
         """
         told = to_device(torch.tensor(used, dtype=torch.uint8), self.device)
         if replicas is not None:
@@ -175,7 +175,7 @@ class Strategy:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
-        Masters come in the place of weights that were rounded. Tied weights stay one tensor.
+        Masters replace rounded weights. Tied weights stay one tensor.
         Buffers are this rank's own. A collective: all ranks call it.
         """
         state = self.model.state_dict(keep_vars=True)  # waits for weights on their way
@@ -197,14 +197,14 @@ class Strategy:
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
+        """Load a state of `full_state_dict`, made on any number of ranks. All ranks call it."""
         state, here = self.own(state), self.model.state_dict(keep_vars=True)
         cut = {name: t for name, t in here.items() if region_of(t).axes and name in state}
         parts = {name: region_of(t).cut(state[name]).view_as(t) for name, t in cut.items()}
         self.model.load_state_dict({**state, **parts})
         for name, p in self.model.named_parameters():
             piece = piece_of(p)
-            if (master := getattr(p, "master", piece)) is not p:  # it has all digits
+            if (master := getattr(p, "master", piece)) is not p:  # a master needs all digits
                 master.data.copy_(region_of(piece).cut(state[name]).view_as(master))
 
     def members(self, optimizer: Optimizer) -> Members:
@@ -215,12 +215,12 @@ class Strategy:
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
 
-        It fits any number of ranks, and an optimizer of the serial model.
+        Any number of ranks can load this state, and so can an optimizer of the serial model.
         """
         return join_state(optimizer, self.members(optimizer), self.device)
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Take this rank's part out of what `full_optimizer_state` returned, paired by name.
+        """Load this rank's part of a state of `full_optimizer_state`, matched by name.
 
         Raises `ValueError` for the state of other parameters.
         """
@@ -229,7 +229,7 @@ class Strategy:
 
 # ---------------------------------------------------------------------- when a strategy is applied
 class Local(list):
-    """A list on a parameter; a pickled parameter leaves the content behind."""
+    """A list on a parameter; after pickling, the list is empty."""
 
     def __reduce__(self) -> tuple:
         return Local, ()
@@ -294,7 +294,7 @@ def mark_summed(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
 
 
 def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
-    """Raise `RuntimeError` if the gradient of `p` is a sum over `axis` already; or over any."""
+    """Raise `RuntimeError` if the gradient of `p` is a sum over `axis`; None means any axis."""
     names = getattr(p.grad, "summed_over", ())
     if names if axis is None else axis.name in names:
         raise RuntimeError(
@@ -314,7 +314,7 @@ ELEMENTWISE = (
 def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
     """Raise `ValueError` unless `optimizer` steps each number alone: only then it can step shards.
 
-    One of your own says so by ``elementwise = True``.
+    Set ``elementwise = True`` on an optimizer of your own that does so.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, ELEMENTWISE) and not getattr(optimizer, "elementwise", False):
@@ -369,7 +369,7 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 def check_shared(parameters: Sequence[nn.Parameter]) -> None:
-    """Raise `RuntimeError` if some of `parameters` are shared, and another one has a gradient."""
+    """Raise `RuntimeError` if some of `parameters` are shared, and one with a gradient is not."""
     alone = [p for p in parameters if p.grad is not None and not hasattr(p, "claimed_by")]
     if alone and any(hasattr(p, "claimed_by") for p in parameters):
         raise RuntimeError(
@@ -399,8 +399,8 @@ def device_of(model: nn.Module) -> torch.device:
 def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Module]:
     """Return the modules of `model` that are in `blocks`, or of a class in `blocks`.
 
-    By default the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the
-    top down. Name a large embedding or head beside them yourself.
+    By default, these are the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`,
+    from the top down. To add a large embedding or head, list it in `blocks`.
     """
     modules = list(model.modules())
     if blocks is not None:
@@ -416,7 +416,7 @@ def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Mod
 
 
 def share_counts(model: nn.Module, *axes: Axis) -> None:
-    """Make routers that count alone count the tokens of all ranks of `axes`; a collective."""
+    """Make routers count the tokens of all ranks of `axes`, if they count alone; a collective."""
     own = [router for _, router in routers(model) if router.sum_counts is alone]
     if any(router.config.balance == "batch" for router in own):
         # Each layer waits for its counts: they must not queue behind gradients or weights.

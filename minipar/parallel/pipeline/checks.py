@@ -5,7 +5,7 @@ itself: ranks would wait for each other for ever, or train on a part of the grad
 
 A message can have two meanings. *Non-blocking*: a send returns at once, and a rank waits where it
 needs the result; then only the computing actions matter. *Blocking*: a send returns when its
-receive has begun. Any library may send in this way once messages are large. So a schedule without
+receive has begun. Any library may block in this way if messages are large. So a schedule without
 messages is checked under the first meaning, and a schedule with messages under the second one.
 `simulate.lower` places messages so that both work.
 """
@@ -39,7 +39,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
 def advance(
     rows: Sequence[deque], waits_for: Callable[[Any, int], Action | None]
 ) -> Iterator[tuple]:
-    """Take items off the rows of all ranks, each as soon as it need not wait; yield item and rank.
+    """Take items off the rows of all ranks, each once it waits for nothing; yield item and rank.
 
     Raises ValueError when no rank gets any further.
     """
@@ -59,7 +59,7 @@ def advance(
 def peak_live(schedule: Schedule) -> list[int]:
     """Return how many microbatches the stages of each rank hold at most, from F to B or W.
 
-    In units of one stage's activations of one microbatch, 1/v of a rank's share of the model. With
+    The unit is one stage's activations of one microbatch, 1/v of a rank's share of the model. With
     a split backward, W still needs the input of each layer, so I frees nothing.
     """
     change = {"F": 1, "B": -1, "W": -1}
@@ -71,8 +71,8 @@ def peak_live(schedule: Schedule) -> list[int]:
 def validate(schedule: Schedule) -> None:
     """Raise ValueError, which names what is wrong, unless the schedule can be run.
 
-    Each action is on the rank of its stage. Every stage runs, once for every microbatch of its
-    copy, F and B, or F, I and W; else the optimizer would step without a part of the gradient. No
+    Each action is on the rank of its stage. Every stage runs F and B, or F, I and W, once for every
+    microbatch of its copy. Otherwise the optimizer would step without a part of the gradient. No
     rank waits for ever.
     """
     m = schedule.num_microbatches
@@ -104,7 +104,7 @@ def _check_waits(schedule: Schedule) -> None:
     done: set[Action] = set()
 
     def waits_for(action: Action, rank: int) -> Action | None:
-        if not action.computes:  # blocking: the other rank has to be at the other end
+        if not action.computes:  # blocking: the other rank must have reached the twin
             other = rows[schedule.peer(action)]
             if action.twin not in done and (not other or other[0] != action.twin):
                 return action.twin

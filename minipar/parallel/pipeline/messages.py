@@ -1,4 +1,4 @@
-"""Messages that bring the result of one stage to the next, posted ahead of need."""
+"""Messages that bring the result of one stage to the next; receives are posted early."""
 
 from collections import deque
 from collections.abc import Callable
@@ -36,8 +36,8 @@ class Mail:
         self._posted: dict[Action, Pending] = {}
         self._sent: deque[Pending] = deque()
         self._here: dict[Action, Tensor] = {}  # handed over within this rank, or ready to be sent
-        # NCCL runs the messages of two ranks one after the other, and asynchronously to this list:
-        # there a receive is early enough at its turn.
+        # NCCL runs the messages of two ranks in order, and asynchronously to this list. So on a GPU
+        # it is early enough to post a receive at its turn.
         for _ in range(AHEAD if device.type == "cpu" else 0):
             self.receive()
 
@@ -50,7 +50,7 @@ class Mail:
 
     def send(self, message: Action) -> None:
         """SF, SB: send what an action has `put` here."""
-        if len(self._sent) == IN_FLIGHT:  # so that tensors which have left do not pile up
+        if len(self._sent) == IN_FLIGHT:  # so that sent tensors do not pile up
             self._sent.popleft().wait()
         tensor, peer = self._here.pop(message), self.schedule.peer(message)
         self._sent.append(send(tensor, self.axis, peer, async_op=True, name=str(message)))

@@ -7,12 +7,12 @@ Idea.   Two threads take turns. A thread that must wait for an all-to-all lets t
             backward   combine' ------ experts' dispatch' ---- attention' combine' ------ ...
             forward             attention dispatch ---- experts combine ------- attention ...
 
-        (a name is computing and its end a launch, dashes are rows that travel). The schedules
+        (a name is compute that ends with a launch, dashes are rows in flight). The schedules
         called DualPipe are made of such pairs: a forward beside a backward of other layers.
-Order.  The turn changes at every wait for an all-to-all, never by who is ready first. Ranks of a
-        group play the same row of the schedule, so all of them launch in the same order, as NCCL
-        demands. Other collectives are waited for at once.
-GPU.    There a wait is one of the stream, and the host goes on; turns decide in which order the two
+Order.  The turn changes at every wait for an all-to-all, whichever thread is ready first. Ranks of
+        a group run the same row of the schedule, so they all launch in the same order, as NCCL
+        demands. At a wait for another collective, the turn does not change.
+GPU.    The stream waits, and the host goes on. The turns decide in which order the two threads
         launch their kernels. Measured on CPUs and emulated devices only.
 Source. DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.1, figure 4. In torch: none.
 Proved by tests/parallel/test_pairs.py, and with experts and without by tests/law.
@@ -92,7 +92,7 @@ class _Pair(calls.Tap):
     def run(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
         """Run forward in this thread, and backward in a thread with the same stream and modes.
 
-        Backward begins: its first all-to-all needs little computing.
+        Backward goes first, because it needs little compute before its first all-to-all.
         """
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         modes, results = dispatch._get_current_dispatch_mode_stack(), [None, None]

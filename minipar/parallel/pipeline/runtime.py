@@ -1,7 +1,7 @@
-"""Pipeline parallelism: each rank has some of the layers, and a schedule says what it does when.
+"""Pipeline parallelism: each rank has some layers, and a schedule orders the actions of each rank.
 
 Idea.   Cut the model into stages and the batch into microbatches. A schedule (`schedules.py`) lists
-        the actions of each rank in order; this file does them, one method per kind of action.
+        the actions of each rank in order. This file runs them, one method per kind of action.
 Math.   None of its own. Stage s computes x_s = f_s(x_(s-1)) forward. Backward it computes, from the
         gradient of x_s, the gradients of x_(s-1) and of its weights. Microbatches add up.
 Shapes. Tokens and targets [B, T] of each microbatch are on all ranks of the axis. Between stages
@@ -73,15 +73,15 @@ def apply(
     token_shards: int = 1,
     paired: bool = False,
 ) -> "Pipeline":
-    """Leave on each rank of `axis` the layers of its stages, in place; names stay.
+    """Keep on each rank of `axis` only the layers of its stages, in place; names stay.
 
     The weights come from rank 0 of the axis.
 
     Args:
-        schedule: for as many ranks as the axis has, and the microbatches of a step. `lower` places
-            its messages, wherever they were.
-        cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
-            are balanced.
+        schedule: for as many ranks as the axis has, and the microbatches of a step. `lower` removes
+            its messages and places new ones.
+        cut: layers per part of the model, such as (3, 4, 4, 3). By default, a cut that balances
+            estimated FLOPs.
         token_shards: ranks of sequence parallelism, which cut activations between layers.
         paired: run a forward beside a backward, where the schedule has them in a row: each runs
             while the all-to-alls of the other travel, see `pairs`.
@@ -116,9 +116,9 @@ class Step:
     """The work of one rank on the microbatches of one step: a method per kind of action.
 
     Each method takes the tensor that its action needs (None at the ends of the model) and returns
-    the tensor for the next stage. From F to the end of its backward, `live` holds the input of a
-    stage and the node where backward begins, but nothing of frozen weights alone. The output is not
-    kept.
+    the tensor for the next stage. From F until its backward starts, `live` holds the input of a
+    stage and the node where backward begins. If the output needs no gradient, `live` holds nothing.
+    The output is not kept.
     """
 
     pipeline: "Pipeline"
@@ -135,7 +135,7 @@ class Step:
 
     @property
     def methods(self) -> dict[str, Method]:
-        """The method for each kind of action; an attribute would keep the step alive."""
+        """Return the method for each kind of action; an attribute would keep the step alive."""
         return {
             "F": self.forward,
             "B": self.backward,
@@ -178,7 +178,7 @@ class Step:
             grads = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
         found = dict(zip(inputs, grads, strict=True))
         dx = found.pop(x, None)
-        # The others are of norms and other layers that cannot put anything off.
+        # These gradients are of norms and other layers, whose backward is not split.
         jobs += [(weight, lambda g=g: g) for weight, g in found.items() if g is not None]
         return dx
 
@@ -191,7 +191,7 @@ class Step:
     def _synchronise_last(self, action: Action) -> Iterator[None]:
         """Make strategies synchronise gradients in the body only in the stage's last backward.
 
-        After the body they free gathered weights: another stage has its turn.
+        After the body they free gathered weights, because another stage comes next.
         """
         last = self.pipeline.last_gradient[action.stage]
         with ExitStack() as stack:
@@ -211,8 +211,8 @@ class Pipeline(Strategy):
     """
 
     token_shards, paired = 1, False
-    dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
-    _adding: Pending | None = None  # the sum of the losses, on its way
+    dtype: torch.dtype | None = None  # of activations that stages send; None: as parameters
+    _adding: Pending | None = None  # the sum of the losses, in flight
 
     def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
         super().__init__(model, axis)
@@ -239,7 +239,7 @@ class Pipeline(Strategy):
             mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
             if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
                 twins[p] = weight.ranks
-                p.comes_last = True  # to data parallelism: its sum arrives when the pipeline ends
+                p.comes_last = True  # data parallelism gets this sum at the end of the pipeline
         return twins
 
     # ------------------------------------------------------------------ one step
@@ -307,10 +307,10 @@ class Pipeline(Strategy):
 
     @contextmanager
     def _twins_apart(self) -> Iterator[None]:
-        """Replace, in the body, parameters that other ranks have as well by stand-ins.
+        """In the body, put stand-ins in the place of parameters that other ranks also have.
 
-        The gradient of a stand-in is a part of a sum. Data parallelism, whose hooks are on the
-        parameter, must not send it. At the end the parameter gets the sum, as by one backward.
+        The gradient of a stand-in is a part of a sum. Data parallelism must not send this part; its
+        hooks are on the parameter. At the end the parameter gets the sum, as by one backward.
         """
         stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
         for p, stand_in in stand_ins.items():
@@ -329,7 +329,7 @@ class Pipeline(Strategy):
 
     def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""
-        me, parts = self.axis.rank, {}  # of each sum: the gradients of all ranks, in their order
+        me, parts = self.axis.rank, {}  # for each parameter: gradients of its ranks, in rank order
         for p, stand_in in stand_ins.items():
             grad = stand_in.grad
             own = torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad
@@ -363,7 +363,7 @@ class Pipeline(Strategy):
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Collect the tensors of all stages; None where the first rank of a weight has none.
 
-        A tied weight has all of its names.
+        A tied weight appears under all of its names.
         """
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
         known = all_gather_object(facts, self.axis)

@@ -5,9 +5,9 @@ Idea:   Cut the model into stages, the batch into microbatches. A schedule is on
         timed and drawn (`simulate.py`) before any process starts. No torch in this file.
 Kinds:  F forward; B full backward; I and W its two halves: the gradient of the input, which the
         stage before waits for, and of the weights, which no rank waits for (`actions.py`).
-Scores: Every schedule here is a *score*: phases `(times, "F B")`, played by `compose`. A letter
-        takes the next microbatch of its queue and is silent once that queue is empty, which is how
-        warm-up, steady state and cool-down of any number of microbatches come out of two lines.
+Scores: Every schedule here is a *score*: phases `(times, "F B")`, from which `compose` makes rows.
+        A letter takes the next microbatch of its queue; if that queue is empty, it does nothing. So
+        two phases give warm-up, steady state and cool-down for any number of microbatches.
 
 Shapes: p ranks, M microbatches, v stages per rank, S = p v stages, r rank. Bubbles below are idle
         time per rank, for equal stages, M >= p (V shapes: M >= 2p; zb_h2: M >= 2p-1) and free
@@ -92,7 +92,7 @@ def _looped(
 ) -> Schedule:
     """Make a schedule of stages that go round v times: rank 0 has stages 0, p, 2p ...
 
-    All microbatches of a round go through a rank's first stage, then its second ...; back again.
+    All microbatches of a round go through a rank's first stage, then its second ...; B in reverse.
     """
     rounds = rounds or [range(m)]
 
@@ -120,7 +120,7 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """GPipe's bubble with at most p activations: backward as soon as one can. 2006.09503.
+    """GPipe's bubble with at most p activations: backward as early as possible. 2006.09503.
 
     Rank r starts with p-1-r forwards, as many as there are stages after it.
     """
@@ -130,7 +130,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def eager_1f1b(p: int, m: int) -> Schedule:
     """1F1B with twice the warm-up: messages have time to travel while a rank computes. 2211.05322.
 
-    Costs memory; pays where a message takes up to as long as a forward.
+    It costs memory, and helps if a message takes up to as long as a forward.
     """
     return _looped("eager_1f1b", p, m, lambda r: [(2 * (p - 1 - r), "F"), (m, "F B")])
 

@@ -1,12 +1,12 @@
 """Time of a schedule on paper: how long it takes, how long ranks are idle, when messages travel.
 
 Model:  A rank runs its actions in order, each as soon as its inputs are there. Messages travel
-        beside computing; the messages of one rank to one other queue up on the wire. Updates of
-        the weights are left out.
+        beside computing; the messages from one rank to one other rank queue up. Updates of the
+        weights are left out.
 Bubble: idle time of a step that starts and ends for all ranks together: (p-1)/M of the work for
         GPipe and 1F1B, the ratio to the ideal time of Narayanan et al. 2021 (2104.04473). Qi et al.
-        2023 (2401.10241, 2) count only from a rank's own first action to its own last one: there a
-        rank that ends early goes on with the optimizer. B is always I + W.
+        2023 (2401.10241, 2) count only from a rank's own first action to its own last one, because
+        a rank that ends early can start the optimizer. B is always I + W.
 """
 
 from collections import defaultdict, deque
@@ -98,11 +98,11 @@ def events(
 def lower(schedule: Schedule, paired: bool = False) -> Schedule:
     """Add messages: each send right after its action, its receive at the same time.
 
-    All actions are sorted by the time at which they would end. A message takes its place in this
-    one order on both of its ranks, so blocking messages cannot deadlock, and messages between two
-    ranks are received in the order sent. A receive stands before the action that its rank computes
-    when the message departs. If `paired`, an F and a B side by side are one action, after which
-    both send. Raises ValueError if the schedule deadlocks.
+    All actions are sorted by the time at which they would end. Both ranks of a message place it by
+    this one order. So blocking messages cannot deadlock, and messages between two ranks are
+    received in the order sent. A receive comes before the action that its rank computes when the
+    message departs. If `paired`, an F and a B side by side are one action, after which both send.
+    Raises ValueError if the schedule deadlocks.
     """
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
     computing = [(end, rank, slot) for slot, rank, _, end in events(schedule, Costs(), paired)]

@@ -1,14 +1,14 @@
 """Backward in two halves: the gradient of the input now, the gradients of the weights later.
 
-Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, no rank
-        for dW: a schedule may put dW where a rank would be idle. Each half costs as much as
-        a forward.
+Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, but no
+        rank waits for dW. So a schedule may put dW where a rank would be idle. Each half costs as
+        much as a forward.
 How:    Linear layers of a stage get a backward of their own. While a list for put-off work is
         open, backward returns dx and adds a job for dW, with this x and this dy, to the list; else
-        it returns both. Other weights (scales of norms, the embedding) are too little work to move:
-        their gradients are computed with dx and join the list as they are.
-Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So hooks on gradients,
-        as data parallelism has them, see W as the backward of a weight.
+        it returns both. Gradients of other weights (scales of norms, the embedding) are little
+        work: I computes them with dx, and the list gets the finished gradients.
+Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So the gradient hooks
+        of data parallelism see W as the backward of a weight.
 Memory: x and dy of every linear layer live until W, the rest of the graph until I.
 Source: Qi et al. 2023 (2401.10241), section 2. In torch: `torch.distributed.pipelining._backward`,
         which finds the two halves in the graph of any stage.
@@ -28,12 +28,12 @@ Job = tuple[nn.Parameter, Callable[[], Tensor]]
 
 
 _open: list[Job] | None = None
-"""The list of put-off work that is open, if one is."""
+"""The open list of put-off work; None if no list is open."""
 
 
 @contextmanager
 def put_off(jobs: list[Job]) -> Iterator[None]:
-    """Put weight gradients of a backward off into the list `jobs`, in the body."""
+    """In the body, add the weight gradients of a backward to the list `jobs`, for later."""
     global _open
     _open = jobs
     try:
@@ -43,7 +43,7 @@ def put_off(jobs: list[Job]) -> Iterator[None]:
 
 
 def do(jobs: list[Job]) -> None:
-    """Compute the weight gradients of a list and add them up. Frees each input at its turn."""
+    """Compute the weight gradients of a list and add them up. Free each input after its use."""
     while jobs:
         weight, job = jobs.pop(0)
         torch.autograd.backward(weight, job())

@@ -20,8 +20,8 @@ from minipar.parallel.pipeline.actions import Schedule
 def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
     """Estimate FLOPs of a forward per token: embedding (none), each layer, norm and head.
 
-    A matrix product costs 2 FLOPs per weight that a token passes, causal attention 2·H·K·T in QKᵀ
-    and AV together. Backward costs twice as much of everything, so a balance stays the same.
+    A matmul costs 2 FLOPs per weight that a token passes, causal attention 2·H·K·T in QKᵀ and AV
+    together. Backward costs twice as much in every part, so the balance stays the same.
     """
     attention = 2 * config.num_heads * config.head_dim * seq_len
     layers = [
@@ -33,10 +33,10 @@ def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
 
 # ---------------------------------------------------------------------- the cut
 def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Find the cut whose dearest part is cheapest, for costs of embedding, L layers and head.
+    """Find the cut whose most expensive part costs least; `costs` of embedding, L layers and head.
 
-    In a pipeline every rank waits for the slowest. Ties go by the second dearest part, and so on.
-    Every part has a layer. Raises `ValueError` for more parts than layers.
+    In a pipeline every rank waits for the slowest. At a tie, the second most expensive part counts,
+    and so on. Every part has a layer. Raises `ValueError` for more parts than layers.
     """
     embedding, *layers, head = costs
     if not 1 <= num_parts <= len(layers):
@@ -46,7 +46,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
         )
     layers[0] += embedding
     layers[-1] += head
-    # best[i] is (parts from the dearest on, layers per part) for the first i layers.
+    # best[i] is (costs of the parts, highest first; layers per part) for the first i layers.
     best: dict[int, tuple[list[float], tuple[int, ...]]] = {0: ([], ())}
     for part in range(num_parts):
         before, best = best, {}
@@ -54,7 +54,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
             for start in filter(end.__gt__, reversed(before)):  # the shortest last part first
                 own = sum(layers[start:end])
                 if end in best and own > best[end][0][0]:
-                    break  # longer ones cannot win
+                    break  # a longer last part only costs more
                 parts, cut = before[start]
                 found = sorted([*parts, own], reverse=True), (*cut, end - start)
                 best[end] = min(found, best.get(end, found))
