@@ -38,7 +38,7 @@ class Overlap:
     out: str = "overlap.png"
     """Where to draw the picture."""
     json: bool = False
-    """Print numbers for programs instead."""
+    """Print JSON for programs instead."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Prove:
-    """Is *your* parallel training equal to one device, and if not, where does it part?
+    """Is *your* parallel training equal to one device? If not, where does it differ first?
 
     Ends with exit code 0 if it is, 1 if not, 2 if the file cannot be run or compared.
     """
@@ -71,8 +71,8 @@ class Prove:
     rtol: float = RTOL
     """Largest difference that counts as equal, relative to the largest number of a tensor."""
     timeout: float = 30.0
-    """Seconds after which a collective fails that not all ranks join; a run may take 20 times as
-    long."""
+    """Seconds for which a collective waits for missing ranks before it fails; a run may take 20
+    times as long."""
 
 
 MOST_DRAWN = 256  # ranks in one picture: more would take gigabytes

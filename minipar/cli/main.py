@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         code = explain(error)
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-            time.sleep(3)  # torchrun ends all ranks with the first: let the rank that speaks be it
+            time.sleep(3)  # torchrun ends all ranks with the first to end: let it be local rank 0
     sys.exit(code)
 
 
@@ -46,7 +46,7 @@ def _complain(words: str) -> None:
 
 SAY_IT_ALL = ["Died", "FloatingPointError", "OSError", "MemoryError", "OutOfMemory"]
 SAY_IT_ALL += [kind.__name__ for kind in OSError.__subclasses__()]  # such as PermissionError
-"""Failures of ranks whose message is all that there is to know."""
+"""Failures of ranks whose message says enough: no traceback is printed."""
 
 
 def _of_ranks(failures: list, reports: list[str]) -> int:

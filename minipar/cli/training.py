@@ -28,7 +28,7 @@ from minipar.train.trainer import Trainer
 
 
 def defaults(resume: str) -> TrainConfig:
-    """Return the defaults of all flags: those of the run to resume."""
+    """Return the defaults of all flags; with `resume`, the flags of that run."""
     config = TrainConfig()
     if resume and resume != "latest":
         run, _ = found(resume)
@@ -39,7 +39,7 @@ def defaults(resume: str) -> TrainConfig:
 
 
 def train(config: TrainConfig) -> None:
-    """Train, on torchrun's ranks or on ranks of our own; then draw and print what came of it."""
+    """Train, on torchrun's ranks or on ranks of our own; then draw and print the results."""
     longest = config.model_config().max_seq_len if config.init else config.seq_len
     if longest < config.seq_len == TrainConfig.seq_len:
         print(f"{config.init} cannot see the usual {config.seq_len} tokens: --seq-len {longest}")
@@ -54,7 +54,7 @@ def train(config: TrainConfig) -> None:
     folder, start = _place(config)
     if _is_done(config, start):
         return
-    processes.warm_up(__name__)  # the ranks find the trainer imported: once, and not in each
+    processes.warm_up(__name__)  # imports the trainer once for all ranks
     how = dict(backend=backend, timeout=config.timeout, sink=None)
     try:
         with (
@@ -65,7 +65,7 @@ def train(config: TrainConfig) -> None:
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
     finally:
         with suppress(OSError):
-            folder.rmdir()  # only an empty one goes
+            folder.rmdir()  # only if it is empty
     conclude(report, folder)
 
 
@@ -78,7 +78,7 @@ def _train_under_torchrun(config: TrainConfig) -> None:
         )
     with backends.joined(config.backend, config.timeout):
         world = Mesh(**config.as_plan().mesh_sizes()).world
-        # One rank chooses, so that all speak of the same folder.
+        # Rank 0 chooses, so that all ranks use the same folder.
         folder, start = on_first_rank(lambda: _place(config), world)
         if _is_done(config, start, rank):
             return
@@ -90,7 +90,7 @@ def _train_under_torchrun(config: TrainConfig) -> None:
 
 @contextmanager
 def _saying_how_to_go_on(folder: Path) -> Iterator[None]:
-    """Say how the run is resumed where the body fails, but not where it refuses what was typed."""
+    """Say how to resume the run if the body fails, but not if it refuses the user's flags."""
     try:
         yield
     except BaseException as error:
@@ -141,7 +141,7 @@ def new_folder(config: TrainConfig) -> Path:
 
 
 def found(path: str, asked: str = "--resume") -> tuple[Path, Path]:
-    """Return a run, named by its folder or one of its checkpoints, and that or its newest one."""
+    """Return the folder of a run, and a checkpoint: the one that `path` names, or the newest."""
     whole = Path(path).absolute()
     is_checkpoint = whole.parent.name == "checkpoints"
     run = whole.parent.parent if is_checkpoint else Path(path)
@@ -197,7 +197,7 @@ def conclude(report: Report | None, folder: Path) -> None:
     if report is None:
         print(f"\n{how_to_go_on(folder)}")
         return
-    from minipar.lab import draw  # takes a second, of which training knows nothing
+    from minipar.lab import draw  # takes a second; ranks that train do not need it
 
     steps = read(folder / "metrics.jsonl")
     lines = {

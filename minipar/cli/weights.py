@@ -37,11 +37,11 @@ class Generate:
     prompt: str = "\n"
     """The text to go on with."""
     tokens: int = 200
-    """How many to write."""
+    """Number of tokens to write."""
     temperature: float = 0.8
     """0 takes the likeliest token, 1 draws as the model says."""
     top_k: int = 40
-    """Draw among so many of the likeliest tokens."""
+    """Draw among this many of the likeliest tokens."""
     seed: int = 0
     """Seed of the draw."""
 

@@ -37,9 +37,9 @@ class CheckFailed(InWords, AssertionError):
     def fingerprint(self) -> str:
         """Return how the answer failed, in twelve letters: criterion, message, what was sent.
 
-        Numbers count to three digits, so that it is the same on any processor. What was returned
-        counts where nothing was sent. Where the answer itself raised, only what was raised counts,
-        not where.
+        Numbers are rounded to three digits, so that the fingerprint is the same on any processor.
+        Results count only if no rank has sent anything. If the answer itself raised an error, only
+        the message of the error counts, not its place.
         """
         sent, results = ((), None) if self.case is None else (self.case.sent, self.case.results)
         if self.criterion == "run":
@@ -57,7 +57,7 @@ def _digest(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         value = value.double()
         size, total = value.abs().sum().item(), value.sum().item()
-        # A sum may be what rounding leaves of nothing: it counts as a part of what was added up.
+        # A sum may be only rounding of 0, so it counts relative to the sum of absolute values.
         return f"{list(value.shape)} {size:.3g} {round(total / size, 2) + 0.0 if size else 0.0}"
     if isinstance(value, dict):
         value = [*value.items()]
@@ -73,7 +73,7 @@ def _rounded(number: re.Match) -> str:
 
 @dataclass(frozen=True)
 class Sent:
-    """One operation of one rank: `num_bytes` it sent; `peer` is whom, of a message."""
+    """One operation of one rank, with the bytes that it sent; a message also has its `peer`."""
 
     verb: str
     num_bytes: int
@@ -104,7 +104,7 @@ class Case:
     ) -> None:
         """Compare the result of each rank with the truth, a tensor or a list of tensors.
 
-        `names` of the tensors of a list are said behind `what`; without, their numbers are.
+        Errors name a tensor of a list by `what` and its entry in `names`, or else its number.
         """
         for rank, (got, want) in enumerate(zip(self.results, expected, strict=True)):
             if not isinstance(want, list):
@@ -116,7 +116,7 @@ class Case:
                 _expect_close(*pair, f"{name} of rank {rank}", rtol, atol)
 
     def expect_accepted(self, refused: Callable, criterion: str) -> None:
-        """Raise what `refused(found, given)` says, (criterion, why) or None, of this criterion.
+        """Raise `CheckFailed` if `refused(found, given)` is (criterion, why), with this criterion.
 
         The result of each rank begins with a list of findings, one for each of its inputs.
         """
@@ -175,9 +175,9 @@ def whole_numbers(value: Any) -> Any:
 
 @contextmanager
 def calls_of(*functions: Callable) -> Iterator[set[str]]:
-    """Note which of these functions are called in the body: a learner's own may have their names.
+    """Note which of these functions the body calls; a learner's own may have the same names.
 
-    What one of them calls itself is not noted.
+    Calls from one of these functions to another are not noted.
     """
     names, called = {function.__code__: function.__name__ for function in functions}, set()
 

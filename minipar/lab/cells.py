@@ -55,9 +55,9 @@ class TimedOut(worker.InWords, TimeoutError):
 
 
 class Watched(launch.Ranks):
-    """Ranks that are stopped, within seconds, when all that are left wait in vain.
+    """Ranks that are stopped, within seconds, when all ranks that still run wait in vain.
 
-    They know the cells of the notebook: a function that fails is told by its lines.
+    They know the cells of the notebook: the traceback of an error shows lines of cells.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Watched(launch.Ranks):
     def _press(self, job: launch.Call) -> None:
         """Press as `launch.Ranks` does; stop ranks if all that are left wait in vain."""
         super()._press(job)
-        if self._num_done != len(job.results):  # who was waiting may have been freed by this one
+        if self._num_done != len(job.results):  # the rank that ended may have freed others
             self._stuck, self._num_done = {}, len(job.results)
         recent = time.monotonic() - 1.5
-        # Said twice: a word that was under way when the wait ended is not taken for the last one.
+        # Two reports are needed: one report may have been under way when the wait ended.
         stuck = {r for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent}
         if not job.waiting or job.failures or job.stopped or not job.waiting <= stuck:
             return
@@ -181,7 +181,7 @@ class Ranks(Watched):
         self.link = wire
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
-        """Run as `launch.Ranks` does; fit the namespaces to a process group that is new."""
+        """Run as `launch.Ranks` does; renew the namespaces if the process group is new."""
         with self.lock:
             remade, pids = self.remade, self.pids
             first = next((rank for rank, args in enumerate(args_of) if args is not None), 0)
@@ -292,7 +292,7 @@ def _ranks_magic(line: str, cell: str) -> None:
     on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
     # The magic's own line stays as a comment, so that line numbers are as in the notebook.
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
-    # IPython has counted on before it runs the cell.
+    # IPython raises its counter before it runs the cell.
     ranks.cell(head + cell, on, number=max(get_ipython().compile._filename_map.values()))
 
 

@@ -66,11 +66,11 @@ def calculator(
 
 # ---------------------------------------------------------------------- where the rest goes
 def losses(found: Ranked) -> dict[str, float]:
-    """Return the seconds of a step at the peak, then what each shortcoming adds, in their order.
+    """Return the seconds of a step at the peak, then what each shortcoming adds, in this order.
 
-    The machine is made ideal, and gets its shortcomings back one after the other; their sum is the
-    step. What belongs to two of them is counted with the first. The FLOPs at the peak are
-    those that are needed, without the masked half of attention.
+    The machine is made ideal, and gets its shortcomings back one after the other. All seconds
+    together are the step. Seconds that belong to two shortcomings count with the first. The FLOPs
+    at the peak are those that are needed, without the masked half of attention.
     """
     job, device = found.job, found.job.machine.device
     before = found.mfu(True) * found.step

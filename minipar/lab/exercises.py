@@ -1,9 +1,9 @@
 """Exercises that check themselves: ``check("2.1", ring_all_reduce)``.
 
-A check runs the learner's function on real ranks with fresh random inputs, compares what comes back
-with the truth, and counts what every rank sent: a function that computes the right thing from too
-many bytes, or from none, does not pass, nor does a race that gloo would forgive
-(`emulate/strict.py`). It raises `CheckFailed`, and never only prints.
+A check runs the learner's function on real ranks with fresh random inputs. It compares the results
+with the truth, and counts what every rank sent. A function with right results from too many bytes,
+or from none, does not pass. Nor does a race that gloo would forgive (`emulate/strict.py`). A check
+that fails raises `CheckFailed`, and never only prints.
 
 An exercise is one file, ``notebooks/solutions/ex_2_1.py``, with these names:
 
@@ -146,7 +146,7 @@ def exercise(number: str) -> Exercise:
 
 
 # ====================================================================== what a learner calls
-passed: dict[str, Callable] = {}  # the answer that passed last, by exercise: `own.keep` asks
+passed: dict[str, Callable] = {}  # the answer that passed last, by exercise, for `own.keep`
 
 
 def check(
@@ -154,7 +154,7 @@ def check(
 ) -> None:
     """Try `answer` on fresh random inputs; with `bonus` against the harder targets as well.
 
-    Where a bug is to be named before it is mended, `answer` may be its name.
+    In an exercise with `BUGS`, `answer` may be the name of the bug.
 
     Raises `CheckFailed` with what was expected and what came; it names the `seed` to get the same
     inputs again.
@@ -200,7 +200,7 @@ def _diagnose(asked: Exercise, name: str) -> None:
     print(f"Exercise {asked.id}: yes, {name}. Now mend it.")
 
 
-GUESSES = {  # by what any refusal may say
+GUESSES = {  # by patterns of error messages
     r"NameError: name '\w+' is not": "A cell of %%ranks defines its names on the ranks only.",
     r"\b(got|returned|says) None\b": "Is a `return` missing?",
     r"(called|waits in) return\b": "Does a rank return early, or skip a call that others make?",
@@ -273,7 +273,7 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
 
 
 def _is_stub(answer: Callable) -> bool:
-    """True if a function, or making a class, can only raise `NotImplementedError`."""
+    """True if a call of the function, or of the class, can only raise `NotImplementedError`."""
     code = code_of(answer)
     steps = [step.opname for step in dis.get_instructions(code)] if code else [""]
     forks = any("JUMP" in step or step.startswith(("RETURN", "YIELD", "FOR")) for step in steps)
@@ -291,7 +291,7 @@ _own: cells.Watched | None = None
 
 
 def _pool(size: int) -> Ranks:
-    """Return ranks of our own, kept for the next check: a failure leaves the notebook's alone."""
+    """Return ranks for checks, kept for the next one; a failure does not touch the notebook's."""
     global _own
     if _own is None or _own.closed or _own.size < size:
         if _own is not None:
@@ -308,7 +308,7 @@ def _play(answer: Callable, run: Callable, sizes: dict, given: tuple) -> Any:
         return None
     axis = axes[0] if len(sizes) == 1 else axes
     sent: list[Sent] = []
-    returned = ""  # by the answer, in words: what fails then is its result
+    returned = ""  # what the answer returned, in words: a later error is due to its result
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal returned

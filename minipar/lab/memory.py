@@ -5,12 +5,12 @@
         loss.backward()
     live.peak, live.samples                  # in bytes
 
-Every operation passes by; a storage that is new is added, and taken off when its last owner lets
-go. The counts depend on the program alone, not on the allocator, and are the same on every run. On
-the meta device nothing is allocated, and counted all the same.
+A dispatch mode sees every operation. It adds the bytes of a new storage, and subtracts them when
+the storage is freed. The counts depend on the program alone, not on the allocator, and are the same
+on every run. On the meta device nothing is allocated, but the bytes are counted all the same.
 
-`MemoryLedger` knows also what each byte is for, in which phase of a step it came and went, and that
-a rank may hold no more than its budget:
+`MemoryLedger` also knows what each byte is for, and in which phase of a step it came and went. It
+enforces the budget of a rank:
 
     with MemoryLedger(model) as ledger:
         ...                                  # a training step
@@ -42,7 +42,7 @@ from minipar.observe import memory
 
 _aten = torch.ops.aten
 RANKING = ("activations", "gradients", "optimizer", "buffers", "parameters")
-"""A storage of several kinds counts as the last of them. A tag (`observe.memory`) beats all."""
+"""A storage of several categories counts as the last of them. A tag (`observe.memory`) wins."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class Holding:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are made in its body, for as long as they live.
 
-    What an operation makes and drops inside of itself is not seen, nor what existed before.
+    Temporary tensors inside of an operation are not seen, nor tensors that existed before.
     `largest` is the size of the largest single storage that was made.
     """
 
@@ -89,15 +89,15 @@ class LiveBytes(TorchDispatchMode):
             given = set()  # what torch.tensor has made of a list is seen here first
         result = op(*args, **kwargs)
         for storage in _storages(result):
-            # A view, or the result of an in-place operation, lives in a storage that was given. By
-            # this set_, copy.deepcopy looks into both storages; by another it makes its tensor.
+            # A view or an in-place result has the storage of an input. copy.deepcopy calls this
+            # set_ only to look into both storages; it makes its tensor with another set_.
             is_new = id(storage) not in given and op is not _aten.set_.source_Storage
             if is_new or storage in self._held:
                 self._see(storage)
         return result
 
     def _on_resize(self, storage: torch.UntypedStorage, before: int) -> None:
-        if storage in self._held or before == 0:  # made before, it has got memory only now
+        if storage in self._held or before == 0:  # made earlier, given memory only now
             self._see(storage)
 
     def _see(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
@@ -170,8 +170,8 @@ class MemoryLedger(LiveBytes):
 
     Categories: "parameters", "buffers" and "gradients" of `model` and of whatever an optimizer
     steps on; "optimizer", its state; what a strategy tagged (`observe.memory.tag`), as "gathered";
-    all else is "activations". A storage has its final category from its birth. What the
-    host holds for an offloading strategy is apart.
+    all else is "activations". The history shows a storage in its final category from its birth
+    on. Bytes on the host, of an offloading strategy, are counted apart.
 
     `budget` in bytes is for the device: the allocation that exceeds it raises `OverBudget`, a
     `MemoryError` and `ValueError` that says what holds how much. Opening a ledger on a model that

@@ -21,8 +21,8 @@ FLOPS_PER_TOKEN = 6 * N + 12 * L * D * T  # forward and backward; attention as t
 def ring_speed(size: int = GPUS, nodes: int = NODES) -> float:
     """Return the bytes/s of a rank in rings of `size` ranks that lie in `nodes` nodes.
 
-    All ranks of a node lend the rings their cards: several rings run at once, each through another
-    card (notebook 02).
+    The rings use the cards of all their ranks in a node: several rings run at once, each through
+    another card (notebook 02).
     """
     return NVLINK if nodes == 1 else min(NVLINK, size // nodes * INFINIBAND)
 

@@ -17,7 +17,7 @@ from typing import Any
 from minipar.lab import exercises
 
 FOLDER = Path("my")
-PIECES = {  # by the name of the file: which exercise it is, and what others call it
+PIECES = {  # by the name of the file: the exercise, and the name of the answer in the file
     "ddp": ("3.5", "Overlapped"),
     "sharded": ("6.5", "Sharded"),
     "tensor": ("7.5", "cut_layer"),
@@ -110,7 +110,7 @@ def _source(thing: Callable) -> tuple[str, dict[str, Any]]:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """Yield the names that are looked up outside of functions, whatever function they are in."""
+    """Yield the names that `code` and the functions inside of it look up as globals."""
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield step.argval

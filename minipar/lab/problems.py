@@ -22,7 +22,7 @@ from IPython.display import Code
 from minipar.lab import exercises
 from minipar.lab.exercises import CheckFailed
 
-FACTORS = {  # by what an answer is too large or too small, where nothing else is wrong
+FACTORS = {  # by the factor by which an answer is too large or too small
     8: "bits or bytes?",
     1.024**2: "steps of 1000 or of 1024?",
     1.024**3: "steps of 1000 or of 1024?",

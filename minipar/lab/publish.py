@@ -54,7 +54,7 @@ def _normalise_output(output: NotebookNode, root: Path) -> None:
         output.evalue = without_paths(output.evalue, root)
     for kind, content in output.get("data", {}).items():
         if kind == WIDGET:
-            content.model_id = "0" * 32  # drawn by lot, and of no use without the widget's state
+            content.model_id = "0" * 32  # random, and of no use without the widget's state
         elif kind.startswith("text/"):
             output.data[kind] = without_paths(content, root)
 

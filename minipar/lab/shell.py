@@ -42,7 +42,7 @@ LIBRARIES = (
     sysconfig.get_path("platlib"),  # of torch, where it is another folder
     str(Path(__file__).parents[1]),  # minipar
 )
-"""Folders. Their frames tell a learner nothing: the line that called them does."""
+"""Folders whose frames tracebacks leave out: the learner's line that called them says enough."""
 PATIENCE = 2.0  # seconds after which a rank that waits for the others says so
 
 
@@ -81,7 +81,7 @@ class RankShell(InteractiveShell):
         pass  # a rank has no windows
 
     def showtraceback(self, *_: Any, **__: Any) -> None:
-        worker.shield()  # being stopped while the error is put into words would lose the words
+        worker.shield()  # a stop while the report is written would lose the report
 
     showsyntaxerror = showindentationerror = showtraceback
 
@@ -104,7 +104,7 @@ def _shell() -> RankShell:
 def watch() -> None:
     """Begin to tell the notebook, about twice a second, where this rank waits in vain, if it does.
 
-    Only the notebook sees whether all ranks do: then it need not sit out the timeout.
+    Only the notebook sees whether all ranks wait in vain: then it does not wait for the timeout.
     """
     threading.Thread(target=_watch, daemon=True).start()
 
@@ -116,7 +116,7 @@ def _watch() -> None:
 
 
 def _look() -> None:
-    """Look once. In a loop, frames would live for half a second more, with all their tensors."""
+    """Look once. A loop would keep the frames, and their tensors, for half a second more."""
     main = threading.main_thread().ident
     stack = [*traceback.walk_stack(sys._current_frames()[main])]  # from the innermost call on
     waits = [i for i, (f, _) in enumerate(stack) if f.f_code is link_group.LinkWork.wait.__code__]
@@ -157,7 +157,7 @@ def run_cell(code: str, number: int) -> None:
 
 
 def prepare(sizes: dict[str, int], wire: link.Link | link.Topology, emulated: Any) -> None:
-    """Put into the namespace what every cell may rely on, for the process group of now."""
+    """Put into the namespace what every cell may rely on, for the current process group."""
     link.use(wire)
     devices.use(emulated)
     device = backends.compute_device()

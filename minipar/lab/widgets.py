@@ -54,7 +54,7 @@ class Explorer(ipywidgets.VBox):
             raise self.error
 
     def redraw(self) -> None:
-        """Draw the picture for the values of now."""
+        """Draw the picture for the current values."""
         try:
             drawn = self.draw_fn(**{name: slider.value for name, slider in self.sliders.items()})
         except Exception as error:  # raised here it would be lost: front ends drop it

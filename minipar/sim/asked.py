@@ -19,12 +19,12 @@ LARGER = {
         hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128
     ),
 }
-"""The fields in which llama-3-8b differs from these."""
+"""The fields in which these models differ from llama-3-8b."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Rank the plans to train a model on machines that one need not have."""
+    """Rank the plans to train a model on a machine, which you need not have."""
 
     model: str = "llama-3-8b"
     """A name, a config.json, or a Hugging Face folder."""
@@ -42,8 +42,8 @@ class PlanConfig:
     top: int = 5
     """Plans to show."""
     fix: str = ""
-    """Only plans such as tp=8,zero=1; microbatch is one of the words. Some words are varied by this
-    flag alone: tp_overlap, context, dispatch, most schedules, and more."""
+    """Search only plans with these words, such as tp=8,zero=1 or microbatch=2. Only this flag
+    varies tp_overlap, context, dispatch, most schedules, and more."""
     replay: bool = True
     """Trace and replay minipar's own code under the best plans. The times order the plans, unless
     --software names other code. Only --software minipar replays selective recomputation."""
@@ -52,7 +52,7 @@ class PlanConfig:
     json: bool = False
     """Print JSON."""
     out: str = "plan.png"
-    """Where to draw where the time of the best five goes; empty: nowhere."""
+    """File for a picture of the best five plans' steps by part; empty: no picture."""
 
 
 def model_config(name: str) -> LlamaConfig:

@@ -1,11 +1,11 @@
-"""How fast is this machine? A file for `minipar plan --hardware FILE`, in less than a minute.
+"""Measure this machine; write a file for `minipar plan --hardware FILE`, in less than a minute.
 
-Idea.   `hardware.py` needs a few numbers of a device and of its network. Each is measured where it
-        shows: a large product, a large tensor that is read and written, attention over a long
+Idea.   `hardware.py` needs a few numbers of a device and of its network. Each comes from work that
+        it limits: a large product, a large tensor that is read and written, attention over a long
         sequence, many operations that do nothing, and all-reduces of all sizes.
 Ranks.  All ranks measure at the same time, as they would train, and the slowest counts.
 
-Limits: operations are measured by themselves; among others, caches are cold and a GPU is warm. The
+Limits: each operation is measured alone; in training, caches are cold and a GPU is warm. The
 network *between* nodes is not measured: it is "none" until a person names it in the file. So is the
 network inside of a node where there is one rank alone.
 """
@@ -40,20 +40,20 @@ class CalibrateConfig:
     """Measure this machine, in less than a minute, for `minipar plan --hardware FILE`."""
 
     out: str = "machine.toml"
-    """Where to write it."""
+    """The file to write."""
     ranks: int = 0
-    """Ranks that measure at the same time; 0: one per GPU, or per core without."""
+    """Ranks that measure at the same time; 0: one per GPU, or per core without GPUs."""
 
 
 def run(config: CalibrateConfig) -> hardware.Machine:
     """Measure, write the file, print the result, and return the machine.
 
-    Raises `ValueError` for a place that no file can be written to, or that has one.
+    Raises `ValueError` where no file can be written, and where one is already.
     """
     path = Path(config.out)
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise ValueError(f"--out {config.out}: name a .toml file in a folder that exists")
-    if path.exists():  # by hand, a person may have named a network in it
+    if path.exists():  # a person may have named a network in this file
         raise ValueError(f"--out {config.out} is there already: name another file, or remove it")
     cores = min(8, psutil.cpu_count(logical=False) or 1)
     size = config.ranks or torch.cuda.device_count() or cores
@@ -70,9 +70,9 @@ def run(config: CalibrateConfig) -> hardware.Machine:
 
 # ---------------------------------------------------------------------- on the ranks
 def measure(size: int) -> dict[str, float]:
-    """Return seconds, of an operation, a byte or a FLOP, and bytes of this rank; all ranks call it.
+    """Return seconds per operation, byte or FLOP, and this rank's bytes; called on all ranks.
 
-    Messages are called by their number of bytes.
+    The key of a message is its number of bytes.
     """
     mesh, device = Mesh(dp=size), backends.compute_device()
     is_gpu = device.type == "cuda"
@@ -84,7 +84,7 @@ def measure(size: int) -> dict[str, float]:
         found["processors"] = torch.cuda.get_device_properties(device).multi_processor_count
         found["memory"] = -torch.cuda.mem_get_info(device)[1]
     for name, dtype in DTYPES.items():
-        if is_gpu or dtype != torch.float16:  # which no processor multiplies
+        if is_gpu or dtype != torch.float16:  # no CPU multiplies in fp16
             a = torch.randn(n, n, device=device).to(dtype)
             found[name] = _seconds(lambda a=a: a @ a, device) / (2 * n**3)
     a = torch.zeros(num_bytes // 4, device=device)
@@ -108,7 +108,7 @@ def measure(size: int) -> dict[str, float]:
 
 
 def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:
-    """Return the median of `count` calls, or of as many as half a second holds."""
+    """Return the median seconds of `count` calls, or of as many as fit into half a second."""
     times: list[float] = []
     work()
     while len(times) < (count or 3) or (not count and sum(times) < 0.5 and len(times) < 1000):

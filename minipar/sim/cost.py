@@ -8,25 +8,25 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
 
             t = max(products + attention + passes * bytes / bandwidth + collectives, host)
 
-        A rank of the pipeline takes the t of its layers, the last one the head's as well, and waits
-        for a message from either side. With M microbatches, and a schedule that leaves a share b of
-        1F1B's bubble,
+        A rank of the pipeline takes the sum of t over its layers, and the last rank also the head.
+        Each rank waits for a message from either side. With M microbatches, and a schedule that
+        leaves a share b of 1F1B's bubble,
 
             step = M max(t) + b (sum(t) - max(t)) + exposed + optimizer + fixed
 
         Gradients travel in buckets, and each bucket pays the latency of a collective. ZeRO 0 and 1
-        reduce once, beside the last backward, ZeRO 2 in the backward of each microbatch; the share
-        `exposed` of it hides behind nothing. ZeRO 1 and 2 gather weights beside the next forward,
-        or, in software that has `waited`, before it. ZeRO 3 gathers twice and reduces once per
-        microbatch beside the computing of each layer, and copies all that it sends through memory,
-        `copies` bytes per parameter. The others add each microbatch's gradients to a sum.
+        reduce once, beside the last backward. ZeRO 2 reduces in the backward of each microbatch.
+        The share `exposed` of this time is never hidden. ZeRO 1 and 2 gather weights beside the
+        next forward, or before it in software that has `waited`. ZeRO 3 gathers twice and reduces
+        once per microbatch, beside the computing of each layer, and copies all that it sends
+        through memory, `copies` bytes per parameter. The others add gradients to a sum.
 Fitted. Some numbers of `hardware.Software`, to published runs.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines.
 
-Limits: no stragglers, no other users of a network. Layers with experts and without take their mean
-time on all ranks of a pipeline. Experts get as many tokens each, and every dispatch but "paired" is
-priced as one all-to-all each way; context parallelism is a ring. `footprint.py` has the memory of
-the same plans.
+Limits: no stragglers, no other users of a network. All ranks of a pipeline take the mean time of
+layers with experts and without. All experts get the same number of tokens. Every dispatch but
+"paired" is priced as one all-to-all each way; context parallelism is a ring. `footprint.py` has the
+memory of the same plans.
 """
 
 import math
@@ -42,7 +42,7 @@ PAIRED_HIDDEN = 0.8
 """Share of the all-to-alls of a whole step that pairs of a forward and a backward hide, at most.
 
 On emulated devices one pair hides 87 %, and a step of 8 microbatches 69 %: half of its slots are no
-pairs (`lab.bench.expert_overlap`). With 120 microbatches on 16 stages a third of the slots is not.
+pairs (`lab.bench.expert_overlap`). On 16 stages, 120 microbatches leave a third without pairs.
 """
 LOGITS = 12
 """Bytes of a logit that the loss writes: in 16 bits, in float32, its gradient, and between."""
@@ -79,7 +79,7 @@ def seconds(job: Job) -> dict[str, float]:
         # A rank waits for a message from either side, as it posts receives when it needs them.
         sides = zip(each, [around, *hops], [*hops, around], strict=True)
         pace = max(busy + job.chunks * (before + after) for busy, before, after in sides)
-        # Forwards that are ahead of the first backward are one message after the other.
+        # Before the first backward, forwards wait for one message after the other.
         ahead = max((plan.pp - 1 - stage) * hop for stage, hop in enumerate(hops))
         total["pp"] = m * (pace - each[slowest]) + bubble * max(2 * sum(hops), ahead)
         if job.config.tie_embeddings and not all(job.tables(0)):  # the ends sum its gradients
@@ -93,7 +93,7 @@ def seconds(job: Job) -> dict[str, float]:
         total[axis] += wait
     if plan.sequence_parallel and job.experts_cut < plan.tp:
         total["tp"] += _sum_of_whole_experts(job, experts)
-    # Adam reads and writes its state, reads a gradient and writes a weight; clipping reads it too.
+    # Adam reads and writes its state, writes a weight, reads a gradient; clipping reads this, too.
     shard = job.shard(mine, experts) if plan.zero else mine
     total["optimizer"] = _touch(job, shard * 32)
     return total | {"fixed": software.fixed}
@@ -103,14 +103,14 @@ def seconds(job: Job) -> dict[str, float]:
 def _reductions(job: Job, stage: int, forward: float, backward: float) -> float:
     """Return the exposed seconds of a stage's gradients, and of the weights that ZeRO gathers.
 
-    `forward` and `backward`: seconds of one layer, beside which they can travel.
+    `forward` and `backward`: seconds of one layer, beside which collectives can run.
     """
     plan, software, layers = job.plan, job.software, job.layers[stage]
     if job.group == 1 or plan.zero == 3:
         return 0.0
     numbers, verb = job.numbers(stage), "reduce_scatter" if plan.zero else "all_reduce"
     reduce, last = _over_dp(job, verb, 4, numbers, job.bucket, stage)
-    # Nothing is left to hide the last call, and nothing to send beside what it waits for.
+    # No backward is left beside the last call, and no call is ready beside the first backward.
     hidden = (1 - max(software.exposed, last)) * min(reduce, (1 - last) * layers * backward)
     found = (reduce - hidden) * (plan.microbatches if plan.zero == 2 else 1)
     if plan.zero:
@@ -138,8 +138,8 @@ def _over_dp(
 ) -> tuple[float, float]:  # fmt: skip
     """Return the seconds of collectives over ranks with the same weights, and the longest's share.
 
-    `numbers`: how many there are, and how many of them belong to experts, which fewer ranks have.
-    Each has `width` bytes. A collective carries a `bucket` of them at most, or one larger matrix.
+    `numbers`: how many numbers to send, and how many of them belong to experts, which fewer ranks
+    have. Each has `width` bytes. A collective has at most a `bucket` of them, or one larger matrix.
     """
     plan, (whole, experts), layers = job.plan, numbers, max(job.layers)
     apart, found, longest = job.experts_apart * job.experts_over, 0.0, 0.0
@@ -184,7 +184,7 @@ def _head(job: Job) -> float:
 def _hops(job: Job) -> tuple[list[float], float]:
     """Return the seconds of a message from each stage to the next, and from the last to the first.
 
-    The latter is none but for loops of stages.
+    The latter is 0, unless the schedule has loops of stages.
     """
     plan, gpus = job.plan, job.machine.gpus
     # Each rank of tp sends its part of the tokens (Narayanan et al. 2021, section 4.1).
@@ -202,7 +202,7 @@ def _hops(job: Job) -> tuple[list[float], float]:
 
 def message(machine: Machine, num_bytes: float, nodes: int, ranks: int) -> float:
     """Return the seconds of a message to the next rank of an axis, which is `ranks` ranks away."""
-    if nodes > 1:  # so many share the node's port, and no others do
+    if nodes > 1:  # only these ranks share the port of the node
         machine = replace(machine, gpus=min(ranks, machine.gpus))
     return machine.seconds_of_collective("send", num_bytes, 2, nodes)
 
@@ -212,7 +212,7 @@ class _Products(NamedTuple):
     """The forward of a layer: seconds of its products, and sizes for all other work."""
 
     seconds: float
-    hidden: float  # width of the dense ones, on a rank, for a token of its sequences
+    hidden: float  # width of dense hidden layers on a rank, per token of its sequences
     touched: float  # numbers per token that experts read and write
     own: float  # tokens of whole experts
 
@@ -299,16 +299,16 @@ def _between(job: Job, products: _Products) -> float:
     """Return the seconds that a forward of a layer computes between its products."""
     plan, width = job.plan, job.config.hidden_size
     (queries, keys), hidden, touched = _heads(job), products.hidden, products.touched
-    # Two norms and two residual sums of the stream, and what becomes of the hidden layer. A Llama
-    # rotates queries and keys, and multiplies by a gate; a GPT has neither, but may have dropout's
-    # masks, and biases, whose gradients are sums of those of all outputs: half of them per way.
+    # Two norms, two residual sums of the stream, and the hidden layer. A Llama rotates queries and
+    # keys, and multiplies by a gate. A GPT does neither, but may have masks of dropout, and biases:
+    # the gradient of a bias sums the gradients of its outputs. Half is counted in each direction.
     touched += 10 * width / (plan.tp if plan.sequence_parallel else 1)
     touched += 4 * (queries + keys) + 5 * hidden if job.gated else 2 * hidden
     if not job.gated:
         touched += job.software.biases * (2 * width + (queries + 2 * keys + hidden) / 2)
     if not job.flash:  # its result is put in the order of tokens
         touched += 2 * queries
-    if job.wide != job.dtype:  # operands are written in so few bits, for rows and for columns
+    if job.wide != job.dtype:  # operands are written in fewer bits, by rows and by columns
         touched += (1 + BYTES[job.dtype]) * (queries + 2 * width + hidden)
     return _touch(job, 2 * job.tokens * touched * job.software.passes)
 
@@ -321,18 +321,18 @@ def host(job: Job) -> float:
 
 
 def _trip(job: Job, tokens: float) -> float:
-    """Return the seconds in which the rows of so many tokens go to experts, or back: the mean."""
+    """Return the mean seconds in which the rows of `tokens` tokens go to experts, or back."""
     # To experts in 8 bits, and back in 16 (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
     token = (1.5 if job.dtype == "fp8" else 2) * job.config.hidden_size * tokens
-    # The whole tensor of an all-to-all is what one rank deals out.
+    # The whole tensor of an all-to-all is what one rank sends.
     rows = job.config.moe.top_k * token
     return job.collective("all_to_all", rows, job.experts_apart, job.experts_over)
 
 
 def _sum_up(job: Job, numbers: float) -> float:
-    """Return the seconds in which a microbatch adds its gradients to the sum of those before.
+    """Return the seconds in which a microbatch adds its gradients to those of earlier ones.
 
-    The mean of all microbatches. ZeRO 3 has one shard of the sum.
+    This is the mean of all microbatches. It is 0 under ZeRO 3, which has one shard of the sum.
     """
     m, software = job.plan.microbatches, job.software
     moved = ((m - 1) * software.added + software.first) / m

@@ -42,8 +42,8 @@ def film(
 ) -> Timeline:
     """Return the timeline of `work`, say a step of `model`, on all ranks of `axis`; all call this.
 
-    `device`, `wire`: what to compute on and to talk over; None: as it is. Races are not looked for
-    meanwhile (`emulate/strict.py`), as that takes time.
+    `device`, `wire`: what to compute on and to talk over; None keeps the current one. The search
+    for races is off meanwhile (`emulate/strict.py`), as it takes time.
     """
     before = devices.current(), links.current()
     try:

@@ -1,14 +1,14 @@
-"""Does a plan fit? What the fullest of its ranks holds, in closed form, by part.
+"""The bytes that the fullest rank of a plan holds, in closed form, by part.
 
 Idea.   Weights, gradients and optimizer state follow from parameters, in the bytes of
         `memory.MASTER_ADAM`. Activations are a layer's (`memory.llama_activations`), times the
         layers, times the microbatches that a schedule has in flight at its fullest.
-Math.   A rank of the pipeline with n layers keeps of each what recomputation leaves, k bytes, and
-        what weight gradients that are put off wait for, w:
+Math.   A rank of the pipeline has n layers. Recomputation leaves k bytes of each layer. Schedules
+        that put weight gradients off also keep w bytes for them:
 
             activations = max(f n k + o w)    over the pairs (f, o) of `in_flight`
 
-        and of one layer at a time everything that was not kept.
+        and, of one layer at a time, all activations that were not kept.
 Fitted. `gathered` of `hardware.Software` to published runs, and `HEADROOM`.
 Source. Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for activations.
 
@@ -24,7 +24,7 @@ from minipar.sim.job import Job
 from minipar.sim.memory import MASTER_ADAM, llama_activations
 
 HEADROOM = 0.78
-"""Share of a device that a plan may fill: two fuller ones took four and eight times as long."""
+"""Share of a device that a plan may fill: two fuller runs took four and eight times as long."""
 WAITING = 4
 """Bytes of a logit that the loss keeps for its backward, at most: what softmax returns, float32."""
 ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
@@ -49,12 +49,12 @@ def memory(job: Job) -> dict[str, float]:
 
 
 def _memory_of(job: Job, stage: int, stored: float, put_off: float) -> dict[str, float]:
-    """Return what a rank of the pipeline holds; a layer stores, and puts off, so many bytes."""
+    """Return the bytes of a rank of the pipeline; `stored` and `put_off` are bytes of a layer."""
     plan, software, c, sizes = job.plan, job.software, job.config, job.parameters
     layers = job.layers[stage]
     mine, experts = job.numbers(stage)
     cut, has_head = job.shard(mine, experts), job.tables(stage)[1]
-    # ZeRO 1 reduces with the last microbatch, and so the first, if there is one.
+    # ZeRO 1 reduces in the last microbatch. With one microbatch it frees gradients as ZeRO 2 does.
     freed = plan.zero >= 2 or plan.zero and plan.microbatches == 1 and not software.buffered
     # The shards of ZeRO 3 are the float32 weights that all others have in the optimizer's state.
     gathered = MASTER_ADAM.parameters * (2 * sizes.layer + sizes.table * has_head)
@@ -68,9 +68,9 @@ def _memory_of(job: Job, stage: int, stored: float, put_off: float) -> dict[str,
     waits = layers * put_off
     waits += 2 * job.tokens * (c.hidden_size + c.vocab_size / plan.tp) * has_head
     most = max(f * layers * kept + w * waits for f, w in in_flight(job)[stage])
-    # Of one layer at a time everything is there again.
+    # Recomputation brings all activations back, of one layer at a time.
     held["activations"] = most + stored - kept
-    # Others have the backward of a microbatch's last stage right after its forward.
+    # In other schedules the last stage runs a microbatch's backward right after its forward.
     waiting = plan.microbatches - 1 if plan.schedule in ALL_FORWARDS_FIRST else 0
     logit = software.logits + waiting * min(WAITING, software.logits)
     held["logits"] = logit * job.tokens * c.vocab_size / plan.tp * has_head
@@ -104,9 +104,9 @@ def _activations_of(job: Job) -> dict[str, float]:
 
 
 def _put_off(job: Job) -> float:
-    """Return the bytes that a layer's weight gradients wait for, where schedules put them off.
+    """Return the bytes that a layer keeps for weight gradients that a schedule puts off.
 
-    They are the inputs of its products, and the gradients of what these return.
+    These are the inputs of its products, and the gradients of the outputs.
     """
     c, moe, plan, tp = job.config, job.config.moe, job.plan, job.plan.tp
     hidden = c.intermediate_size / tp
@@ -121,10 +121,10 @@ def _put_off(job: Job) -> float:
 
 
 def in_flight(job: Job) -> list[set[tuple[float, float]]]:
-    """Return what each rank of the pipeline keeps at its fullest, in microbatches, in any order.
+    """Return pairs of what each rank of the pipeline keeps at once, in microbatches, in any order.
 
-    These are pairs: microbatches that wait for backward, and microbatches of which only the weight
-    gradients are.
+    A pair counts the microbatches that wait for backward, and the microbatches that wait for their
+    weight gradients only.
     """
     p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
     if name in ALL_FORWARDS_FIRST:

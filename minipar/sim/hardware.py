@@ -1,14 +1,14 @@
-"""How long does it take there? Devices, networks and software as data, and the laws of their times.
+"""Devices, networks and software as data, and formulas for the seconds that work takes on them.
 
 Idea.   A simulator asks four things of hardware: the seconds of a matrix product, of attention, of
-        moving bytes through memory, and of a collective. Each answer is a law of a few constants;
-        the constants are in `machines/*.toml`, each beside its source.
+        moving bytes through memory, and of a collective. Each answer is a formula of a few
+        constants; the constants are in `machines/*.toml`, each beside its source.
 Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the best shapes reach:
 
             launch + max(2 m n k / (0.95 C fill), bytes / memory bandwidth)
 
         `fill` is the share of its waves that a product fills: outputs are cut into whole tiles, and
-        a wave is a tile for each of the device's processors. A collective takes
+        a wave is one tile per processor of the device. A collective takes
 
             launch + steps * latency + bytes / (bandwidth * share)
 
@@ -139,9 +139,9 @@ class Network:
 
     name: str
     bandwidth: float  # of one port, as sold
-    share: float  # of it, reached by long messages
+    share: float  # of the bandwidth that long messages reach
     launch: float  # seconds to start a collective
-    latency: float  # seconds of one step of it
+    latency: float  # seconds of one step of a collective
     shared: float = 0.0  # 1: all devices of a node use one port (Ethernet); 0: each has its own
 
 
@@ -178,7 +178,7 @@ class Machine:
         near = inside.bandwidth * inside.share
         port = between.bandwidth * between.share / (self.gpus if between.shared else 1)
         outer, busiest = (inside, near) if nodes == 1 else (between, port)
-        if nodes > 1 and local > 1:  # each rank of the node brings its port along
+        if nodes > 1 and local > 1:  # a ring uses the ports of all its ranks in a node
             busiest = min(near, local * port)
         across = math.ceil(math.log2(nodes))
         depth = math.ceil(math.log2(ranks)) - across
@@ -207,29 +207,29 @@ class Software:
 
     name: str
     # Time.
-    host: float  # seconds that the host needs to launch a layer, in one direction,
-    host_tp: float  # more of them per doubling of tp, and
-    host_across: float  # per doubling of tp where a pipeline beside it runs over several nodes
+    host: float  # seconds that the host needs to launch a layer, in one direction
+    host_tp: float  # more seconds per doubling of tp
+    host_across: float  # more per doubling of tp where a pipeline runs over several nodes, too
     passes: float  # bytes that a layer's elementwise operations move, as a multiple of the least
     attention: float  # seconds of attention, as a multiple of the kernel's
     beside: float  # 1: inside a node, collectives of tp run beside the products they belong to
     biases: float  # 1: a GPT has biases and dropout; 0: neither
-    exposed: float  # share of data parallelism's collectives that hides behind nothing
-    waited: float  # 1: weights that ZeRO 1 and 2 gather; 0: they travel beside the next forward
-    bucket: float  # gradients in one collective of data parallelism, at least,
-    bucket_dp: float  # and as many for each rank of dp; ZeRO 3 sends layer by layer
+    exposed: float  # share of data parallelism's collectives that is never hidden
+    waited: float  # 1: forward waits for weights that ZeRO 1 and 2 gather; 0: they travel beside it
+    bucket: float  # capacity of a bucket of data parallelism, in gradients,
+    bucket_dp: float  # or this times the ranks of dp, if larger; ZeRO 3 sends layer by layer
     copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
-    added: float  # bytes per gradient that others move, to add it to that of microbatches before,
-    first: float  # and for that of the first microbatch
-    fixed: float  # seconds of a step that depend on nothing
+    added: float  # bytes that ZeRO 0 to 2 move to add a gradient to the sum of microbatches,
+    first: float  # and for a gradient of the first microbatch
+    fixed: float  # seconds of a step that are the same for every plan
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     # Memory.
-    kept: float  # share of what backward needs that selective recomputation keeps, but for scores
+    kept: float  # share of activations that selective recomputation keeps, but for scores
     buffered: float  # 1: gradients stay whole until the step; 0: ZeRO frees them once reduced
     fused: float  # 1: a norm is one kernel, and keeps its input alone; 2: so does a gate
     gathered: float  # share of norms' results that sequence parallelism keeps whole
     logits: float  # bytes that the loss keeps of a logit
-    greedy: float  # 1: a stage takes layers until its share of the cost is passed; 0: balanced
+    greedy: float  # 1: a stage takes layers until it exceeds its share of the cost; 0: balanced
 
 
 def type_name(dtype: str) -> str:
@@ -251,10 +251,10 @@ Known = dict[tuple[str, str], dict[str, Any]]  # tables by kind and name
 def load(name: str | Path) -> Machine:
     """Return the machine of that name, or of a file.
 
-    A name is a node's with a network's, "h100-ndr" say, or a node's alone, which brings its own
-    network (`machines` has them all). A file ends in ``.toml``, holds tables like those of
-    ``machines/*.toml``, on top of these, and one ``[node.NAME]``: the machine. Each number is
-    written ``[number, "source"]``; ``like`` takes over what another table has. Raises `ValueError`.
+    A name is that of a node and a network, such as "h100-ndr", or of a node alone, with its own
+    network (`machines` has all names). A file ends in ``.toml``. It adds tables to those of
+    ``machines/*.toml``, and one ``[node.NAME]``: the machine. Each number is written
+    ``[number, "source"]``; ``like`` takes over what another table has. Raises `ValueError`.
     """
     name = str(name)
     if name in machines():
@@ -323,7 +323,7 @@ def _make(kind: str, name: str, known: Known) -> Any:
         if made["gpus"] not in range(1, 1025):
             raise ValueError(f"{name}.gpus={made['gpus']:g} must be a whole number of 1 to 1,024")
         made["gpus"] = int(made["gpus"])
-    return _PARTS[kind](name, **made)  # which says what it lacks, and what it does not know
+    return _PARTS[kind](name, **made)  # raises TypeError for a key that is missing or unknown
 
 
 def _table(kind: str, name: str, known: Known) -> dict[str, Any]:

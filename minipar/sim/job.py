@@ -53,7 +53,7 @@ class Job:
 
     @property
     def dp(self) -> int:
-        """Ranks with sequences of their own, which ranks of ep have as well."""
+        """Ranks with sequences of their own: those of dp and of ep."""
         return self.plan.dp * self.plan.ep
 
     @property
@@ -84,7 +84,7 @@ class Job:
 
     @property
     def wide(self) -> str:
-        """The type of everything but a layer's products, which alone may have 8 bits or fewer."""
+        """The dtype outside of a layer's products; only these may have 8 bits or fewer."""
         return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
 
     # ------------------------------------------------------------------ experts
@@ -131,7 +131,7 @@ class Job:
         return Parameters(sum(found.values()), found["experts"], found["shared"], table)
 
     def shard(self, numbers: float, experts: float) -> float:
-        """Return how many of a rank's numbers ZeRO leaves it, `experts` of them being experts'."""
+        """Return how many of a rank's `numbers` ZeRO leaves it; `experts` of them are experts'."""
         return (numbers - experts) / self.group + experts / self.experts_copies
 
     # ------------------------------------------------------------------ the pipeline
@@ -182,7 +182,7 @@ class Job:
         arXiv 2401.10241, table 1); DualPipe's (p/2 - 1)(F&B + B - 3W) is as much (DeepSeek-V3,
         arXiv 2412.19437, table 2). The published schedules with zb_h2's memory have no bubble from
         2p - 1 microbatches on. naive leaves M: its ranks compute one after the other. With v stages
-        per rank the ends are idle for one stage, and M < p microbatches come round too soon to fill
+        per rank, ranks are idle for one stage at either end. M < p microbatches are too few to fill
         the time between two stages of a rank.
         """
         p, m, v, name = self.plan.pp, self.plan.microbatches, self.chunks, self.plan.schedule
@@ -202,7 +202,7 @@ class Job:
     def spread(self, inner: int, size: int, stage: int | None = None) -> int:
         """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart.
 
-        `stage`: of all such groups, those of one stage of the pipeline.
+        With `stage`, only the groups of this stage of the pipeline count.
         """
         gpus, ranks, block = self.machine.gpus, self.plan.num_ranks, inner * size
         if ranks <= gpus or gpus % block == 0:
@@ -211,7 +211,7 @@ class Job:
             return size
         each = ranks // self.plan.pp
         first, last = (0, ranks) if stage is None else (stage * each, (stage + 1) * each)
-        # After so many ranks groups lie on nodes as before.
+        # After lcm(gpus, block) ranks, the places of groups on nodes repeat.
         groups = range(first, min(last, first + math.lcm(gpus, block)), block)
         starts = (a + b for a, b in itertools.product(groups, range(inner)))
         return max((start + block - inner) // gpus - start // gpus for start in starts) + 1
@@ -253,9 +253,9 @@ def _kinds(config: LlamaConfig) -> list[tuple[float, LlamaConfig]]:
 
 @cache
 def _cut(config: LlamaConfig, parts: int, greedy: bool = False) -> tuple[int, ...]:
-    """Return the layers of each stage, for the least time of the slowest: the last has the head.
+    """Return the layers of each stage that make the slowest one fastest; the last has the head.
 
-    `greedy`: a stage takes layers until its share of the cost is passed, as nanotron does.
+    `greedy`: a stage takes layers until it exceeds its share of the cost, as nanotron does.
     Otherwise `stages.balance` cuts, for layers that are alike.
     """
     if parts == 1:

@@ -1,4 +1,4 @@
-"""Does it fit? What a rank must hold to train a model, in closed form.
+"""The bytes that a rank must hold to train a model, in closed form.
 
 Idea.   A training step holds the *model state*, which depends on the number of parameters alone,
         and *activations*, which depend on the batch. Data parallelism keeps a whole copy of the
@@ -53,8 +53,8 @@ def model_state(
     Args:
         num_parameters: of the whole model; tied ones count once.
         strategy: "ddp", "zero1", "zero2" or "zero3"; fsdp is zero3.
-        largest_block: zero3 gathers blocks before their use, two at a time, each of at most so many
-            parameters, in the category "gathered".
+        largest_block: parameters of the largest block. zero3 gathers blocks before their use, two
+            at a time, in the category "gathered".
     """
     sharded = STATE[len(STATE) - STRATEGIES.index(strategy) :]
     held = {

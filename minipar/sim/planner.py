@@ -1,12 +1,12 @@
-"""Which plan? Ways to train a model on a machine, ranked by the time that each would take.
+"""Rank the plans to train a model on a machine, by the time that a step would take.
 
 Idea.   `candidates` lists every mesh, with ZeRO stages, microbatches, recomputation and the usual
         schedules. A plan must fit into memory with headroom (`footprint.memory`) and be legal
-        (`Plan.problem`, the one source of what is); `cost.seconds` ranks the rest. The best plans
-        are also traced and replayed (`simulate`), and the replay orders them, where our code stands
-        for the software (`replayed`). The best plan of each other *family* says why it lost.
+        (`Plan.problem`, which alone decides this); `cost.seconds` ranks the rest. The best plans
+        are also traced and replayed (`simulate`). The replay orders them, where our code stands for
+        the software (`replayed`). The best plan of each other *family* says why it lost.
 Error.  90 % of published runs that nothing was fitted to are within `ERROR` (`validate.py`). Plans
-        that are nearer to each other than that are equal. `unchecked` names plans like no such run.
+        that differ by less are equal. `unchecked` names what a plan has, but no such run.
 Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calculon) search likewise.
 """
 
@@ -41,10 +41,10 @@ UNEVEN = 1.15
 REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 PRICED = {"dispatch": ("all_to_all", "paired"), "context": ("ring",)}
 NEAR = 1 + ERROR
-"""Plans that take up to so many times as long as the fastest are ties: the error is as large."""
+"""Plans that take at most this many times as long as the fastest are ties: see `ERROR`."""
 NOT_VARIED = "tp_overlap, context, dispatch and most schedules"
 GB = 1e9
-Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
+Watch = Callable[[Iterable], Iterable]  # shows the progress of an iteration
 Wanted = Callable[["Ranked"], bool]
 
 
@@ -137,7 +137,7 @@ def candidates(
             continue
         if ep > 1 and (moe is None or moe.num_experts % ep):
             continue
-        pads = base.software.name in REPLAYED or cp == 1  # as other software does not
+        pads = base.software.name in REPLAYED or cp == 1  # other software does not
         if not pads and base.seq_len % (2 * cp):
             continue
         mine = global_batch // dp
@@ -147,7 +147,7 @@ def candidates(
         if pp > 1 and "zero" not in fix:
             zeros = zeros[:2]  # ZeRO 2 and 3 would reduce once per microbatch
         again = ("none", "selective", "full")
-        # Of whole experts ranks of tp have copies; or a part of each; or experts of their own.
+        # Ranks of tp have copies of whole experts, a part of each expert, or experts of their own.
         shares = ((False, False), (True, False), (False, True))
         shares = shares if moe is not None and tp > 1 else shares[:1]
         micros = [n for n in tried if mine % n == 0]
@@ -167,7 +167,7 @@ def _orders(base: Job, pp: int, fix: Collection[str]) -> list[tuple[str, int]]:
     if pp == 1:
         return [("1f1b", 0)]
     own = ["zb_h1"] * (base.software.name == "minipar")
-    # Long stages hold up short ones: as if all had as many layers as the longest.
+    # Short stages wait for the longest, as if all stages had as many layers.
     layers, counts = base.config.num_layers, {v: v * pp for v in STAGES_PER_RANK}
     stages = [v for v, n in counts.items() if math.ceil(layers / n) * n <= UNEVEN * layers]
     stages = [base.plan.stages_per_rank] if "stages_per_rank" in fix else stages
@@ -236,10 +236,10 @@ def ties(found: Search) -> list[Ranked]:
 
 
 def complexity(ranked: Ranked, free: int = 1) -> tuple:
-    """Return the order of the simple: tp inside a node, then fewest axes beside dp, then no cp.
+    """Return a key, the least for the simplest plan: tp in a node, few axes beside dp, no cp.
 
-    Then the least ZeRO, but for `free`: stage 1 sends no more than none. Then nothing is
-    recomputed, then the fastest.
+    Then the least ZeRO; stages up to `free` count as equal, as stage 1 sends no more than stage 0.
+    Then no recomputation, then the fastest.
     """
     plan, axes = ranked.job.plan, [axis for axis in ranked.family if axis != "dp"]
     apart = plan.tp > ranked.job.machine.gpus, len(axes), plan.cp > 1, max(free, plan.zero)
@@ -286,7 +286,7 @@ def flags(job: Job) -> dict[str, str]:
 
 
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
-    """Return for each choice of the best plan the price of the best plan without it.
+    """Return, for each choice of the best plan, how the best plan without this choice compares.
 
     Another value of a choice (tp=4 in the place of tp=2, not tp=1) may cost less: see the ranking.
     """
@@ -353,7 +353,7 @@ def where_time_goes(plans: Iterable[Ranked]) -> dict[str, dict[str, float]]:
 def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     """Return the text to print, and the plans to draw.
 
-    Raises `ValueError` for a question without an answer, and `NothingFits` with a change that has.
+    Raises `ValueError` for a question without an answer, `NothingFits` with a change that helps.
     """
     base = base_of(config)
     if config.explain:
@@ -371,7 +371,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     if config.replay:
         best = [replayed(ranked) for ranked in watch(best)]
     best.sort(key=lambda ranked: ranked.expected)
-    # By its replay a plan may be slower than it seemed.
+    # The replay may show that a plan is slower than in closed form.
     simple = min((r for r in best if r.expected <= NEAR * best[0].expected), key=complexity)
     losers = {
         " x ".join(family): lost(found, simple, lambda r, family=family: r.family == family)

@@ -1,17 +1,17 @@
-"""When does it happen? Traces of ranks, played on a machine: a Timeline like a measured one.
+"""Replay traces of ranks on a machine: the result is a Timeline like a measured one.
 
-Idea.   A rank is a list of events (`trace.py`), a machine says how long each takes (`hardware.py`),
-        and what is left is to let them happen: computing in order, one after the other; a call when
-        all of its ranks have made it; a wait until its call is over.
-Streams. A device computes on one, and has another for each process group, where calls run in the
-        order in which they were launched. Messages of one rank to one other queue up; they leave
+Idea.   A rank is a list of events (`trace.py`). A machine says how long each event takes
+        (`hardware.py`). A rank computes one event after the other. A call begins when all of its
+        ranks have made it. A wait lasts until its call is over.
+Streams. A device has a stream for computing, and one for each process group, where calls run in the
+        order in which they were launched. Messages from one rank to another queue up; they leave
         when both ends have called (rendezvous). An exchange is a message with each neighbour, and
-        waits for no other rank; it runs where its group's collectives do, as NCCL's does; on the
-        emulated link beside them.
-Host.   It launches kernels ahead of the device, and no layer is over before its host has launched
-        it, in so many seconds for a forward, a recomputation and a backward each.
-Ranks.  One of each place on the pipeline is played; the others of its dp, cp and tp do the same at
-        the same time.
+        waits for no other rank. It runs in the stream of its group's collectives, as with NCCL; on
+        the emulated link it runs beside them.
+Host.   The host launches kernels ahead of the device. No layer ends before its host has launched
+        it. A launch takes `host` seconds for each forward, recomputation and backward.
+Ranks.  One rank for each place on the pipeline is played. The other ranks of its dp, cp and tp do
+        the same at the same time.
 Steps.  Two are played, and the second is returned: it waits for calls of the first.
 
 Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
@@ -70,8 +70,8 @@ def replay(
     """Play a step on `machine`.
 
     Args:
-        host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
-        attention: its seconds in training, as a multiple of the kernel's alone.
+        host: seconds that a host needs to launch a layer in one direction, such as 0.6 ms.
+        attention: seconds of attention in training, as a multiple of the kernel's alone.
     """
     stage = _Stage(traces, machine, host, attention)
     stage.play(2)
@@ -250,12 +250,12 @@ class _Stage:
         return words
 
     def _groups(self, axis: str) -> dict[int, tuple[int, ...]]:
-        """Return by rank those that it shares an axis with, or several at once."""
+        """Return the group of each rank along an axis, or along several axes joined."""
         groups = groups_along(axis.split("+"), self.sizes)
         return {rank: group for group in groups for rank in group}
 
     def _prices(self, own: int, launch: Launch) -> list[tuple[tuple, float]]:
-        """Return of each call of a launch by rank `own` what it shares with others, and seconds."""
+        """Return the key, alike on all ranks, and the seconds of each call of a launch by `own`."""
         group = self.groups(launch.axis)[own]
         ends = [(own, group[peer]) for peer in launch.peers]
         if launch.verb == "exchange":  # both ways at once

@@ -3,14 +3,14 @@
 Idea.   On the meta device tensors have shapes and no values, and torch's "fake" process group says
         of every collective that it is done. So one process runs the training step of any rank of
         any mesh: `compose.apply`, `train_step`, clipping and optimizer are the real ones, and
-        what passes by is written down. No strategy is modelled a second time.
+        their operations are recorded. No strategy is modelled a second time.
 Trace.  A list of segments, each a list of events in their order: see `tracer.py`.
-Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
-        pipeline, ranks with as many layers are alike, too: one of them runs, and the others follow
-        their own rows of the schedule with what it did, while `Mail`, the real one, sends messages.
-        Other ranks of dp, cp and tp do as their first does.
-Steps.  One that others have gone before is recorded: the first learns orders (ddp, fsdp), and what
-        one step sends may be awaited in the next (zero).
+Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. In a
+        pipeline, ranks with as many layers are alike, too: one of them computes. The others follow
+        their own rows of the schedule with its segments; the real `Mail` sends their messages.
+        Other ranks of dp, cp and tp do the same as the first.
+Steps.  A later step is recorded, not the first: the first learns orders (ddp, fsdp), and a step may
+        wait for what the step before it has sent (zero).
 
 Limits: an optimizer is one pass over its bytes, as a fused one is. Elementwise operations are not
 fused, but for norms. Loaders, checkpoints and what Python does between operations take no part.
@@ -180,7 +180,7 @@ def _kinds(config: LlamaConfig, plan: Plan) -> list[Any]:
     if plan.pp == 1:
         return [None]
     schedule = plan.make_schedule()
-    if schedule.copies > 1:  # each exchanges gradients with another of its own
+    if schedule.copies > 1:  # each rank exchanges gradients with its own partner
         return [*range(plan.pp)]
     cut = stages.balance(stages.estimate_costs(config), schedule.num_stages)
 
@@ -203,7 +203,7 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
         with tracer:
             play(actor, tracer, places[:1], learned)
             if tracer.unawaited:
-                play(actor, tracer, places[:1], learned)  # what they are when orders are known
+                play(actor, tracer, places[:1], learned)  # again, now that orders are known
         tracer.segments.clear()
         gc.collect()  # the cycles that hooks make
         with tracer.watching(actor.model, actor.strategy.optimizer):

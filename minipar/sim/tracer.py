@@ -7,8 +7,8 @@ A segment of a trace (`trace.py`) is a list of events in their order:
     Wait        this rank needs the result of a launch
     Memory      bytes that come (or, negative, go), by category
 
-Operations are seen by torch's dispatcher, below autograd, so that backward is as real as forward;
-collectives by `comm.collectives`, storages as they come and go.
+torch's dispatcher shows all operations: it is below autograd, so backward is seen as well.
+`comm.collectives` shows collectives. Storages are noted when they are made and freed.
 """
 
 import weakref
@@ -40,7 +40,7 @@ class Compute(NamedTuple):
 class Launch(NamedTuple):
     """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it.
 
-    With a `purpose` it is in another process group than others along the axis. `dtype` is the type
+    A call with a `purpose` has a process group of its own along the axis. `dtype` is the type
     of the tensors, such as "float32".
     """
 
@@ -53,7 +53,7 @@ class Launch(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """For the `index`-th launch of the latest segment called `family`; "": of this very segment."""
+    """Wait for the `index`-th launch of the latest segment called `family`; "": of this segment."""
 
     family: str
     index: int
@@ -81,14 +81,14 @@ class Segment:
 # ---------------------------------------------------------------------- the recorder
 @dataclass(eq=False, slots=True)
 class _Holding:
-    """One storage, for as long as it lives: it counts by its use, which is known later."""
+    """One storage, for as long as it lives. Its category may be known only later."""
 
     num_bytes: int
     category: str = "activations"
 
 
 class Tracer(TorchDispatchMode, Tap):
-    """Writes down every operation, collective and storage that passes by, into `segment`."""
+    """Records every operation, collective and storage, in `segment`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,9 +238,9 @@ def _on_meta(tree: Any) -> list[Tensor]:
 
 
 class _Known:
-    """An operation on tensors of such shapes: its result, and its cost.
+    """The result and the cost of an operation on tensors of given shapes.
 
-    `again` makes as empty a result without asking torch, which takes ten times as long.
+    `again` makes a result of the same shapes without calling the operation: ten times as fast.
     """
 
     def __init__(self, op: Any, result: Any, args: Any, kwargs: Any) -> None:

@@ -1,18 +1,18 @@
-"""How true is it? Predictions beside runs that others have published, and beside simple rules.
+"""Compare predictions with runs that others have published, and with simple rules.
 
     python -m minipar.sim.validate TABLE.csv ...
 
-prints, for each source in the tables, the errors of the step time that `cost.py` predicts; those of
-a *constant*, the one utilisation of the peak that fits all rows of the source best, which a
-predictor must beat to have shown anything; the errors of the memory; how many of the runs that went
-well, ran out of memory or failed would fit into what a device has for tensors; and how good a plan
-the prediction would have chosen in each cell (runs of one model on as many devices), beside the
+prints, for each source in the tables, the errors of the step time that `cost.py` predicts, and of
+the memory. Predictions must beat a *constant*: the one utilisation of the peak that fits all rows
+of the source best. Then it prints how many of the runs that went well, ran out of memory or failed
+are predicted to fit into what a device has for tensors. Last, how good are the predicted choices?
+In each cell (runs of one model on as many devices) the chosen plan stands beside the choice of the
 rule of thumb "least tp x pp, largest microbatch". Aims stand beside.
 
 A table has a row per run, with the columns and words of tests/sim/data, and step_seconds or
-tokens_per_s_per_gpu; `microbatch` and `global_batch` count sequences. An empty cell is unknown, and
-taken as usual for its family; of microbatches, the fastest that fits. Rows that are not understood
-are left out, counted, and why.
+tokens_per_s_per_gpu; `microbatch` and `global_batch` count sequences. An empty cell takes the value
+that is usual for the software; unknown microbatches are the fastest that fit. Rows that are not
+understood are left out; their number and the reason are printed.
 """
 
 import csv
@@ -94,7 +94,7 @@ def read(path: str | Path) -> list[Run]:
 
 
 def read_all(path: str | Path) -> tuple[list[Run], Counter[str]]:
-    """Return the runs of a table that are understood, and why how many rows are left out."""
+    """Return the runs of a table that are understood, and the number of other rows by reason."""
     lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # Excel's mark, too
     rows = csv.DictReader(line for line in lines if line and line[0] != "#")
     runs, left_out = [], Counter()
@@ -152,7 +152,7 @@ def _run(row: Row) -> Run:
         raise ValueError("no step_seconds above 0, and no tokens_per_s_per_gpu; TFLOP/s alone are "
                          "not scored, as their definitions differ")  # fmt: skip
     unit = 1e9
-    if source.startswith("torchtitan"):  # which prints GiB, and what its allocator has reserved
+    if source.startswith("torchtitan"):  # it prints the GiB that its allocator has reserved
         unit = 2**30 * (1 - machine.device.fragmentation)
     memory = row.number("memory_gb", 0) * unit
     return Run(row.get("row_id", "?"), source, row.get("split", ""), job, seconds, memory, status)
@@ -274,7 +274,7 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> np.ndarray:
 
 
 def constant(runs: Sequence[Run]) -> np.ndarray:
-    """Return what one utilisation of the peak, the best for these runs, would predict of each."""
+    """Return the seconds of each run by one utilisation of the peak, the best for all runs."""
     ideal = np.array([run.job.ideal(causal=True) for run in runs])
     measured = np.array([run.seconds for run in runs])
     # The mean error is a sum of lines in 1 / utilisation, so the best one makes some row exact.
@@ -283,8 +283,8 @@ def constant(runs: Sequence[Run]) -> np.ndarray:
 
 
 def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
-    """Return of each cell of 3 runs or more: share of the best measured throughput that the
-    prediction's choice and the rule of thumb's have; rank correlation of predicted and measured."""
+    """Return for each cell of 3 runs or more: the shares of the best throughput that the predicted
+    choice and the rule of thumb reach; the rank correlation of predicted and measured times."""
     found, cells = [], defaultdict(list)
     for run in runs:
         job = run.job

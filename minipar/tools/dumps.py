@@ -38,9 +38,9 @@ class _Plain(pickle.Unpickler):
 def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     """Return the recordings of files, and of all dumps in folders, by rank.
 
-    Raises `ValueError`, which names the file, for a file that is no dump, for two of one rank, for
-    one of an older job, all of whose calls timed out before the others began; and where no call was
-    recorded.
+    Raises `ValueError`, which names the file: for a file that is no dump, for two files of one
+    rank, and for a file of an older job, whose calls all timed out before the other files begin.
+    Raises it also where no call was recorded.
     """
     found: dict[int, tuple[Path, Recording]] = {}
     for path in map(Path, paths):
@@ -89,7 +89,7 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, about in dump.get("pg_config", {}).items():
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
-        if name != "":  # as gloo calls whichever group was made last
+        if name != "":  # gloo's name for the group that was made last
             groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
     # torch leaves an empty list out of JSON.
     listed = dump.get("entries", []) if "version" in dump else dump["entries"]
@@ -137,7 +137,7 @@ def _entry(values: dict[str, Any], group: str) -> Entry:
     types = "/".join(sorted({printable(d) for d in values.get("input_dtypes") or ()}))
     items = sum(prod(map(int, size)) for size in values.get("input_sizes") or ())
     done = values.get("state") == "completed"
-    if backend == "gloo":  # it knows no other sign; NCCL also retires a call that timed out
+    if backend == "gloo":  # gloo has no other sign; NCCL also retires a call that timed out
         done = done or values.get("retired") is True
     splits = values.get("input_split_sizes"), values.get("output_split_sizes")
     return Entry(
@@ -157,12 +157,12 @@ def _entry(values: dict[str, Any], group: str) -> Entry:
 
 
 def _joined(calls: list[Entry]) -> list[Entry]:
-    """Return messages of one number as they are, and its other calls as one.
+    """Return messages of one number as they are; join its other calls into one entry.
 
-    That is "2 x _broadcast_oop", of "16 Float + 25 Float".
+    The joined entry is, for example, "2 x _broadcast_oop", of "16 Float + 25 Float".
     """
     if len(calls) > 1 and _END_OF_GROUP.fullmatch(calls[-1].verb):
-        # Torch updates the state of this entry alone: it holds for all calls in the group.
+        # Torch updates the state of the last entry alone: this state holds for the whole group.
         *calls, end = calls
         calls = [replace(c, done=c.done or end.done, begun=c.begun or end.begun) for c in calls]
     if calls[0].peer is not None:

@@ -1,8 +1,8 @@
 """Which kernels of a GPU are communication, by their names, as data.
 
-A profiler tells communication from computing by nothing but the name of a kernel. NCCL's begin with
-its own; other libraries move data in kernels of their own names. A picture that took these for
-computing would call them hidden work, or let them hide NCCL's. A row is (pattern, verb, library).
+In a trace, only the name of a kernel tells communication from computing. Names of NCCL's kernels
+begin with "nccl"; other libraries have other names. If such kernels counted as computing, they
+would even seem to hide the communication of NCCL. A row is (pattern, verb, library).
 The verb is left out where the name holds it, as in `ncclDevKernel_AllReduce_Sum_bf16_RING_LL`. The
 first row that fits counts.
 """
@@ -38,7 +38,7 @@ _ALIKE = re.compile(
 
 
 def verb_of(name: str) -> str | None:
-    """Return the verb of a kernel: "" for one to be read in its name, None for no communication.
+    """Return the verb of a kernel; "" if the name holds the verb, None if it is no communication.
 
     >>> verb_of("void vllm::cross_device_reduce_1stage<float, 2>(...)")
     'all_reduce'

@@ -84,14 +84,14 @@ def _events(listed: list[Any]) -> list[Event]:
             if length > 0 or cat == "launch":
                 times = 1e-6 * at, 1e-6 * (at + length)
                 found.append(Event(cat, event["name"], event["pid"], event["tid"], *times, args))
-    # Apart, as CUDA may count processes of a container otherwise than the profiler.
+    # Checked one by one: in a container CUDA may number processes unlike the profiler.
     for cat in "cpu_op", "launch":
         if len(pids := {event.pid for event in found if event.cat == cat}) > 1:
             raise ValueError(f"{len(pids)} processes are in it; give one file per rank")
     found.sort(key=lambda event: (event.start, -event.end))
     step, running = "", defaultdict(list)
     for event in found:
-        if event.cat not in _GPU:  # whose streams may be numbered as a thread
+        if event.cat not in _GPU:  # a stream may have the number of a thread
             event.around = [call for call in running[event.tid] if call.end > event.start]
         if event.cat in _HOST:
             running[event.tid] = [*event.around, event]
@@ -104,7 +104,7 @@ def _events(listed: list[Any]) -> list[Event]:
 def _gpu_spans(events: list[Event]) -> tuple[list[list[Span]], list[str]]:
     """Return the spans of each device, and how many were cut.
 
-    A stream runs one after the other: kernels end where the next of their stream begins.
+    A stream runs one kernel after the other: a kernel is cut where the next one begins.
     """
     launches = {event.args["correlation"]: event for event in events if event.cat == "launch"}
     devices, latest, over = defaultdict(list), {}, []
@@ -128,7 +128,7 @@ def _gpu_span(event: Event) -> Span:
     verb, ends = verb_of(name), {args.get("fromDevice"), args.get("toDevice")}
     if not is_kernel and None not in ends and len(ends) == 2:
         verb = "peer_copy"
-    # Part of a collective is what its call launches itself, not what its aten::copy_ does.
+    # A collective has the kernels that its call launches directly, not those of its aten::copy_.
     said = [call.args for call in event.around if call.name == "record_param_comms"]
     caller = [call.name for call in event.around if call.cat == "cpu_op"][-1:]
     within = caller == ["record_param_comms"] and (is_kernel or "DtoD" in name)
@@ -167,7 +167,7 @@ def _verb(name: str) -> str:
 def _axis(*names: Any) -> str:
     """Return tp for "mesh_tp", as torch calls the group of an axis, and world for "default_pg".
 
-    The first of `names` that says something counts. Empty if none does: that may be any group.
+    The first of `names` that says something counts. Return "" if none does: any group is possible.
     """
     group = next((printable(name) for name in names if name not in (None, "", "undefined")), "")
     return "world" if group in ("0", "default_pg") else group.removeprefix("mesh_")
@@ -190,7 +190,7 @@ def _talking(events: list[Event], info: dict[str, Any], is_on_cpu: bool) -> list
         why = f"it lacks the GPU of its job (backend {printable(backend) or 'nccl'})"
         raise ValueError(f"{why}: profile with ProfilerActivity.CUDA; other devices are not known")
     groups = info.get("pg_config") or [{}]
-    # gloo does not say which group: known only where all have the same ranks
+    # gloo does not name the group: it is known only where all groups have the same ranks
     is_one = len({str(group.get("ranks")) for group in groups}) == 1
     axis = _axis(groups[0].get("pg_desc")) if is_one else "gloo"
     comm = comm or calls * is_on_cpu

@@ -1,8 +1,8 @@
 """Where communication is exposed: by step, collective, group and call site; and who is waited for.
 
-`minipar overlap` prints it. Exposed, as in `Timeline.overlap`: in flight while the rank computes
-nothing. A rank is waited for where its part of a collective is the shortest: all parts end
-together, and the ranks that came before wait inside of theirs. No clocks need to agree for this.
+`minipar overlap` prints this. Communication is exposed while it is in flight and its rank computes
+nothing (`Timeline.overlap`). Ranks wait for the rank whose part of a collective is the shortest:
+all parts end together, and early ranks wait inside of their parts. Clocks need not agree for this.
 """
 
 import statistics
@@ -23,10 +23,10 @@ _APART = _MESSAGES | {"broadcast", "reduce", "gather", "scatter"}  # whose ranks
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of communication per rank, in the mean of the ranks; `calls` and bytes likewise.
+    """Seconds, calls and bytes of communication, each as the mean over the ranks.
 
-    `seconds` is the length of a step; for any other part, of all that was recorded. A call belongs
-    to the step that launched it, wherever it runs. `num_bytes` is 0 where it is not known.
+    `seconds` is the length of a step; for any other part, of the whole recording. A call belongs to
+    the step that launched it, wherever it runs. `num_bytes` is 0 where it is not known.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Waited:
-    """Others waited for `rank` for so many rank-seconds, in `calls` of the `of` that it shares."""
+    """Others waited `seconds` for `rank`, in `calls` of the `of` collectives that it shares."""
 
     rank: int
     seconds: float
@@ -88,7 +88,7 @@ KEYS: dict[str, Callable[[Span], str]] = {
 
 
 def breakdown(timeline: Timeline) -> Breakdown:
-    """Take a timeline apart; its steps are those that the profiler was told of."""
+    """Break a timeline down by `KEYS` and by steps; the profiler has marked the steps."""
     parts = {"step": _steps(timeline)}
     for kind, key in KEYS.items():
         rows = sorted(_parts(timeline, key).values(), key=lambda row: (-row.exposed, row.name))
@@ -107,7 +107,7 @@ def _parts(timeline: Timeline, key: Callable[[Span], str]) -> dict[str, Part]:
 
 
 def _steps(timeline: Timeline) -> list[Part]:
-    """Return the parts of the steps that all ranks recorded; above several, their median."""
+    """Return the parts of the steps that all ranks recorded; of several, first their median."""
     lengths: dict[str, list[float]] = defaultdict(list)
     for name, start, end in chain.from_iterable(timeline.steps.values()):
         lengths[name].append(end - start)
@@ -148,8 +148,8 @@ def _waited(timeline: Timeline) -> list[Waited]:
 def _matched(timeline: Timeline) -> dict[Any, dict[int, Span]]:
     """Return collectives by group, verb and number: the span of each rank.
 
-    Of several groups, gloo does not say in which one a call was. The number is what NCCL says, else
-    that within the step.
+    With several groups, gloo does not name the group of a call: such calls are left out. The number
+    is NCCL's; without NCCL, it counts within the step.
     """
     calls: dict[Any, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in timeline:

@@ -102,9 +102,9 @@ def _read(file: Path, notes: list[str]) -> list[_Trace]:
 
 
 def _number(traces: Sequence[_Trace]) -> list[str]:
-    """Give ranks by what works for every file: distributedInfo, the name, the order; say a guess.
+    """Number ranks by what every file has: distributedInfo, a name, the order; return a guess.
 
-    Torch's own name, HOST_PID.TIME.pt.trace.json, tells a process: two of one are two cycles.
+    Torch's own name, HOST_PID.TIME.pt.trace.json, has the process: two files of one are two cycles.
     """
     names = [trace.file.name for trace in traces]
     said = [trace.rank for trace in traces]

@@ -1,15 +1,15 @@
 """Even work for uneven ranks: microbatches by speed, and documents packed so that tokens are even.
 
-A step lasts as long as its slowest rank computes. Two causes, two remedies.
+A step lasts as long as its slowest rank computes. There are two causes, with a remedy for each.
 
-**Ranks of different speed.** Give each a number of microbatches that fits its speed. Nothing else
-changes: a gradient divided by the number of tokens of *all* ranks is a sum over tokens, whichever
-rank computes them (a mean of the ranks' means would not be; tests/law/test_tokens.py).
+**Ranks of different speed.** Each rank gets as many microbatches as fit its speed. The gradient
+stays the same. It is a sum over tokens, divided by the number of tokens of *all* ranks, so any rank
+may compute a token. A mean of the ranks' means would change (tests/law/test_tokens.py).
 
-**Documents of different length.** A row per document is mostly padding, and a rank with the long
-ones has more to do. `pack` lays several documents into each row of T tokens; a mask keeps them
-apart, and positions start again with each. The longest goes first, each into the emptiest row:
-Graham's rule: its fullest row has at most 4/3 of the tokens of the best packing's.
+**Documents of different length.** With one document per row, rows are mostly padding, and a rank
+with long documents has more to do. `pack` puts several documents into each row of T tokens. A mask
+keeps them apart, and positions restart with each. Graham's rule: longest first, each into the
+emptiest row. The fullest row then has at most 4/3 of the tokens of the best packing's fullest row.
 
 Source. Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 5 (longest first). Krell
 et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027).
@@ -40,8 +40,8 @@ def shares(speeds: Sequence[float], num_microbatches: int) -> list[int]:
     """Return how many of `num_microbatches` each rank should do, given microbatches per second.
 
     Each microbatch goes to the rank that would finish it first. No other shares finish earlier;
-    rounded proportional shares may. Every rank gets one at least, because an idle rank could not
-    be measured any more. Ties go to the lower rank.
+    rounded proportional shares can finish later. Every rank gets at least one microbatch, because
+    the speed of an idle rank cannot be measured. Ties go to the lower rank.
 
     Raises `ValueError` for fewer microbatches than ranks.
     """
@@ -66,17 +66,17 @@ class Balancer:
 
     def __init__(self, axis: Axis, every: int) -> None:
         self.axis, self.every = axis, every
-        self.speeds = [1.0] * axis.size  # microbatches per second; or alike, before any is known
+        self.speeds = [1.0] * axis.size  # microbatches per second; all equal until measured
         self._steps, self._microbatches, self._seconds = 0, 0, 0.0
 
     def shares(self, num_microbatches: int) -> list[int]:
-        """Return the microbatches of each rank, for as many in all."""
+        """Return how many of `num_microbatches` each rank should do."""
         return shares(self.speeds, num_microbatches)
 
     def update(self, num_microbatches: int, seconds: float, device: torch.device) -> None:
-        """After a step: this rank did so many microbatches, and computed for so many seconds.
+        """Note this rank's microbatches of a step, and the seconds for which it computed.
 
-        A collective in every `every`-th call.
+        Every `every`-th call is a collective.
         """
         self._steps += 1
         self._microbatches += num_microbatches
@@ -93,10 +93,10 @@ class Balancer:
 def pack(lengths: Sequence[int], seq_len: int, multiple_of: int = 1) -> list[list[int]]:
     """Lay documents into rows of at most `seq_len` tokens, evenly; return the indices in each row.
 
-    The number of rows is the smallest multiple of `multiple_of` (such as the number of ranks) for
-    which longest first, each into the emptiest row, finds room for all. Rows come in such an order
-    that ``rows[r::n]`` is an even share for rank r of n = `multiple_of`. Raises `ValueError` for a
-    length below 1 or above `seq_len`: cut long documents first.
+    The number of rows is the smallest multiple of `multiple_of` (such as the number of ranks) with
+    which Graham's rule finds room for all documents. Rows are ordered so that ``rows[r::n]`` is an
+    even share for rank r of n = `multiple_of`. Raises `ValueError` for a length below 1 or above
+    `seq_len`: cut long documents first.
     """
     for i, length in enumerate(lengths):
         if not 1 <= length <= seq_len:
@@ -115,7 +115,7 @@ def pack(lengths: Sequence[int], seq_len: int, multiple_of: int = 1) -> list[lis
 def _lay_out(
     order: Sequence[int], lengths: Sequence[int], seq_len: int, num_rows: int
 ) -> list[list[int]] | None:
-    """Each document in turn into the emptiest of `num_rows` rows; None if it has no room there."""
+    """Put each document into the emptiest of `num_rows` rows; return None if one has no room."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     emptiest = [(0, row) for row in range(num_rows)]
     for i in order:
@@ -151,6 +151,6 @@ def packed_batch(
 
 
 def rank_loads(lengths: Sequence[int], rows: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Return the tokens of each rank, when `num_ranks` ranks deal out the rows like cards."""
+    """Return the tokens of each rank, when rank r takes every `num_ranks`-th row from row r on."""
     tokens = torch.tensor([sum(lengths[i] for i in row) for row in rows], dtype=torch.int64)
     return [int(share(tokens, rank, num_ranks).sum()) for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""How many sequences a step should have: by a plan, or as the noise of the gradients asks for.
+"""The batch size of a step: from a given ramp, or from the measured noise of the gradients.
 
 Idea.   The gradient of a batch is the gradient of all data plus noise, which shrinks as the batch
         grows. While most of the gradient is noise, twice the batch is worth nearly two steps. Once
@@ -11,12 +11,12 @@ Math.   For a batch of B tokens, E|G_B|^2 = |G|^2 + tr(S)/B, with G the true gra
         Rank r has n_r of the N tokens of a step. Its gradient, already divided by N, is g_r, so
         G_r = g_r N/n_r is its own mean, and over the k ranks that have any tokens
             sum_r (n_r/N) |G_r|^2 = sum_r (N/n_r) |g_r|^2,  of expectation |G|^2 + tr(S) k/N:
-        a batch of N/k tokens, exactly, however uneven the shares are.
+        the value for a batch of N/k tokens, exactly, even with uneven shares.
 Assumed. Samples of all ranks are drawn alike, and gradients are summed exactly: compression adds an
         error of its own to the larger batch.
-Comms.  No call of its own: two numbers ride on the all-reduce of the loss in `train_step`, 16 bytes
-        more per step. ddp sums the gradients of other ranks into this rank's gradient in place, so
-        `NoiseScale.watch` reads the norm of a bucket just before it is sent.
+Comms.  No call of its own: `train_step` sends two more numbers in the all-reduce of the loss, 16
+        bytes per step. ddp sums the gradients of other ranks into this rank's gradient in place, so
+        `NoiseScale.watch` computes the norm of a bucket just before ddp sends the bucket.
 Rate.   Adam divides a gradient by its own size, noise included; so the learning rate grows with
         the square root of the batch. For SGD it is linear, up to the noise scale.
 Source. McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162),
@@ -42,7 +42,7 @@ RateRule = Literal["sqrt", "linear", "fixed"]
 _POWERS = {"sqrt": 0.5, "linear": 1.0, "fixed": 0.0}
 
 
-# ---------------------------------------------------------------------- 1. by a plan
+# ---------------------------------------------------------------------- 1. by a ramp
 def parse_ramp(text: str) -> Ramp:
     """Return [(100, 64), (200, 128)] for "64@100,128@200".
 
@@ -70,9 +70,9 @@ def lr_factor(rule: RateRule, batch_size: int, first: int) -> float:
 
 
 def microbatches_of(batch_size: int, first: int, first_microbatches: int, num_ranks: int) -> int:
-    """Return the microbatches of each rank that keep microbatches as small as at the beginning.
+    """Return the number of microbatches of each rank that keeps their size as at the beginning.
 
-    There, `first` sequences made `first_microbatches` on each of `num_ranks` ranks.
+    At first, a step has `first` sequences, in `first_microbatches` on each of `num_ranks` ranks.
     """
     rows = math.ceil(first / (num_ranks * first_microbatches))  # of one microbatch
     return math.ceil(batch_size / (num_ranks * rows))
@@ -88,9 +88,9 @@ class NoiseScale:
         noise.update(result.noise.tolist(), result.num_tokens.item(), result.grad_norm.item())
         noise.tokens                   # the noise scale
 
-    One step tells little. Numerator and denominator are averaged over steps, each for itself, with
-    weights that fall by `decay` per step: the ratio of averages has no bias to first order, the
-    average of ratios has (appendix A.1).
+    The estimate of one step is noisy. So numerator and denominator are averaged over steps, each by
+    itself, with weights that fall by the factor `decay` per step. The ratio of the two averages has
+    no bias to first order; an average of ratios has one (appendix A.1).
     """
 
     def __init__(self, decay: float = 0.95) -> None:
@@ -99,7 +99,7 @@ class NoiseScale:
         self._own_square: Tensor | float = 0.0
 
     def watch(self) -> ddp.Reduce:
-        """Return a `reduce` for `ddp.apply` that notes the norm of a bucket, then sums it up."""
+        """Return a `reduce` for `ddp.apply` that notes a bucket's norm, then all-reduces it."""
 
         def watched(bucket: ddp.Bucket, axis: Axis, op: Op) -> Pending:
             dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
@@ -112,7 +112,7 @@ class NoiseScale:
     def own_numbers(self, own_tokens: Tensor, num_tokens: Tensor, loss_scale: Tensor) -> Tensor:
         """Return the numbers to add up over the ranks, [2]: N/n |g|^2, and 1; zeros without tokens.
 
-        The gradients that were watched still contain `loss_scale`.
+        The watched gradients are still multiplied by `loss_scale`; here it is divided out.
         """
         square = self._own_square / loss_scale.double().square()
         self._own_square = 0.0
@@ -138,5 +138,5 @@ class NoiseScale:
 
     @property
     def tokens(self) -> float:
-        """The noise scale; nan while the noise does not let the signal be seen."""
+        """Return the noise scale in tokens; nan while an estimated average is not positive."""
         return self.trace / self.signal if self.signal > 0 and self.trace > 0 else math.nan

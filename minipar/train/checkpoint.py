@@ -3,8 +3,8 @@
 Layout. One folder per checkpoint, `checkpoints/step_000120/`:
 
     weights_00002.safetensors   rank 2's share of the weights, under their serial names
-    state_00002.safetensors     and of the optimizer's: optimizer/state/lm_head.weight/exp_avg ...
-    state.pt                    the rest of the state, and where those tensors belong
+    state_00002.safetensors     and of the optimizer state: optimizer/state/lm_head.weight/exp_avg
+    state.pt                    the rest of the state, with meta tensors where those belong
     manifest.json               length and CRC-32 of the other files; written last
 
 A tensor in a file is a whole tensor of the serial model, or a *box* of one: a part with an offset
@@ -12,7 +12,7 @@ and a size along each dim. The metadata of the file say which box: `["NAME", [wh
 [offset along each dim]]` by key; the second box of a tensor has the key "NAME#1". So any plan on
 any number of ranks can read a checkpoint, and so can one process.
 
-A folder of this name is complete. `load` holds its files against the manifest.
+A folder with such a name is complete. `load` compares its files with the manifest.
 """
 
 import json
@@ -95,7 +95,7 @@ class Stored:
     boxes: tuple[Box, ...]
 
     def __call__(self, region: Region | None = None) -> Tensor:
-        """Return the whole, or the numbers [k] of `region`. Opens only the files that have some."""
+        """Return the whole tensor, or the numbers [k] of `region`. Open only files with some."""
         wanted = Region.whole(self.shape) if region is None else region
         numbers = torch.empty(wanted.numel, dtype=self.dtype)
         for offset, part in wanted.boxes(numbers):  # `part` is a view of `numbers`
@@ -121,9 +121,9 @@ def load(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (weights, state) of a checkpoint, as they were saved.
 
-    With `axis`, a collective: its ranks share the check of the contents. `lazily`, a `Stored`
-    stands in the place of every weight and of every tensor of the optimizer, for each rank to read
-    its part. Raises `CheckpointError` on all ranks if the checkpoint is damaged.
+    A collective of `axis`: each rank checks the contents of a share of the files. With `lazily`,
+    every weight and every tensor of the optimizer is a `Stored`, of which each rank can read its
+    part. Raises `CheckpointError` on all ranks if the checkpoint is damaged.
     """
     with reading(folder, "manifest.json"):
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def load(
 
 
 def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
-    """Return where the tensors of a kind are, in the files of all ranks; read only their heads."""
+    """Return where the tensors of a kind are, in the files of all ranks; read only the headers."""
     facts: dict[str, tuple] = {}
     boxes: dict[str, list[Box]] = defaultdict(list)
     for file in sorted(name for name in files if name.startswith(kind)):
@@ -186,7 +186,7 @@ def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged file raises whatever its reader stumbles over
+    except Exception as error:  # the reader of a damaged file may raise any error
         what = one_line(error, 200)
         what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
         raise CheckpointError(f"checkpoint {folder}: {name} cannot be used: {what}") from None

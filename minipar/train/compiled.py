@@ -1,17 +1,17 @@
-"""`--compile`: each block of a model as a graph, while strategies stay around it, and eager.
+"""`--compile`: compile each block of a model into a graph; the strategies around it stay eager.
 
-A compiler sees a block's own operations: norms, rotations and products that become fewer kernels.
-A function inside of the block is compiled, and not the module: so hooks stay outside.
+The compiler turns the operations of a block (norms, rotations, products) into fewer kernels. It
+compiles a function inside of the block and not the module, so hooks stay out of the graph.
 
-A block is one graph under the strategies that stay outside of it: ddp, local SGD, ZeRO, fsdp and
-pipelines. Where ranks talk inside of it (tensor, context, expert parallelism), a graph ends at each
-collective and another begins; a mixture of experts stays eager, as its sizes hang on values.
+A block is one graph under the strategies that work outside of blocks: ddp, local SGD, ZeRO, fsdp
+and pipelines. Where ranks talk inside of a block (tensor, context, expert parallelism), each
+collective splits the graph. A mixture of experts stays eager, as its shapes depend on values.
 
-Blocks that are alike share their graphs, however many there are. Before a graph begins, its block
-waits for all weights that are on their way to it (ZeRO 1 and 2).
+Equal blocks share their graphs, however many there are. Under ZeRO 1 and 2 a block waits for all of
+its weights before its graph begins.
 
-Refused are schedules that compute gradients of weights apart, as the backward of a graph is one
-piece, and selective recomputation, which looks at single operations: see book/library.md.
+Two things are refused, see book/library.md. Some schedules compute gradients of weights apart, but
+the backward of a graph is one piece. Selective recomputation has to see single operations.
 """
 
 from typing import Any

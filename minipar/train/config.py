@@ -53,14 +53,14 @@ class TrainConfig:
     """Word of the plan. Shard over dp, cp and ep: 0 nothing (ddp), 1 the optimizer state, 2 also
     gradients, 3 also weights (fsdp)."""
     microbatches: int | None = None
-    """Word of the plan. Each rank adds up the gradients of so many smaller batches per step."""
+    """Word of the plan. Each rank adds up the gradients of this many smaller batches per step."""
     precision: Literal["float32", "bf16", "fp16", "autocast-bf16"] | None = None
     """Word of the plan. bf16: 16-bit weights and activations, float32 master weights. fp16 and
     autocast-bf16: only matmuls in 16 bits. fp16 scales the loss."""
     recompute: Literal["none", "selective", "full"] | None = None
     """Word of the plan (checkpointing). The activations that backward computes again."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """The numbers of parameters, gradients and optimizer state."""
+    """The dtype of parameters, gradients and optimizer state."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Compile each block: inductor for speed, aot_eager to try it without a compiler."""
     backend: Literal["auto", "gloo", "nccl", "link"] = "auto"
@@ -98,15 +98,15 @@ class TrainConfig:
 
     # ------------------------------------------------------------------ files
     eval_every: int = 0
-    """Validate every that many steps; 0: at the end only."""
+    """Steps from one validation to the next; 0: validate at the end only."""
     save_every: int = 50
-    """Write a checkpoint every that many steps, and at the end."""
+    """Steps from one checkpoint to the next; the last step writes one, too."""
     keep: int = 2
-    """How many checkpoints stay: the newest."""
+    """Number of checkpoints that stay: the newest ones."""
     async_save: bool = False
     """Go on training while checkpoints are written."""
     record_steps: int = 3
-    """Record the timeline of that many steps at the end."""
+    """Number of steps at the end whose timeline is recorded."""
     profile: bool = False
     """Write a trace of torch.profiler for a few steps, and on a GPU a snapshot of its memory."""
     sample_tokens: int = 200
@@ -120,12 +120,12 @@ class TrainConfig:
     name: str = ""
     """Name of the run; by default after its preset and mesh."""
     resume: str = ""
-    """A run, or one of its checkpoints, to go on with; its flags are the defaults of all others. A
-    run goes on from its highest step. latest: the run called --name, or a fresh one."""
+    """A run, or one of its checkpoints, to continue; the flags of that run become the defaults. A
+    run continues from its highest step. latest: continue the run called --name, or begin it."""
     config: str = ""
-    """A TOML file with flags by name, such as batch_size = 64; flags typed here count more."""
+    """A TOML file with flags by name, such as batch_size = 64; typed flags override the file."""
     timeout: float = 600.0
-    """Seconds until a collective fails that not all ranks have joined."""
+    """Seconds for which a collective waits for missing ranks before it fails."""
 
     def __post_init__(self) -> None:
         """Write --mesh, and the flags that are one word of a plan, into the plan."""
@@ -223,7 +223,7 @@ class TrainConfig:
 def check_numbers(record: Any, least: Mapping[str, float]) -> None:
     """Raise `ValueError` for a number in the dataclass `record` that is too small or too large.
 
-    `least` has the smallest value of a field by its name, if it is not 0.
+    `least` maps the name of a field to its smallest value; it is 0 for all other fields.
     """
     for field in fields(record):
         value, low = getattr(record, field.name), least.get(field.name, 0)

@@ -40,7 +40,7 @@ class Corpus:
     description: str  # "11.2 MB of stdlib, 618 documents"
 
 
-# The name of a document, by which validation is drawn, is relative, so alike on all machines.
+# A hash of the name selects validation. Names are relative paths, so equal on all machines.
 # A document without text (None) is a file that is not text.
 Documents = Iterator[tuple[str, str | None]]
 
@@ -57,7 +57,7 @@ def load_corpus(source: str, tokenizer: Tokenizer, *, limit_bytes: int | None = 
 
     Documents are drawn for validation by a hash of their names until `VALIDATION` of the tokens is
     reached. Where all documents are too long for this, validation is the end of the text.
-    `limit_bytes` reads only so much text.
+    At most `limit_bytes` of text are read.
 
     Raises `ValueError`, naming the source, where it is missing, empty, malformed or too short.
     """
@@ -107,12 +107,12 @@ def _read(source: str) -> Documents:
         if not source or not paths:
             raise ValueError(f"no file or folder {source!r}; --data also takes stdlib or hf:NAME")
         root = Path(os.path.commonpath([path.parent for path in paths]))
-    # A link, or a circle of links, is no second text: of several names, the shortest counts.
+    # Links, even circular ones, give a file several names: read it once, by the shortest name.
     by_length = sorted(paths, key=lambda path: (len(path.parts), path), reverse=True)
     paths = [*{path.resolve(): path for path in by_length}.values()]
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
-            text = path.read_bytes().decode("utf-8-sig")  # without the mark of Windows
+            text = path.read_bytes().decode("utf-8-sig")  # without the BOM of Windows
             if "\0" in text:
                 raise ValueError("it holds NUL bytes")
         except ValueError as error:
@@ -134,7 +134,7 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
     """Return the files below `root`, without hidden ones and the folders called `left_out`."""
     found = []
     for folder, folders, files in os.walk(root):
-        # os.walk descends into what is left in this very list.
+        # os.walk descends only into the folders that stay in this list.
         folders[:] = [f for f in folders if f[0] != "." and f not in left_out]
         found += [Path(folder, name) for name in files if name[0] != "."]
     return [path for path in found if path.is_file()]

@@ -4,11 +4,11 @@
     batches = Batches(sequences, 32, mesh.dp.rank, mesh.dp.size, seed=0, microbatches=2)
     for microbatches in batches.forever():                       # list of (inputs, targets) [B, T]
 
-Three promises, each held by a test. A target token is seen exactly once per epoch, whatever the
-number of ranks. All ranks take the same number of steps with tensors of the same shape: at the
-uneven end, rows whose targets are all `IGNORE` fill up the batch, and weigh nothing in a loss that
-is divided by the number of valid targets. A run that stops anywhere goes on exactly where it was,
-also on another number of ranks.
+Tests hold three promises. A target token is seen exactly once per epoch, on any number of ranks.
+All ranks take the same number of steps, with tensors of the same shape: rows of `IGNORE` targets
+fill up the last batch of an epoch. They add nothing to a loss that is divided by the number of
+valid targets. A run that stopped after any step goes on exactly where it was, also on another
+number of ranks.
 
 In torch: `torch.utils.data.distributed.DistributedSampler`, which repeats or drops samples to make
 the ranks even.
@@ -82,7 +82,7 @@ def check_same(source: str, texts: Mapping[str, Sequences], axis: Axis) -> None:
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples in one epoch: a permutation from (seed, epoch) alone.
 
-    Every rank computes it for itself, so ranks agree without a message.
+    Every rank computes the same order by itself, so ranks agree without a message.
     """
     # A hash, not seed + epoch: the second epoch of seed 0 must not be the first of seed 1.
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
@@ -91,7 +91,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
 
 
 def share(indices: Tensor, rank: int, size: int) -> Tensor:
-    """Return the part of `indices` of a rank, when `size` ranks deal them out like cards."""
+    """Return the indices of a rank: every `size`-th one, from number `rank` on."""
     return indices[rank::size]
 
 
@@ -99,7 +99,7 @@ class Batches:
     """This rank's share of each global batch: a list of microbatches (inputs, targets), [B, T].
 
     A global batch is the next `batch_size` samples of the epoch's order, the same for any number of
-    ranks. Its samples are dealt out to the ranks, then each rank's to its microbatches, so B is
+    ranks. Its samples go to the microbatches of all ranks in turn (`share`), so B is
     ceil(batch_size / (size * microbatches)). Where samples run out, rows of `IGNORE` targets take
     their place. The place in the epoch is counted in samples.
 
@@ -146,7 +146,7 @@ class Batches:
             yield [self._rows(share(batch, turn, len(turns))) for turn in mine]
 
     def deal(self, batch_size: int, shares: Sequence[int]) -> None:
-        """From the next batch on, deal `batch_size` samples, ``shares[r]`` microbatches to rank r.
+        """Give rank r ``shares[r]`` microbatches of `batch_size` samples, from the next batch on.
 
         All ranks call this with the same values. A share of 0 gives an empty list. All microbatches
         have one shape, B = ceil(batch_size / sum(shares)).
@@ -202,7 +202,7 @@ def on_device(
 ) -> Iterator[list[tuple[Tensor, ...]]]:
     """Yield `batches` on `device`, each microbatch cut by `shard`; none is read before its turn.
 
-    A GPU fetches them from pinned memory by itself, so that the host need not wait.
+    A GPU copies each batch from pinned memory by itself, so that the host need not wait.
     """
 
     def moved(tokens: Tensor) -> Tensor:

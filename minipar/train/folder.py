@@ -1,11 +1,11 @@
 """The folder of a run: one job at a time writes into it, and all of its ranks see it.
 
-*One job.* Rank 0 locks the file `lock` for as long as the run lasts. The kernel lets go of the lock
-when the process ends, however that happens.
+*One job.* Rank 0 locks the file `lock` for as long as the run lasts. The kernel releases the lock
+when the process ends, even after a kill.
 
 *Seen by all.* Rank 0 writes a random word into that file, and each rank must read the word before
-it trains. A rank that cannot is on a host that does not share the folder: its part of every
-checkpoint would be lost.
+it trains. A rank that cannot read the word runs on a host that does not share the folder: that
+rank's part of every checkpoint would be lost.
 """
 
 import fcntl
@@ -49,7 +49,7 @@ def held(folder: Path, axis: Axis) -> Iterator[None]:
                 (folder / LOCK).unlink()
             os.close(fd)
             with suppress(OSError):
-                folder.rmdir()  # only an empty one goes
+                folder.rmdir()  # only if it is empty
 
 
 def on_first_rank(work: Callable[[], T], axis: Axis) -> T:

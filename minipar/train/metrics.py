@@ -24,12 +24,12 @@ from minipar.comm.mesh import Mesh
 class Log:
     """Writes the line of each step to `path`, when the next step has been launched.
 
-    To read a number of a GPU is to wait until the GPU has nothing left to do. So the numbers of a
+    Reading a number from a GPU waits until the GPU has finished all its work. So the numbers of a
     step are read one step later, while the GPU computes the next step, or by `flush`.
 
-    `complete` is called with every line whose numbers have been read, and may raise: the line is
-    then not written. `progress` is called with every line that is written. A run that goes on
-    after `step` keeps the lines up to there. Without a `path`, as on all ranks but one, nothing is
+    `complete` is called with every line whose numbers have been read. If it raises, the line is not
+    written. `progress` is called with every line that is written. A run that goes on after `step`
+    keeps the lines of the steps up to `step`. Without a `path`, as on all ranks but one, nothing is
     written.
     """
 
@@ -83,12 +83,12 @@ class Log:
         self.held[0].update(figures)
 
     def restart_clock(self) -> None:
-        """From here on, time counts as part of the next step."""
+        """Begin to time the next step now; leave out what came before, such as a validation."""
         self.began = clock.stamp(self.device)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`; after a kill there is the old text, or all of the new one."""
+    """Write `text` to `path` atomically: a kill leaves the old text, or all of the new one."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text, encoding="utf-8")
     os.replace(fresh, path)

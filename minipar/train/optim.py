@@ -14,8 +14,8 @@ FINAL = 0.1  # of the peak: the learning rate at the end
 def warmup_cosine(step: int, *, peak: float, warmup_steps: int, total_steps: int) -> float:
     """Return the learning rate of `step` (from 0): a line up to `peak`, half a cosine down.
 
-    Exactly peak / warmup_steps at step 0 (never zero: that step would be wasted), peak at step
-    warmup_steps - 1 (with warmup_steps=0: at step 0), a tenth of the peak at step
+    The rate is exactly peak / warmup_steps at step 0 (0 would waste that step), peak at step
+    warmup_steps - 1 (with warmup_steps=0: at step 0), and a tenth of the peak at step
     total_steps - 1 and after. A warm-up as long as the run ends at peak.
 
     Source: Loshchilov & Hutter, SGDR (arXiv 1608.03983), eq. 5, one period.
@@ -39,8 +39,8 @@ def make_optimizer(
 
     Vectors are norm scales and biases, and decay costs them quality. A strategy that stores a
     matrix as a flat piece keeps its shape in `param.full_shape`. A tied parameter appears once, a
-    frozen one not at all. `make` is called as the class would be: a `ShardedOptimizer` of zero.py,
-    say. Raises `ValueError` when nothing is left to train.
+    frozen one not at all. `make` takes the arguments of the class and returns an optimizer, such as
+    a `ShardedOptimizer` of zero.py. Raises `ValueError` when nothing is left to train.
 
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), alg. 2.
     """
@@ -53,6 +53,6 @@ def make_optimizer(
     groups = [{"params": params, "weight_decay": decay} for params, decay in both if params]
     if not groups:
         raise ValueError("the model has no parameter to train: all of them are frozen")
-    # one kernel per group instead of a dozen per parameter, where torch has one
+    # A fused step is one kernel per group, instead of a dozen kernels per parameter.
     fused = all(param.device.type in ("cpu", "cuda") for param in decayed + plain)
     return make(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)

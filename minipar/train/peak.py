@@ -1,12 +1,12 @@
-"""How fast could this be? The FLOP/s of a device, and the share of them that training uses.
+"""The peak FLOP/s of a device, and the share of the peak that training uses.
 
 Model FLOPs utilisation (MFU) = FLOPs that the model needs per token * tokens/s / peak FLOP/s of all
-devices; recomputation counts as idleness. Source: Chowdhery et al., "PaLM" (arXiv 2204.02311),
-appendix B. The numerator is `LlamaConfig.flops_per_token`.
+devices; recomputed FLOPs do not count. Source: Chowdhery et al., "PaLM" (arXiv 2204.02311),
+appendix B. The first factor is `LlamaConfig.flops_per_token`.
 
 The peak of a GPU comes from its data sheet, for dense matrices: no program reaches it.
-The peak of any other device depends on its cores, clock and neighbours. It is *measured* as the
-speed of a matmul on all ranks at once, so larger matmuls than that one may come out above 100 %.
+The peak of any other device depends on its cores, its clock and other processes. It is *measured*:
+the speed of a matmul on all ranks at once. Training with larger matmuls may then exceed 100 %.
 `Peak.source` says which of the two a figure is.
 """
 
@@ -64,7 +64,7 @@ def of_ranks(device: torch.device, dtype: torch.dtype, axis: Axis) -> Peak:
 
 
 def data_sheet(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that the maker of a GPU promises; None for other devices and numbers."""
+    """Return the FLOP/s that the maker of a GPU promises; None for other devices and dtypes."""
     if device.type != "cuda" or dtype.itemsize not in (2, 4):
         return None
     name = torch.cuda.get_device_name(device)
@@ -79,9 +79,9 @@ def matmul_rate(
 ) -> float:
     """Return the FLOP/s of a large square matmul: what this device can really do.
 
-    The mean over `min_seconds`, so that others who want the same cores have had their turn.
+    It is the mean over `min_seconds`, long enough for other processes to use the cores in between.
     """
-    generator = torch.Generator(device).manual_seed(0)  # the state of the global one is the run's
+    generator = torch.Generator(device).manual_seed(0)  # leaves the global generator as it is
     a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     a @ b  # warms up
     synchronise(device)

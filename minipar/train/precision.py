@@ -10,17 +10,17 @@ Idea.   Half the bits is half the memory traffic and at least twice the speed of
 Formats (bits of exponent, of fraction; largest; smallest above zero; relative step).
         float32  8, 23   3e38     1e-45    2^-23
         bf16     8, 7    3e38     9e-41    2^-7     the range of float32, few digits
-        fp16     5, 10   65504    6e-8     2^-10    more digits, gradients fall off the lower end
+        fp16     5, 10   65504    6e-8     2^-10    more digits; small gradients become zero
         e4m3     4, 3    448      2e-3     2^-3     fp8 for inputs and weights
         e5m2     5, 2    57344    1.5e-5   2^-2     fp8 for gradients
 Three remedies, one section each below: master weights (bf16 needs no more), loss scaling (fp16),
         and a scale per tensor (fp8).
 Memory. Bytes per parameter, of weight + gradient + optimizer: once a step 2 + 4 + 12 (masters, and
         AdamW's 8); in each forward 4 + 4 + 8, and 2 for the casts; without master weights
-        (``--dtype bfloat16``) 2 + 2 + 4. Of activations, autocast keeps the residual stream and
-        what norms see in float32.
-Which.  `minipar train --precision bf16` is the first, for every plan. All weights are cast, also
-        those of norms and routers, which compute in float32 as before. fp16 is autocast alone.
+        (``--dtype bfloat16``) 2 + 2 + 4. Under autocast, the residual stream and the inputs of
+        norms stay in float32.
+Which.  `minipar train --precision bf16` casts once a step, for every plan. It casts all weights,
+        also of norms and routers, which still compute in float32. fp16 exists as autocast only.
 Comms.  One all-reduce of 4 bytes over each axis that shards gradients, for the loss scaler;
         `reduce_in` halves the bytes of gradients.
 Source. Micikevicius et al. 1710.03740, sections 3.1 (master weights) and 3.2 (loss scaling);
@@ -46,7 +46,7 @@ from minipar.parallel.base.norm import cut_over, note_reduced
 from minipar.parallel.base.shards import piece_of
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which bf16 is more
+COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # a plan's name; its "bf16" casts weights, too
 """Names of precisions, and what matrix products are cast to; None: nothing is cast."""
 
 
@@ -71,7 +71,7 @@ class Precision:
         self.scaler = LossScaler(device=device) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager:
-        """Return the context of forward and loss; backward repeats the casts by itself."""
+        """Return the context of forward and loss; backward computes in forward's dtypes anyhow."""
         if self.dtype is None:
             return nullcontext()
         return casts.autocast(self.device.type, self.dtype)
@@ -81,7 +81,7 @@ class Precision:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> None:
-        """Give gradients their true size, before their norm is taken. `axes`: that cut them."""
+        """Divide gradients by the loss scale, before their norm is taken. `axes`: that cut them."""
         if self.scaler is not None:
             self.scaler.unscale(parameters, axes)
 
@@ -130,7 +130,7 @@ def reduce_in(dtype: torch.dtype) -> ddp.Reduce:
 
 # ---------------------------------------------------------------------- 2. loss scaling
 class LossScaler:
-    """Multiplies the loss, so that gradients in fp16 keep clear of zero; finds the factor itself.
+    """Multiplies the loss, so that gradients in fp16 do not become zero; adapts its factor.
 
     The chain rule carries the factor to every gradient, and `unscale` divides it out again in
     float32. The factor grows after `growth_interval` good steps in a row. A step with a gradient
@@ -246,26 +246,26 @@ class Scaled(NamedTuple):
 
 
 def quantise(tensor: Tensor, dtype: torch.dtype) -> Scaled:
-    """Round to fp8, after scaling so that the largest value meets the largest of `dtype`.
+    """Round to fp8, scaled so that the largest value becomes the largest number of `dtype`.
 
     Without the scale, a weight of 0.001 is below what e4m3 can tell from zero, and most gradients
-    are below e5m2. Off by at most 2^-4 (e4m3) or 2^-3 (e5m2) of a value in the normal range. An
-    infinity or NaN makes everything NaN, so that a loss scaler notices.
+    are below e5m2. The error is at most 2^-4 (e4m3) or 2^-3 (e5m2) of a value in the normal range.
+    An infinity or NaN makes all values NaN, so that a loss scaler notices.
     """
     largest = tensor.detach().abs().amax().float()
     scale = largest / torch.finfo(dtype).max
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # all zero, or as good as
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # never divide by 0
     return Scaled((tensor.float() / scale).to(dtype), scale)
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """a bᵀ: [M, K], [N, K] -> [M, N], summed in float32, rounded to `dtype` once at the end.
+    """Return a bᵀ: [M, K], [N, K] -> [M, N], summed in float32, rounded to `dtype` once at the end.
 
-    By the tensor cores where there are any for fp8; otherwise emulated: float32 holds every
-    product of two fp8 numbers exactly, so the two differ by the order of additions only.
+    Tensor cores compute it where they support fp8; elsewhere float32 emulates it. float32 holds
+    every product of two fp8 numbers exactly, so results differ by the order of additions only.
     """
     if runs_fp8(a.data, b.data):
-        # Both operands must be contiguous along K: the second, handed over as [K, N], is.
+        # Both operands must be contiguous along K; so is the second, [K, N] as a transposed view.
         return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=dtype)
     return (a.data.float() @ b.data.float().t() * (a.scale * b.scale)).to(dtype)
 
@@ -322,8 +322,8 @@ class Fp8Linear(nn.Linear):
 def use_fp8(model: nn.Module) -> list[str]:
     """Turn the linear layers of `model` into `Fp8Linear`, in place; return their names.
 
-    Parameters, names and hooks stay. `lm_head` is left alone: the head is the most sensitive one,
-    and the embedding is not a product. A layer that is cut over ranks has one scale per piece.
+    Parameters, names and hooks stay. `lm_head` stays as it is, the layer most sensitive to errors.
+    The embedding is no matrix product. A layer that is cut over ranks has one scale per piece.
     """
     turned = []
     for name, module in model.named_modules():

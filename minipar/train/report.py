@@ -1,4 +1,4 @@
-"""The report at the end of a run, and the notes that it needs."""
+"""The report at the end of a run; the recorder and the profiler of its steps."""
 
 import resource
 import statistics
@@ -64,7 +64,7 @@ class StepRecorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step, all of them."""
+        """Surround a step; every step of the run needs this, recorded or not."""
         self.done += 1
         if self.is_on and not self.steps:
             self.recorded = self.recording.enter_context(timeline.record(self.model))

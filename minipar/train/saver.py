@@ -1,20 +1,20 @@
-"""Saving: all ranks write a part of a checkpoint at once, in the background if they are asked to.
+"""Saving: all ranks write their parts of a checkpoint at once, in the background if asked to.
 
-Shares. Of a tensor that all ranks have, one rank writes all; tensors are dealt out by their bytes.
-Of a tensor that is cut, by tensor or expert parallelism, stages or ZeRO, each rank writes what it
-has, as boxes of the whole tensor. Nothing is gathered.
+Shares. One rank writes each tensor that all ranks have; every rank gets about as many bytes.
+Where tensor or expert parallelism, stages or ZeRO have cut a tensor, each rank writes its own part,
+as boxes of the whole tensor. Nothing is gathered.
 
-Atomic. The ranks write their files into a folder of another name and force them to disk. Only when
-all ranks know that all have succeeded does rank 0 write the manifest and rename the folder. A
-checkpoint that is to be deleted is renamed first. So a checkpoint under its final name is complete,
-whichever process was killed at whatever moment, and the next save clears the rest away. A rank that
+Atomic. The ranks write their files into a folder with a temporary name and force them to disk. When
+all ranks know that all have succeeded, rank 0 writes the manifest and renames the folder. A
+checkpoint is renamed before it is deleted. So a checkpoint under its final name is complete, even
+if a process was killed at any moment. The next save removes what a killed run left. A rank that
 cannot write tells the others: all raise the same error, none waits.
 
-In the background. A rank copies its share to the host, which training has to wait for, and a thread
-writes the copy. The ranks agree in `finish`, which the next save calls at the latest. Memory of the
+In the background. Training waits while a rank copies its share to the host. Then a thread writes
+the copy. The ranks agree in `finish`; the next save calls `finish` at the latest. Memory of the
 host: 1/n of weights and optimizer state on each of n ranks.
 
-The layout of the files is that of checkpoint.py; their folder must be one that all ranks see.
+checkpoint.py describes the layout of the files. All ranks must see their folder.
 In torch: `torch.distributed.checkpoint`.
 """
 
@@ -70,18 +70,18 @@ class Saver:
         own: Parts | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> None:
-        """Write checkpoint `step`; in the background, begin to, after the save before is finished.
+        """Finish the previous save; then write checkpoint `step`, or begin to in the background.
 
         `weights` are full tensors, of which each rank writes a share. `state` is what
         `torch.load(weights_only=True)` can read back, in nested dicts, lists and tuples; rank 0
         writes it. Both are equal on all ranks. A collective.
 
-        `own` is what this rank alone writes: of "weights", and of "state", where meta tensors stand
-        in its place; over all ranks, each number once. `tied` says which weights are stored under
-        another name.
+        `own` has the parts of "weights" and "state" that this rank alone writes. In `state`, meta
+        tensors stand in the place of such parts. Over all ranks, each number is written once.
+        `tied` says which weights are stored under another name.
 
-        Raises `OSError` on every rank where one cannot write, such as on a full disk; the
-        checkpoints before are then as they were.
+        Raises `OSError` on every rank if any rank cannot write, such as on a full disk. Earlier
+        checkpoints stay as they were.
         """
         self.finish()
         dealt = deal({name: t.nbytes for name, t in weights.items()}, self.axis.size)
@@ -219,12 +219,12 @@ def _write_share(folder: Path, rank: int, share: Parts, state: Any) -> Files:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete `checkpoint`, if there is one; under its name there is never a part of it."""
+    """Delete `checkpoint`, if there is one; rename it first, so that its name never has a part."""
     if checkpoint.exists():
         removed = checkpoint.with_name(f".removed_{checkpoint.name}")
         shutil.rmtree(removed, ignore_errors=True)  # what a killed process has left
         os.replace(checkpoint, removed)
-        shutil.rmtree(removed, ignore_errors=True)  # a file that cannot go ends no run
+        shutil.rmtree(removed, ignore_errors=True)  # the run goes on, even if a file stays
 
 
 def _force_to_disk(path: Path) -> None:

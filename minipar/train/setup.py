@@ -1,4 +1,4 @@
-"""The model of a run under its plan, with the optimizer that fits: made, and loaded.
+"""Make the model of a run under its plan, with its optimizer; load a checkpoint into both.
 
 A checkpoint has weights and optimizer state as one device would have them, so a run can go on by
 any other plan, and on any number of ranks.

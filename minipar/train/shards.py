@@ -1,9 +1,9 @@
-"""A rank's share of a run under a plan, in terms of whole tensors: to save it, to load it.
+"""Save and load a rank's share of a run under any plan, as regions of whole tensors.
 
-Tensor and expert parallelism leave a rank slices of weights, ZeRO flat ranges of these slices, and
-a pipeline the weights of its layers. `parts` says of each which numbers of the whole tensor it is
-(a `Region`), so nothing is gathered for a save. `fill` reads the numbers of this rank, and no
-others. Where several ranks have the same numbers, one of them writes; all know which one.
+Under tensor and expert parallelism a rank has slices of weights, under ZeRO flat ranges of these
+slices, in a pipeline the weights of its layers. For each of them, `parts` says which numbers of the
+whole tensor it has (a `Region`), so a save gathers nothing. `fill` reads only the numbers of this
+rank. Where several ranks have the same numbers, one of them writes; all know which one.
 """
 
 import itertools
@@ -43,9 +43,9 @@ def parts(
 ) -> tuple[dict[str, Part], dict[str, dict[str, Any]], dict[str, Part]]:
     """Return (weights, optimizer, entries): what this rank writes, by serial names.
 
-    `optimizer` has the entries of all parameters by name, alike on all ranks, with meta tensors in
-    the place of all that has the shape of a parameter. `entries` has what this rank writes of
-    these, by "NAME/ENTRY". A collective, of names and numbers.
+    `optimizer` has the entries of all parameters by name, the same on all ranks. A meta tensor
+    stands for an entry with the shape of its parameter. `entries` has the parts of such entries
+    that this rank writes, by "NAME/ENTRY". A collective, of names and numbers.
     """
     mine = _mine(strategy)
     weights, entries, found = {}, {}, {}
@@ -86,7 +86,7 @@ def fill(strategy: Composed, read: Mapping[str, Callable[[Region], Tensor]]) -> 
         values = read[strategy.serial_name(name)](region_of(t)).view_as(t)
         t.copy_(values)
         if (piece := piece_of(t)) is not t:
-            piece.data.copy_(values.flatten()[region_of(piece).flat].view_as(piece))  # all digits
+            piece.data.copy_(values.flatten()[region_of(piece).flat].view_as(piece))  # unrounded
         elif hasattr(t, "master"):
             t.master.copy_(values)
 

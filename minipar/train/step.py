@@ -1,4 +1,4 @@
-"""One training step, the same for every strategy: they change what the model does inside of it."""
+"""One training step for every strategy: strategies change what happens inside of the model."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -84,15 +84,15 @@ def train_step(
 ) -> StepResult:
     """Run forward, backward, clipping and the optimizer on this rank's share of one batch.
 
-    Ranks may have different numbers of microbatches; one without any takes part all the same. But
-    where ranks talk in each microbatch (ZeRO 2, fsdp, experts over ep, a balance of the "batch"),
-    the ranks of that axis need as many: the others would wait for one with fewer until the timeout.
+    Ranks may have different numbers of microbatches, even none. But where ranks talk in each
+    microbatch (ZeRO 2, fsdp, experts over ep, a balance of the "batch"), all ranks of that axis
+    need the same number: otherwise some ranks would wait for a missing call until the timeout.
     The `run` of a strategy, such as a pipeline, takes the place of `forward_backward`.
 
-    The loss is the sum over targets divided by their number *in the whole batch*, over all
-    microbatches and all ranks of `data_axis`: a mean of the ranks' means would weigh the tokens of
-    a rank with little to do more than those of the others. So strategies sum gradients here, they
-    do not average them.
+    The loss is the sum over targets, divided by the number of targets *in the whole batch*: in all
+    microbatches of all ranks of `data_axis`. A mean of the ranks' means would give more weight to
+    the tokens of a rank that has few. So strategies sum gradients here, they do not average
+    them.
     """
     device = computing_on(model, strategies)
     shard_axes = in_order(axis for strategy in strategies for axis in strategy.shard_axes)
@@ -106,7 +106,7 @@ def train_step(
     def weigh(loss: Tensor) -> Tensor:
         return precision.scale(loss / counting.wait().clamp(min=1))
 
-    if next(routers(model), None) is not None:  # whose balancing losses are sums over tokens, too
+    if next(routers(model), None) is not None:  # balancing losses are sums over tokens, too
         one = torch.ones((), dtype=torch.float64, device=device)
         start_step(model, cache(partial(weigh, one)))
     own_loss = run(model, strategies, microbatches, weigh=weigh, autocast=precision.autocast)
@@ -126,7 +126,7 @@ def train_step(
     precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks
     for _, router in routers(model):
         router.update_bias()
-        router.loss_weight = None  # it knows of the call that counted, which cannot be copied
+        router.loss_weight = None  # it refers to `counting`, which deepcopy cannot copy
     sums = adding.wait()
     return StepResult(sums[0] / num_tokens, num_tokens, grad_norm, sums[1:])
 

@@ -1,16 +1,16 @@
 """A graceful stop: SIGTERM or SIGUSR1 asks a run to save after the step that it is in, and to end.
 
-Slurm warns before it kills, by SIGTERM, or with `--signal=USR1@120` by SIGUSR1. Any rank may get a
-signal, one or all, and at different moments. So a rank only notes it; after each step all ranks
-agree, and stop after the same one. A second signal ends the process at once. One signal often
-arrives several times: Slurm signals every process of a job, and a launcher passes on to its ranks
-what it gets. A repeat within a second is ignored.
+Slurm sends SIGTERM before it kills a job, or SIGUSR1 with `--signal=USR1@120`. One rank or all may
+get the signal, at different moments. So a rank only notes the signal. After each step all ranks
+agree, and stop after the same step. A second signal ends the process at once. One signal often
+arrives several times: Slurm signals every process of a job, and a launcher passes its signals on to
+its ranks. A repeat within a second is ignored.
 
 torchrun passes SIGTERM on, kills the ranks that have not ended 30 seconds later, and ends with an
 exit code that is not 0. SIGUSR1 ends torchrun, unless it is started with `--signals-to-handle
 SIGTERM,SIGUSR1`.
 
-Cost: one all-reduce of 16 bytes per step, where the ranks have just met to add up the loss.
+Cost: one all-reduce of 16 bytes per step, just after the all-reduce of the loss.
 """
 
 import os

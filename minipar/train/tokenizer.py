@@ -11,7 +11,7 @@ from minipar.text import one_line
 from minipar.train.metrics import write_whole
 
 ENDS = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]"
-"""Usual names of the token that ends a document, for a tokenizer that does not tell."""
+"""Usual names of the token that ends a document, for a tokenizer whose files name none."""
 
 
 class ByteTokenizer:
@@ -39,8 +39,8 @@ class ByteTokenizer:
     def wrote(cls, path: Path, vocab_size: int = vocab_size) -> bool:
         """True if the tokenizer at `path`, of a model of `vocab_size`, is this one.
 
-        A model without a tokenizer.json has bytes, too. Raises `ValueError` if the model has more
-        words than there are bytes.
+        So is the tokenizer of a model without a tokenizer.json. Raises `ValueError` if this model
+        has more words than there are bytes.
         """
         if path.is_file():
             return path.read_bytes() == cls._as_file().encode()

@@ -93,7 +93,7 @@ class Trainer:
     ) -> Report | None:
         """Train up to ``config.steps``; `progress` is called with every line of the metrics.
 
-        When `request` has come on any rank, all save after that step, and return None.
+        When any rank has got a `request` to stop, all save after the same step, and return None.
 
         Raises `FloatingPointError` on every rank at a loss or gradient that is not finite, unless
         loss scaling made it so. Raises `OSError` on every rank where a checkpoint cannot be
@@ -123,7 +123,7 @@ class Trainer:
                     log.add(validation_loss=validation_loss)
                     log.restart_clock()
                 if is_last or is_to_stop or self.step % config.save_every == 0:
-                    log.flush()  # no checkpoint of a step that was not finite
+                    log.flush()  # no checkpoint of a step with NaN: this raises
                     self.save()
                     log.restart_clock()
                 if is_to_stop and not is_last:
@@ -148,7 +148,7 @@ class Trainer:
     def _recorder(self) -> StepRecorder:
         num_steps = most = self.config.steps - self.step
         if self.config.profile:
-            most -= PROFILED_STEPS  # on a GPU, both look with the same profiler
+            most -= PROFILED_STEPS  # on a GPU, both need torch's only profiler
         blocks = None if self.strategy.run else self.model  # a pipeline records by itself
         return StepRecorder(blocks, num_steps, max(0, min(self.config.record_steps, most)))
 
@@ -161,10 +161,10 @@ class Trainer:
     def _complete(self, line: dict[str, Any]) -> None:
         """Check the numbers of a step, and put what follows from them into its line."""
         step, loss, norm, num_tokens = (line[k] for k in ("step", "loss", "grad_norm", "tokens"))
-        # A gradient that overflows because the loss was scaled up is no accident.
+        # With loss scaling a gradient may overflow: the scaler then leaves the step out.
         is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
         if not math.isfinite(loss) or not is_sound:
-            self.saver.finish()  # of a step before, which was finite
+            self.saver.finish()  # of an earlier step, which was finite
             found = f"step {step}: loss {loss}, gradient norm {norm}; checkpoints are untouched"
             raise FloatingPointError(f"{found}. Try a lower --lr than {self.config.lr:g}")
         line["tokens_per_second"] = num_tokens / line["seconds"]
@@ -215,7 +215,7 @@ class Trainer:
         """Continue from the checkpoint in `folder`: exactly, unless a printed line says not.
 
         A collective. Raises `CheckpointError` on all ranks for one that is damaged or does not fit,
-        and `ValueError` for one of all steps that this run shall have.
+        and `ValueError` for one that already has all steps of this run.
         """
         done = checkpoint.step_of(folder)
         if done >= self.config.steps:
@@ -280,8 +280,8 @@ def train(
 ) -> Report | None:
     """Train on this rank as all others do; rank 0 writes the files of the run into `folder`.
 
-    `start` is the folder of the checkpoint to continue from. Files that are pictures are left to
-    the caller. None if the run was asked to stop, and has saved.
+    `start` is the folder of the checkpoint to continue from. The caller draws the pictures.
+    Returns None if the run was asked to stop, and has saved.
     """
     place, world = Path(folder), Mesh(**config.as_plan().mesh_sizes()).world
     stalls = watchdog.watch(STALL_SECONDS)

@@ -2,12 +2,12 @@
 
 Each method trains the same Llama on the same batches over an emulated link, several times from
 different weights. Its loss is compared with the loss of fp32 from the same weights. The ledger
-counts what each rank sends. A step takes as long as the slowest rank takes for all of them, on
-average.
+counts what each rank sends. The time of a step is the mean over all steps, of the slowest rank.
 
-"fp32 disturbed" trains from weights that differ by one part in a million: a gap to fp32 as small as
-its own is chance. Ranks share the cores of one machine: compressing takes time from computing,
-which an accelerator would have to spare. Losses are of a short run of a small model.
+"fp32 disturbed" trains from weights that differ by one part in a million: a gap to fp32 that is no
+larger than the gap of this method is chance. Ranks share the cores of one machine, so compressing
+slows computing down; an accelerator would have time to spare. Losses are of a short run of a small
+model.
 """
 
 import statistics
@@ -62,7 +62,7 @@ def disturbed(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
 
 
 def by(codec: Callable[[], compression.Compressor], feedback: bool = True) -> Attach:
-    """Compress gradients; feedback mends the bias of a codec."""
+    """Compress gradients; error feedback corrects the bias of a codec."""
 
     def attach(model: nn.Module, axis: Axis, *_: Any) -> Strategy:
         reduce = compression.Compressed(codec(), error_feedback=feedback)
@@ -117,7 +117,7 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return a row per method; fp32 is the first."""
     learned: dict[str, list[Learned]] = {name: [] for name in METHODS}
     with race.pool(RANKS, LINK) as ranks:
-        for seed, name in product(range(SEEDS), METHODS):  # in turns: all, then all again
+        for seed, name in product(range(SEEDS), METHODS):  # all by one seed, then by the next
             learned[name] += ranks.run(learn, name, seed)[:1]
             loss = learned[name][-1].validation
             print(f"{name}: loss {loss:.3f} after {STEPS} steps", flush=True)

@@ -1,16 +1,16 @@
-"""`minipar bench STRATEGY`: strategies of ours, and whom of PyTorch's each races against.
+"""`minipar bench STRATEGY`: our strategies, and PyTorch's strategy that each is compared with.
 
-A contender is a function ``field -> step``, called on each rank. Ours trains by a plan, as `minipar
-train` does; but no plan has the tuned buckets of ddp. How a race is run: race.py.
+A contender is a function ``field -> step``, called on each rank. Our contenders train by a plan, as
+`minipar train` does; only the tuned buckets of ddp are in no plan. How a race is run: race.py.
 
 - ddp: `DistributedDataParallel`.
 - fsdp: `ZeroRedundancyOptimizer`, and `fully_shard` on every block. CUDA streams hide the
   collectives of `fully_shard`; on a CPU each of them blocks. So its collectives are asynchronous
-  here, and every block names the next one.
+  here, and every block prefetches the next one.
 - tensor: `parallelize_module` with `SequenceParallel` and `loss_parallel`; the input of q, k and v
   is prepared once.
-- context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel, so the
-  ring races with the CPU's FlashAttention, which is the kernel of ours.
+- context: `context_parallel` refuses CPUs. Its ring is a template that takes any kernel. So this
+  ring runs with the CPU's FlashAttention, which is also the kernel of our ring.
 - pipeline: `torch.distributed.pipelining` plays the schedule of the same name on the same stages.
 
 Embeddings are not tied where PyTorch cannot tie them across ranks (tensor, pipeline).
@@ -351,4 +351,4 @@ CONTESTS: dict[str, dict[str, tuple[Contender, str, Contender]]] = {
         for name, theirs in PIPELINES.items()
     },
 }
-"""Contenders of ours by name, the name of PyTorch's contender, and it."""
+"""By name: our contender, the name of PyTorch's contender, and PyTorch's contender."""

@@ -1,6 +1,6 @@
-"""Pictures in one hand: timelines, meshes, collectives, curves; each a plain function -> Figure.
+"""Pictures in one style: timelines, meshes, collectives, curves; each a plain function -> Figure.
 
-What one subject alone needs (pipelines, memory, attention ...) has a module of its own beside.
+Pictures of one subject alone (pipelines, memory, attention ...) have modules of their own.
 """
 
 # ruff: noqa: F401

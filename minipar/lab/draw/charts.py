@@ -30,7 +30,7 @@ def curves(
 ) -> Figure:
     """Draw curves `{name: (x, y)}` with their names at their ends; those in `points` are marks.
 
-    Marks with names of their own have shapes of their own, as colours look alike in grey.
+    Each named series of marks has its own shape, as colours look alike in grey.
 
     With `key` the names stand below the picture, for curves that end in one place; with `ylim` the
     axis stays as it is from picture to picture. With `nested` each curve is thinner than the curve

@@ -1,4 +1,4 @@
-"""The hand that all pictures are drawn in: colours, letters, paper, files.
+"""The style of all pictures: colours, letters, paper, files.
 
 One visual language in all figures of minipar, defined here:
 
@@ -67,7 +67,7 @@ Box = tuple[float, float, float, float]  # left, low, width, height
 Style = dict[str, Any]  # properties of a rectangle
 Entry = tuple[str | Style, str]  # of a legend
 FINDING = "finding"
-"""The id of a text that those who do not see the figure must hear, such as "nothing hidden"."""
+"""The id of a text that belongs into the figure's alt text, such as "nothing hidden"."""
 
 
 def colour(kind_or_axis: str) -> str:

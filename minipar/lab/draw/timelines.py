@@ -130,7 +130,7 @@ def lanes(ax: Axes, t: Timeline, end: float, numbered: bool = False) -> None:
 
 
 def _pieces(t: Timeline, rank: int) -> dict[Lane, list[Piece]]:
-    """Return the bars of one rank by what gives their look."""
+    """Return the bars of one rank, by lane and by kind or axis, which give them their style."""
     mine = t.select(rank=rank)
     busy = union((s.start, s.end) for s in mine if s.kind not in NOT_COMPUTE)
     pieces: dict[Lane, list[Piece]] = defaultdict(list)

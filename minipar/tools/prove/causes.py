@@ -1,8 +1,8 @@
-"""Why it parts, from the numbers alone: a table of suspicions, each tested on the tensors.
+"""Why a training differs, from the numbers alone: a table of suspicions, each tested on tensors.
 
-Most of them solve one equation: with which factors do tensors that are known sum up to the tensor
-that a rank has? A gradient is a sum over shares of the batch, and on one device all shares weigh
-the same. A rank that never reduced has its own share once and the others not at all.
+Most suspicions solve one equation: which factors make known tensors sum up to the tensor of a rank?
+A gradient is a sum over shares of the batch; on one device all shares have the same factor. A rank
+that never reduced has its own share once, and the others not at all.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from minipar.tools.prove.compare import Form, forms, is_close
 from minipar.tools.prove.job import DATA, WrongFile, is_among
 from minipar.tools.prove.observe import Seen, Trial
 
-Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for it
+Cause = tuple[str, str]  # its name, and the evidence for it in the numbers
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Parting:
         return rank_at(coordinates(rank, self.sizes), data)
 
     def form_of(self, name: str) -> Form | None:
-        """Return how ranks hold the output of a module; None where it is not one device's."""
+        """Return how ranks hold the output of a module; None if no form gives one device's."""
         expected, pieces = self.device.outputs[name], [one.outputs.get(name) for one in self.seen]
         if any(piece is None for piece in pieces):
             return {}  # a module that is not run, or not there, on some rank
@@ -89,7 +89,7 @@ class Parting:
 
 
 def cause_of(s: Parting) -> Cause:
-    """Return the first suspicion that the numbers bear out."""
+    """Return the first suspicion that the numbers confirm."""
     if s.trial.is_joined and s.stage in ("loss", "gradient"):
         why = "such samples in one batch were equal: divide by the tokens of a step"
         return "microbatches weigh alike", why
@@ -120,7 +120,7 @@ def _solve(columns: Sequence[Tensor], tensor: Tensor, rtol: float) -> Tensor | N
 def _rounding(s: Parting) -> Cause | None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rtol, name = 16 * torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
-        # What is far off is taken for rounded only where it has no more digits than that.
+        # A large difference counts as rounding only if the tensor has no more digits than `dtype`.
         has_few = all(s.found[r].to(dtype).double().equal(s.found[r]) for r in s.ranks)
         if s.expected.any() and s.are(s.expected, rtol) and (has_few or dtype == torch.float32):
             return "rounding", f"as {name} loses; if it is meant, --rtol {rtol:.0e} forgives it"
@@ -138,7 +138,7 @@ def _unused(s: Parting) -> Cause | None:
 
 
 def _factor(s: Parting) -> Cause | None:
-    """Solve for how often the right value is in it; of a linear layer, product and bias apart."""
+    """Solve for the factor of the right value; of a linear layer, for product and bias apart."""
     factors = s.solve(s.expected - s.bias(), s.bias()) or s.solve(s.expected)
     if factors is None:
         return None
@@ -172,14 +172,14 @@ def _factor(s: Parting) -> Cause | None:
     if abs(factor) < 1e-12:
         name = "no gradient" if s.stage == "gradient" else "zero"
         return name, "None, or zero: detached, frozen, not used, or never sent"
-    if s.expected.numel() > 1 and not is_exactly(factor, 1):  # a number is some multiple of any
+    if s.expected.numel() > 1 and not is_exactly(factor, 1):  # one number is some multiple of any
         why = f"{factor:.9g} x: a loss scale, or a schedule's microbatches? Undo it after backward"
         return "a factor", why
     return None
 
 
 def _summands(s: Parting) -> Cause | None:
-    """Return a missing all-reduce if what ranks have sums up to the right value, or its mean is."""
+    """Return a missing all-reduce if the sum or the mean of the ranks' tensors is right."""
     for form, joined in forms(s.found, s.sizes, s.expected.shape, "sum", "mean"):
         n = math.prod(s.sizes[axis] for axis, how in form.items() if how == "sum")
         right = s.expected + (n - 1) * s.bias()  # each rank has added it
@@ -195,7 +195,7 @@ def _summands(s: Parting) -> Cause | None:
 
 
 def _pieces(s: Parting) -> Cause | None:
-    """Look for what a rank's weight, or each piece of it, is: of the right one, or of a build()?"""
+    """Compare the pieces of a rank's weight with the right weight, and with each build()'s."""
     found, built = s.found[s.ranks[0]], [one.built[s.name] for one in s.seen]
     axes = sorted(s.sizes, key=s.over_data)  # shared samples first
     for axis, dim in [("", 0), *itertools.product(axes, range(found.ndim))]:
@@ -219,7 +219,7 @@ def _pieces(s: Parting) -> Cause | None:
 
 
 def _dealt(s: Parting) -> None:
-    """Refuse what has the right numbers in an order of its own: it may well be meant."""
+    """Refuse a weight that has the right numbers in another order: the file may want this."""
     if all(s.found[r].flatten().sort()[0].equal(s.expected.flatten().sort()[0]) for r in s.ranks):
         raise WrongFile(
             f"initial weights {s.name} cannot be compared: ranks hold its numbers in an order of "
@@ -241,7 +241,7 @@ def _shares(s: Parting) -> Cause | None:
     columns = [torch.zeros_like(s.expected) if p is None else p for p in parts]
     own, m, n = s.ranks[0], len(s.device.parts), len(s.device.parts[0])
     here, there = (_solve(columns, tensor, s.rtol) for tensor in (s.found[own], s.expected))
-    is_any = s.expected.numel() < 2 * len(columns)  # few numbers are a mix of any shares
+    is_any = s.expected.numel() < 2 * len(columns)  # any shares can be mixed to few numbers
     if s.step > 0 or here is None or len(columns) == 1 or is_any:
         return None
     if there is None:

@@ -17,8 +17,8 @@ from minipar.comm.mesh import coordinates, groups_along
 
 RTOL = 1e-10
 ROUNDING = 1e-14
-"""Relative to the largest number of all tensors: the rest of sums that cancel, such as the
-gradient of a bias in front of a softmax."""
+"""Relative to the largest number of all tensors: what rounding leaves of sums that cancel, such as
+the gradient of a bias in front of a softmax."""
 
 State = dict[str, Tensor | None]
 Stage = tuple[str, int | None]  # "gradient" of a step; steps count from 0, -1 is after the last
@@ -90,14 +90,14 @@ def is_close(ours: Tensor, theirs: Tensor, rtol: float = RTOL, floor: float = 0.
 
 
 def noise(gradients: State) -> State:
-    """Return where gradients are what rounding leaves of zero: Adam makes steps of any size of it.
+    """Return where gradients are only rounding of zero; Adam makes steps of any size from this.
 
-    Such is the gradient of a key's bias, which no softmax sees, or of a bias before BatchNorm.
+    Such is the gradient of a key's bias, which softmax cancels, or of a bias before BatchNorm.
     """
     held = {name: g.abs() for name, g in gradients.items() if g is not None}
     floor = ROUNDING * max(map(_largest, held.values()), default=0.0)
     small = {name: g <= floor for name, g in held.items()}
-    # Rounding leaves some zeros as well; a tensor with no other small numbers has true ones.
+    # Rounding leaves some exact zeros, too. If all small numbers of a tensor are 0, these are true.
     return {name: where for name, where in small.items() if held[name][where].any()}
 
 
@@ -116,7 +116,7 @@ Form = dict[str, int | str]
 
 
 def join(pieces: Sequence[Tensor], sizes: Mapping[str, int], form: Form) -> list[Tensor]:
-    """Return for each rank the tensor that it and the others along the axes of `form` hold."""
+    """Return for each rank the tensor that its groups along the axes of `form` hold together."""
     joined = list(pieces)
     for axis, how in form.items():
         for group in groups_along([axis], sizes):

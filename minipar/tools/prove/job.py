@@ -21,7 +21,7 @@ DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
 """Names of axes on which ranks have samples of their own; dp2 or dp_shard is one, too, not dps."""
 MODEL = ("tp", "cp", "pp", "sp", "mp", "tensor", "context", "seq", "sequence", "pipe", "pipeline")
 MODEL += ("model", "stage")
-"""... and of axes on which ranks share their samples; not of tpu or cpu."""
+"""Names of axes on which ranks have the same samples; tpu or cpu is none of them."""
 
 
 def is_among(axis: str, words: tuple[str, ...]) -> bool:
@@ -61,17 +61,17 @@ class Job:
     """Run backward on the loss divided by the number of microbatches; ``loss.backward()`` by
     default."""
     accumulate: Callable[[nn.Module, list], Tensor] | None = None
-    """model, batches -> the loss, after all of a step's forwards and backwards, and its own
-    division."""
+    """model, batches -> the loss; it runs all forwards and backwards of a step, and divides the
+    loss itself."""
     gather: Callable[[str, Tensor | None, Mesh], Tensor | None] | None = None
     """name, tensor, mesh -> the whole of a parameter, gradient or buffer that is cut in a way of
-    its own; the tensor is None on ranks without a piece. Known are DTensor, our strategies, and
-    pieces in rank order."""
+    its own; the tensor is None on ranks without a piece. DTensors, our strategies, and pieces in
+    rank order need no `gather`."""
     file: str = "the job"
 
     @staticmethod
     def load(path: str) -> "Job":
-        """Run the file and return its objects with one of the names.
+        """Run the file; return a job made of its objects with the names of fields.
 
         Raises `TypeError` where one of the first four is missing, and whatever the file raises.
         """
@@ -156,7 +156,7 @@ def joined(batches: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def blamed(file: str) -> Iterator[None]:
-    """Give errors of the body a report of one line, which a rank hands on: where in the file?"""
+    """Give errors of the body a report of one line for the launcher, with the place in the file."""
     try:
         yield
     except (Exception, SystemExit) as error:

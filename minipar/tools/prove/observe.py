@@ -1,8 +1,8 @@
 """The numbers of one device, and of each rank, under the names of one device.
 
-Runs inside of ranks: one device is a group of one, so that calls of the file's loss go there
-as well. Everything is in float64, and every rank has a seed of its own, so that nothing is equal by
-luck: what ranks are to have alike must have been made alike.
+This runs inside of ranks. One device is a group of one rank, so that collectives in the file's loss
+work there as well. Everything is in float64. Every rank has a seed of its own, so that nothing is
+equal by luck: only what the file makes equal on all ranks is equal.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Trial:
     steps: int = 1
     microbatches: int = 1
     uneven: bool = False
-    is_joined: bool = False  # one device takes all microbatches at once, as is right
+    is_joined: bool = False  # one device takes all microbatches as one batch
 
     def batches(self, job: Job, step: int) -> list[Any]:
         """Return the global batch of each microbatch of a step."""
@@ -75,7 +75,7 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
     mesh = Mesh() if alone else Mesh(**sizes)
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
     variables = mock.patch.dict(os.environ, _of_torchrun(mesh))
-    # FSDP2's policies of the file keep their defaults: the types that there are.
+    # FSDP2's policies ignore the file's arguments, and so cast nothing.
     whole = mock.patch.object(MixedPrecisionPolicy, "__init__", lambda *args, **kwargs: None)
     try:
         with torch.enable_grad(), quiet, variables, whole, blamed(getattr(source, "file", source)):
@@ -138,7 +138,7 @@ class _Run:
         torch.seed()  # whatever the model draws from here on is another number in each run
 
     def train(self) -> Seen:
-        """Take the steps of the trial, and write down what each computes."""
+        """Run the steps of the trial, and record what each computes."""
         seen, has_gradients = self.seen, not self.job.reduced_in_step
         outputs = self.record_outputs()
         for step in range(self.trial.steps):
@@ -211,7 +211,7 @@ class _Run:
         if self.job.optimizer is not None:
             return own[0] if own else self.job.optimizer(self.model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        # An eps that does not blow up the noise of gradients that are zero but for rounding.
+        # With this eps, gradients that are only rounding of zero make no large steps.
         return torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1, eps=1e-6)
 
     def weights(self) -> State:
@@ -239,7 +239,7 @@ class _Run:
         return {n: None if tensor is None else _local(tensor) for n, tensor in found.items()}
 
     def record_outputs(self) -> State:
-        """Return what modules return the first time, filled while they run: their first tensor."""
+        """Return a dict that fills while modules run: the first tensor of each one's first call."""
         outputs: State = {}
 
         def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -257,8 +257,8 @@ class _Run:
 class AllDigits(TorchFunctionMode):
     """While a model runs, float64 takes the place of any shorter type that it casts to.
 
-    Else what it rounds (as a norm in float32) would be all that is seen. What hooks and the like
-    cast in backward is a parallelisation's own, and is rounded as it says.
+    Otherwise the model's own rounding (as of a norm in float32) would cover all other differences.
+    Casts by hooks in backward belong to the parallelisation: they round as it says.
     """
 
     def __init__(self, in_backward: bool = False) -> None:
@@ -267,7 +267,7 @@ class AllDigits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.in_backward or torch.is_grad_enabled():  # recomputed; hooks have no gradients
+        if not self.in_backward or torch.is_grad_enabled():  # recomputed; in hooks it is off
             if func in (Tensor.float, Tensor.bfloat16, Tensor.half):
                 func = Tensor.double
             args, kwargs = map(_long, args), {key: _long(value) for key, value in kwargs.items()}
@@ -275,7 +275,7 @@ class AllDigits(TorchFunctionMode):
 
 
 def _backward(loss: Tensor) -> None:
-    """``loss.backward()``, which would run outside of the mode: it is a function that this sees."""
+    """Run ``loss.backward()`` inside of the mode, which is off in torch functions that it sees."""
     given = (loss,), (torch.ones_like(loss),), False, False, ()
     _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 

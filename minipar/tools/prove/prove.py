@@ -1,14 +1,14 @@
 """`minipar prove`: one device and the ranks, side by side; the first difference, by name.
 
-Idea: train the same model on one device and on the ranks, for three steps; then, if that was equal,
-two steps that accumulate three microbatches; then, if the file has such, samples that weigh
-differently, in one batch and over microbatches. Each stage of a step follows from the one before:
-the first that differs is where to look:
+Idea: train the same model on one device and on the ranks, for three steps. If these are equal,
+train two steps that accumulate three microbatches. If the file has samples that weigh differently,
+train on them, in one batch and over microbatches. Each stage of a step follows from the one before,
+so the first stage that differs is where to look:
 
     initial weights -> (outputs of modules ->) loss -> gradients -> their norm -> weights -> buffers
 
-Outputs are asked where the loss differs: a module's may be a piece, a summand, or anything else
-that ends in the right loss. Gradients are asked in the order of backward.
+Outputs are compared only where the loss differs: with a right loss, the output of a module may be a
+piece, a summand, or anything else. Gradients are compared in the order of backward.
 """
 
 import math
@@ -82,7 +82,7 @@ def prove(
     pool: Callable[[int], Ranks],
     rtol: float = RTOL,
 ) -> Verdict:
-    """Hold a training on a mesh of `sizes` against one device.
+    """Compare a training on a mesh of `sizes` with one device.
 
     `source` is the path of a file, or a `Job`; ``pool(n)`` gives n ranks. Raises `WrongFile` where
     the file cannot be run or compared: where it fails, ends its process, or hangs.
@@ -196,17 +196,17 @@ def _parts(s: Parting) -> bool:
 
 
 def _owner(name: str, modules: State) -> str:
-    """Return the innermost module around a parameter that was called: others read its weights."""
+    """Return the innermost module around a parameter that has run; it may read inner weights."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name
 
 
 def _assembled(s: Parting, stage: str, step: int | None, expected: State) -> list[State]:
-    """Return for each rank what it has as one device would: pieces joined, losses of the batch.
+    """Return the tensors of each rank as one device has them: pieces joined, losses of the batch.
 
-    Where a rank holds nothing and need not, as another stage of a pipeline, it has what is right.
-    A gradient that it does not hold is seen in the weights after the step.
+    A rank that holds nothing and need not, as another stage of a pipeline, gets the right tensor.
+    A wrong gradient that a rank does not hold shows in the weights after the step.
     """
     states = [dict(one.stages())[stage, step] for one in s.seen]
     if stage == "loss":
@@ -242,7 +242,7 @@ def _losses(s: Parting, own: list[Tensor], expected: State, step: int) -> list[S
     shares = [sum(of[s.share_of(rank)][0] for of in parts) / len(parts) for rank in range(len(own))]
     if step == 0:
         is_right = all(math.isclose(a, b, rel_tol=s.rtol) for a, b in zip(own, shares, strict=True))
-    else:  # of later steps nobody knows the shares' losses: only if a mean is meant, it can be told
+    else:  # losses of shares are not known in later steps, only whether the loss is their mean
         is_right = not math.isclose(sum(shares) / len(own), s.device.losses[0], rel_tol=s.rtol)
     if not s.device.has_whole_batch and min(own) <= loss <= max(own):  # a mean with weights?
         is_right |= all(s.form_of(name) is not None for name in s.device.outputs)
