@@ -219,7 +219,8 @@ def make_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessG
     """Make a process group of `ranks`; torch's recorders and errors call it by its `name`.
 
     The group has the timeout of the default group, which `dist.new_group` does not inherit. All
-    ranks make the group, also those that are not in it. `options` go to `dist.new_group`.
+    ranks call this, or with ``use_local_synchronization=True`` those of the group. `options` go to
+    `dist.new_group`.
     """
     world = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])

@@ -1,6 +1,6 @@
 """`make gpu-check`: what only a machine with GPUs can show.
 
-First `make` runs the law of parity (tests/law) on CUDA tensors. Then this file trains as `minipar
+First `make` runs the rows of tests/law/table.py on CUDA tensors. Then this file trains as `minipar
 train` does: on one GPU, then by a plan of every kind on all GPUs (or on two ranks that share one).
 It writes rows to ``notebooks/assets/measured/gpu.json``. A row says tokens/s, FLOP/s, peak memory,
 and how much of the communication that NCCL reports is hidden. A run saves its model once, in

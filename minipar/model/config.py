@@ -84,7 +84,7 @@ class LlamaConfig:
     def layer_parts(self, layer: int = 0, active: bool = False) -> dict[str, int]:
         """Return the parameters of a block: attention D·K·(2H + 2G), mlp 3·D·F (SwiGLU), norm.
 
-        The mlp of a mixture is the router and all experts; if `active`, the router and k experts.
+        The mlp of a mixture is the router and all experts; if `active`, k and the shared.
         """
         heads = self.num_heads + self.num_kv_heads
         mlp = 3 * self.hidden_size * self.intermediate_size

@@ -266,8 +266,8 @@ def _some(things: Set) -> str:
 def save(model: Llama, path: str | Path) -> None:
     """Write a whole model to the folder `path`.
 
-    `save` replaces weights in the folder, and leaves other files alone. If the model has only a
-    part of its weights, as under some strategies, `save` raises `ValueError` and writes nothing.
+    `save` replaces weights and config.json, and leaves other files. If the model has only a part of
+    its weights, as under some strategies, `save` raises `ValueError` and writes nothing.
     """
     path, state, config = Path(path), model.state_dict(), model.config
     if config.tie_embeddings:

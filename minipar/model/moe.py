@@ -56,7 +56,7 @@ class MoEConfig:
         expert_size: F, the hidden width of one expert.
         num_shared: number of experts that every token passes, fused to one MLP of num_shared * F.
         first_dense: number of layers at the bottom that keep a dense MLP.
-        every: of the layers above, each n-th has experts: 2 means every other layer.
+        every: of all layers, each n-th has experts, if it is not one of these: 2 means 1, 3, 5.
         normalise: True if the k weights of a token sum to 1.
         balance: the tokens over which the balancing loss takes its means: tokens of each
             "sequence", of the "microbatch" of a rank, or of that microbatch on all ranks ("batch",

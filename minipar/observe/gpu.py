@@ -31,7 +31,7 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
     """Return the kernels that the profiler saw, with the names of the `host` spans around them.
 
     Axes and bytes come from the ledger (the comm spans of `host`) if it has as many entries as NCCL
-    has kernels. Without any kernel the model was on the CPU: return `host`.
+    has kernels. With copies alone the model was on the CPU: return `host`.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -137,7 +137,7 @@ class Watchdog(calls.Tap):
         limit = time.monotonic() + 3 * self.pause + 1
         while not self._store.check(keys) and time.monotonic() < limit:
             if self._stop.wait(min(0.1, self.pause)):
-                return  # the wait has ended meanwhile
+                return  # the watch has ended meanwhile
         answered = [rank for rank, key in enumerate(keys) if self._store.check([key])]
         told = {rank: pickle.loads(self._store.get(keys[rank])) for rank in answered}
         seconds = time.monotonic() - min(self._awaited.values(), default=time.monotonic())

@@ -318,7 +318,7 @@ def apply(
 
     Args:
         optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
-        stage: 1: gradients are whole until the end of backward; 2: they never are.
+        stage: 1: gradients are whole until the end of backward; 2: those of two buckets at most.
         average: divide the sum of the gradients by the number of ranks.
         working_dtype: compute, and gather weights, in this dtype; slices are masters (masters.py).
 

@@ -43,7 +43,7 @@ class Failure:
     message: str
     report: str  # the traceback, as it should be shown
     broken: bool = False  # True if the connection failed, not the code
-    stopped: bool = False  # because others had failed, not by itself
+    stopped: bool = False  # from outside: others failed, the time was up, or Ctrl-C
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class PlanConfig:
     json: bool = False
     """Print JSON."""
     out: str = "plan.png"
-    """File for a picture of the best five plans' steps by part; empty: no picture."""
+    """File for a picture of the best plans' steps by part; empty: no picture."""
 
 
 def model_config(name: str) -> LlamaConfig:

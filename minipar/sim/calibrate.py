@@ -2,7 +2,7 @@
 
 Idea.   `hardware.py` needs a few numbers of a device and of its network. Each comes from work that
         it limits: a large product, a large tensor that is read and written, attention over a long
-        sequence, many operations that do nothing, and all-reduces of all sizes.
+        sequence, many operations that do nothing, and a short and a long all-reduce.
 Ranks.  All ranks measure at the same time, as they would train, and the slowest counts.
 
 Limits: each operation is measured alone; in training, caches are cold and a GPU is warm. The
@@ -42,7 +42,7 @@ class CalibrateConfig:
     out: str = "machine.toml"
     """The file to write."""
     ranks: int = 0
-    """Ranks that measure at the same time; 0: one per GPU, or per core without GPUs."""
+    """Ranks that measure at the same time; 0: one per GPU; without GPUs, one per core up to 8."""
 
 
 def run(config: CalibrateConfig) -> hardware.Machine:

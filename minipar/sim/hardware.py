@@ -5,20 +5,22 @@ Idea.   A simulator asks four things of hardware: the seconds of a matrix produc
         constants; the constants are in `machines/*.toml`, each beside its source.
 Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the best shapes reach:
 
-            launch + max(2 m n k / (0.95 C fill), bytes / memory bandwidth)
+            launch + max(2 m n k / (0.95 C fill) + result / speed, bytes / speed)
 
-        `fill` is the share of its waves that a product fills: outputs are cut into whole tiles, and
-        a wave is one tile per processor of the device. A collective takes
+        at the `speed` of memory: a processor does not multiply while it writes. `fill` is the share
+        of its waves that a product fills: outputs are cut into whole tiles, and a wave is one tile
+        per processor of the device. A collective takes
 
             launch + steps * latency + bytes / (bandwidth * share)
 
-        with the steps and bytes of a ring. Its messages cross between nodes once per node.
+        with the steps and bytes of a ring; a short all-reduce, of a tree. Messages of a ring cross
+        between nodes once per node.
 Units.  Seconds, bytes, FLOP/s, bytes/s in one direction; a tensor's bytes are the whole tensor's.
 Source. Williams et al. 2009 (the roofline); NVIDIA, "Matrix Multiplication Background" (tiles and
         waves); nccl-tests, PERFORMANCE.md (bus bandwidth).
 
 Limits: collectives do not slow each other or the products beside them down; a network has no
-distance and no other users, and no trees or switches that reduce; no law knows a device's clock.
+distance and no other users, and no switches that reduce; no law knows a device's clock.
 """
 
 import difflib

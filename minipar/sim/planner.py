@@ -49,7 +49,7 @@ Wanted = Callable[["Ranked"], bool]
 
 
 class NothingFits(ValueError):
-    """No plan fits; the message has a change that would."""
+    """No plan fits; the message has a change that would help, if one is known."""
 
     exit_code = 3
 
@@ -353,7 +353,7 @@ def where_time_goes(plans: Iterable[Ranked]) -> dict[str, dict[str, float]]:
 def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     """Return the text to print, and the plans to draw.
 
-    Raises `ValueError` for a question without an answer, `NothingFits` with a change that helps.
+    Raises `ValueError` for a question without an answer, `NothingFits` if nothing fits.
     """
     base = base_of(config)
     if config.explain:

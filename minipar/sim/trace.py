@@ -283,7 +283,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
         done["after"] = tracer.begin_segment("after")
 
     def computed(key: Any) -> Segment:
-        """Return what was computed in the place of `key`, perhaps in another kind of backward."""
+        """Return what was computed in the place of `key`, perhaps for another microbatch."""
         if key not in done:
             roles = (role for *start, role in done if start == [*key[:2]])
             key = *key[:2], min(roles, key=lambda role: (role == DISTINCT, -role))

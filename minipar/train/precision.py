@@ -248,7 +248,7 @@ class Scaled(NamedTuple):
 def quantise(tensor: Tensor, dtype: torch.dtype) -> Scaled:
     """Round to fp8, scaled so that the largest value becomes the largest number of `dtype`.
 
-    Without the scale, a weight of 0.001 is below what e4m3 can tell from zero, and most gradients
+    Without the scale, a weight of 0.0009 is below what e4m3 can tell from zero, and most gradients
     are below e5m2. The error is at most 2^-4 (e4m3) or 2^-3 (e5m2) of a value in the normal range.
     An infinity or NaN makes all values NaN, so that a loss scaler notices.
     """

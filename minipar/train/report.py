@@ -33,7 +33,7 @@ class Report:
     validation_loss: float
     tokens_per_second: float
     mfu: float  # model FLOPs utilisation: the share of the peak below
-    peak: str  # the most that the ranks could do, and the source of this number
+    peak: str  # the source of the peak
     step_seconds: float  # median
     sent_bytes: int  # by the first rank, in the step of timeline.json; so are these two:
     communication_seconds: float
