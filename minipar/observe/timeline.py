@@ -12,10 +12,11 @@ Files:  `save` and `load`. `tools.traces.from_profiler` reads the traces that `t
 """
 
 import json
+import math
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -56,14 +57,19 @@ class Overlap:
 class Timeline:
     """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
-    For spans from files of other tools, `notes` say which facts are missing or guessed.
+    For spans from files of other tools, `notes` say which facts are missing or guessed. `annotated`
+    has the start and the end of steps by rank and name, as a profiler was told.
     """
 
     def __init__(
-        self, spans: Iterable[Span] = (), label: str = "", notes: Iterable[str] = ()
+        self,
+        spans: Iterable[Span] = (),
+        label: str = "",
+        notes: Iterable[str] = (),
+        annotated: Mapping[int, Mapping[str, Interval]] | None = None,
     ) -> None:
         self.spans = sorted(spans, key=lambda span: (span.start, span.rank, span.end))
-        self.label, self.notes = label, tuple(notes)
+        self.label, self.notes, self.annotated = label, tuple(notes), annotated or {}
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.spans)
@@ -95,16 +101,24 @@ class Timeline:
     def steps(self) -> dict[int, list[tuple[str, float, float]]]:
         """Return by rank the name, start and end of each step that a profiler was told of.
 
-        A step ends when its last span ends, or when the next step begins, whichever is later.
+        A step ends when its last span ends, or when the next step begins, whichever is later. It
+        begins with its first span, or as annotated: a rank may wait for data before this span. On a
+        GPU that is behind its host, it begins when the step before has ended.
         """
         found: dict[int, dict[str, list[float]]] = defaultdict(dict)
         for span in self.spans:
             if name := span.meta.get("step"):
                 times = found[span.rank].setdefault(name, [span.start, span.end])
                 times[1] = max(times[1], span.end)
-        for steps in found.values():
+        for rank, steps in found.items():
+            told, before = self.annotated.get(rank, {}), -math.inf
+            for name, times in steps.items():
+                begin, end = told.get(name, times)
+                times[0], before = min(times[0], max(begin, before)), times[1]
             for times, after in pairwise(steps.values()):
                 times[1] = max(times[1], after[0])
+            times = [*steps.values()][-1]
+            times[1] = max(times[1], end)
         return {r: [(name, *times) for name, times in found[r].items()] for r in sorted(found)}
 
     def shifted(self) -> "Timeline":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minipar.observe.spans import Span, subtract, union
+from minipar.observe.spans import Interval, Span, subtract, union
 from minipar.text import FOREIGN, printable
 from minipar.tools.kernels import verb_of
 
@@ -47,20 +47,21 @@ class Event:
         return Span(kind, name, 0, self.start, self.end, axis, meta=meta)
 
 
-def read(document: dict[str, Any]) -> tuple[list[list[Span]], list[str]]:
+def read(document: dict[str, Any]) -> tuple[list[list[Span]], list[str], dict[str, Interval]]:
     """Return the spans of each device of a trace, the busiest first, and how many were cut.
 
     Raises `ValueError` for a trace that lacks the GPU of its job, and as `_events` does.
     """
     events, info = _events(document["traceEvents"]), document.get("distributedInfo") or {}
+    steps = {e.step: (e.start, e.end) for e in events if e.name == e.step != ""}
     if not any(event.cat == "kernel" for event in events):
-        return [_talking(events, info, is_on_cpu=True) + _computing(events)], []
+        return [_talking(events, info, is_on_cpu=True) + _computing(events)], [], steps
     devices, notes = _gpu_spans(events)
     # A device that only copies has no rank of its own.
     devices = [spans for spans in devices if any(span.kind != "copy" for span in spans)]
     devices.sort(key=lambda spans: sum(span.duration for span in spans), reverse=True)
     devices[0] += _talking(events, info, is_on_cpu=False)
-    return devices, notes
+    return devices, notes, steps
 
 
 def _events(listed: list[Any]) -> list[Event]:

@@ -58,8 +58,10 @@ class Breakdown:
 
     def __str__(self) -> str:
         tables = [_table(kind, rows) for kind, rows in self.parts.items() if rows]
-        if self.waited:
-            w = self.waited[0]
+        total = self.ranks * sum(row.total for row in self.parts["collective"])
+        if self.waited and (w := self.waited[0]).seconds < 0.01 * total:
+            tables.append("no rank is waited for by more than 1 % of the communication")
+        elif self.waited:
             last = f"last to begin {w.calls} of its {w.of} collectives"
             others = f"the others spent {1e3 * w.seconds:.2f} ms in them until it came"
             tables.append(f"waited for most: rank {w.rank}, {last}; {others}")

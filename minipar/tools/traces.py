@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
-from minipar.observe.spans import Span, moved, read_json
+from minipar.observe.spans import Interval, Span, moved, read_json
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
 from minipar.tools import kineto
@@ -26,6 +26,7 @@ class _Trace:
     host: str
     base: int  # nanoseconds from which its times count
     spans: list[Span]
+    steps: dict[str, Interval]  # as the profiler's annotations tell them
 
 
 def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
@@ -60,6 +61,11 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
             span.start, span.end, span.rank = span.start + by, span.end + by, trace.rank
             begins[trace.host].append(span.start)
     spans = [s for trace in traces for s in moved(trace.spans, -min(begins[trace.host]))]
+    for host in begins:
+        files = [trace.spans for trace in traces if trace.host == host]
+        latest = max(min(span.start for span in own) for own in files)
+        if latest > min(max(span.end for span in own) for own in files):
+            notes.append(f"files of {host} share no moment: are they of one run?")
     if len(begins) > 1:
         notes.append(f"{len(begins)} hosts: the time of each counts from its first span")
     told = {(span.rank, span.meta["step"]) for span in spans if "step" in span.meta}
@@ -69,7 +75,11 @@ def from_profiler(paths: str | Path | Iterable[str | Path]) -> Timeline:
     if alike:
         what = "these names look like communication and were counted as computing"
         notes.append(f"{what}: {shorten(', '.join(name[:60] for name in alike), 300)}")
-    return Timeline(spans, notes=notes)
+    steps = {}
+    for trace in traces:
+        by = 1e-9 * (trace.base - first) - min(begins[trace.host])
+        steps[trace.rank] = {n: (start + by, end + by) for n, (start, end) in trace.steps.items()}
+    return Timeline(spans, notes=notes, annotated=steps)
 
 
 # ---------------------------------------------------------------------- files and ranks
@@ -87,7 +97,7 @@ def _read(file: Path, notes: list[str]) -> list[_Trace]:
     """Return a trace for each device of the file."""
     document = read_json(file)
     try:
-        devices, told = kineto.read(document)
+        devices, told, steps = kineto.read(document)
         rank = kineto.whole((document.get("distributedInfo") or {}).get("rank"), None)
     except (AttributeError, KeyError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{file} is not what torch.profiler writes: {error!r:.150}") from None
@@ -98,7 +108,7 @@ def _read(file: Path, notes: list[str]) -> list[_Trace]:
         raise ValueError(f"{file} is a trace, but holds no operator and no kernel")
     base = kineto.whole(document.get("baseTimeNanoseconds"))
     host = printable(document.get("host_name", file))
-    return [_Trace(file, rank, host, base, spans) for spans in devices]
+    return [_Trace(file, rank, host, base, spans, steps) for spans in devices]
 
 
 def _number(traces: Sequence[_Trace]) -> list[str]:

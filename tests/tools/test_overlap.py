@@ -76,6 +76,24 @@ def test_steps_call_sites_and_who_is_waited_for(two_hosts):
     assert waited.seconds == pytest.approx(60e-6)
 
 
+def test_nobody_is_waited_for_where_all_come_together(tmp_path):
+    """Mutants: somebody is named all the same; files of two days are compared without a word."""
+    write(tmp_path / "r0.json", steps_trace(0))
+    write(tmp_path / "r1.json", steps_trace(1))
+    assert "no rank is waited for" in str(breakdown(t := from_profiler(tmp_path))) and not t.notes
+    write(tmp_path / "r1.json", steps_trace(1, skew=1e9))
+    assert "files of a share no moment: are they of one run?" in from_profiler(tmp_path).notes
+
+
+def test_a_step_is_as_long_as_the_profiler_was_told(tmp_path):
+    """Of 990 us, with kernels from the 100th to the 410th. Mutant: idle ends are left out."""
+    trace = steps_trace(0)
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if e["ts"] < 1000]
+    write(tmp_path / "r0.json", trace)
+    ((_, start, end),) = from_profiler(tmp_path).steps[0]
+    assert end - start == pytest.approx(990e-6)
+
+
 def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
     """The host runs ahead: both calls are launched in step 3, and one runs in the time of step 4.
 
