@@ -219,11 +219,11 @@ class Elsewhere(Tensor):
     @classmethod
     def __torch_dispatch__(cls, *_: object) -> None:
         raise RuntimeError(
-            "no gradient is here: it comes by finish_backward(), under zero into the pieces. So "
-            "clip by strategy.clip_grad_norm_, look at strategy.full_gradients(), drop gradients "
-            "by zero_grad() of the ShardedOptimizer, as the model's misses them; and one backward "
-            "of a step gives each weight one gradient (checkpoint with use_reentrant=False), all "
-            "others are under no_sync()"
+            "no gradient is here yet, or it lies in shards: it comes by finish_backward() of the data "
+            "strategy, which finishes first. Then clip by strategy.clip_grad_norm_, look at "
+            "strategy.full_gradients(), and under zero drop gradients by zero_grad() of the "
+            "ShardedOptimizer, not of the model. In a step, all backwards but the last are under "
+            "no_sync(), and checkpoint(...) has use_reentrant=False"
         )
 
 
