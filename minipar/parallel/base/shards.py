@@ -219,8 +219,8 @@ class Elsewhere(Tensor):
     @classmethod
     def __torch_dispatch__(cls, *_: object) -> None:
         raise RuntimeError(
-            "no gradient is here yet, or it lies in shards: it comes by finish_backward() of the data "
-            "strategy, which finishes first. Then clip by strategy.clip_grad_norm_, look at "
+            "no gradient is here yet, or it lies in shards: it comes by finish_backward() of the "
+            "data strategy, which finishes first. Then clip by strategy.clip_grad_norm_, look at "
             "strategy.full_gradients(), and under zero drop gradients by zero_grad() of the "
             "ShardedOptimizer, not of the model. In a step, all backwards but the last are under "
             "no_sync(), and checkpoint(...) has use_reentrant=False"
