@@ -86,6 +86,7 @@ class Bucket:
         parts = self.flat.split(sizes)
         self.views = {p: laid_out_as(p, part) for p, part in zip(parameters, parts, strict=True)}
         memory.tag("gradients", self.flat)
+        self.away = {p: Elsewhere(p) for p in parameters}  # in the place of gradients on their way
         self.pending: Pending | None = None
         self.missing = set(parameters)  # without a gradient in this backward
 
@@ -102,7 +103,7 @@ class Bucket:
             else:
                 check_not_summed(p, axis)
                 self.add(p)
-                p.grad = Elsewhere(p)  # a gradient in flight may be neither read nor changed
+                p.grad = self.away[p]  # a gradient in flight may be neither read nor changed
         copies = copies_axis(self.parameters[0], axis)
         if op == "avg" and copies.size < axis.size:  # the average is over all ranks of `axis`
             self.flat.mul_(copies.size / axis.size)

@@ -64,6 +64,7 @@ class Bucket(Row):
             p.piece = piece
         self.bind(weights)
         self.missing = set(parameters)  # without a gradient in this backward
+        self.away = {p: Elsewhere(p) for p in parameters}  # in the place of gradients
         self.drop()
 
     @torch.no_grad()
@@ -102,7 +103,7 @@ class Bucket(Row):
             self.add(p)
             if p.grad is self.views[p]:
                 self.used.add(p)
-                p.grad = Elsewhere(p) if is_last else None
+                p.grad = self.away[p] if is_last else None
         if op == "avg" and self.share < 1:  # the average is over all ranks of the data axis
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
@@ -279,7 +280,7 @@ class Stage1(Strategy):
         # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
         for (p, bucket), is_used in zip(self.bucket_of.items(), used_by_any(), strict=True):
             if is_used:
-                p.grad = Elsewhere(p)
+                p.grad = bucket.away[p]
                 p.piece.grad = bucket.reduced[bucket.spans[p.piece]].view_as(p.piece)
         super().finish_backward()
 
