@@ -77,7 +77,7 @@ class Group:
     name: str
     key: str  # in the recordings
     ranks: tuple[int, ...]
-    is_mixed: bool = False  # for some rank: what is said to be the last call may be a message
+    is_mixed: bool = False  # True if some rank's status of the group counts messages as well
     calls: dict[int, dict[int, Entry]] = field(default_factory=dict)
     messages: dict[tuple[int, int], list[Entry]] = field(default_factory=dict)  # by rank and peer
 
@@ -143,7 +143,8 @@ class Report:
         calls = sum(len(r.entries) for r in self.recordings.values())
         lines = [f"{calls:,} calls of {names(sorted(self.recordings))}"]
         silent = [rank for rank in self.culprits if rank not in self.recordings]
-        if first := self.blamed or silent * (len(silent) < len(self.recordings)):
+        few = silent if len(silent) < len(self.recordings) else []
+        if first := self.blamed or few:
             lines.append(f"look at {names(first)} first")
         unseen = "not recorded are new_group, monitored_barrier and gloo's messages"
         lines += _most(self.findings) or [f"no hang: every recorded call has ended; {unseen}"]
@@ -272,7 +273,7 @@ def _explain_calls(group: Group, report: Report) -> None:
 
 
 def _at(group: Group, number: int, report: Report) -> dict[str, list[int]]:
-    """Return the ranks that are in a call, past it, absent, or of which that is unknown."""
+    """Return the ranks of the group by their place at a call, as `Group.place` names it."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank in group.ranks:
         at[group.place(rank, number, report.recordings.get(rank))].append(rank)

@@ -123,7 +123,9 @@ class Timeline:
 
     def shifted(self) -> "Timeline":
         """Return the same spans, moved so that the first one starts at 0 seconds."""
-        return Timeline(moved(self.spans, -self.start), self.label, self.notes)
+        by, told = -self.start, self.annotated.items()
+        steps = {r: {n: (a + by, b + by) for n, (a, b) in own.items()} for r, own in told}
+        return Timeline(moved(self.spans, by), self.label, self.notes, steps)
 
     def select(self, **wanted: Any) -> "Timeline":
         """Return the spans with these values of `kind`, `rank`, `axis` or `name`."""

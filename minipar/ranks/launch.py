@@ -173,7 +173,7 @@ class Ranks(AbstractContextManager):
         self._processes = []
 
     def _join(self) -> None:
-        """Let all ranks make a process group, under a new prefix in the store."""
+        """Make all ranks join a process group, under a new prefix in the store."""
         self.remade += 1
         messages = dict.fromkeys(range(self.size), ("join", self.remade))
         self._supervise(messages, TO_JOIN).outcome()

@@ -227,7 +227,7 @@ class _Worker:
 
 
 def end_with(parent: int) -> None:
-    """Let Linux kill this rank, and its child processes, when the pipe `parent` is closed.
+    """Ask Linux to kill this rank, and its child processes, when the pipe `parent` is closed.
 
     The control thread sees the end, too, but not while C code holds the GIL.
     """

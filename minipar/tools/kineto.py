@@ -48,7 +48,9 @@ class Event:
 
 
 def read(document: dict[str, Any]) -> tuple[list[list[Span]], list[str], dict[str, Interval]]:
-    """Return the spans of each device of a trace, the busiest first, and how many were cut.
+    """Return the spans of each device, the busiest first; notes; start and end of steps by name.
+
+    A note says how many kernels were cut. Times are in seconds.
 
     Raises `ValueError` for a trace that lacks the GPU of its job, and as `_events` does.
     """

@@ -90,8 +90,9 @@ def test_a_step_is_as_long_as_the_profiler_was_told(tmp_path):
     trace = steps_trace(0)
     trace["traceEvents"] = [e for e in trace["traceEvents"] if e["ts"] < 1000]
     write(tmp_path / "r0.json", trace)
-    ((_, start, end),) = from_profiler(tmp_path).steps[0]
-    assert end - start == pytest.approx(990e-6)
+    for t in (found := from_profiler(tmp_path)), found.shifted():
+        ((_, start, end),) = t.steps[0]
+        assert end - start == pytest.approx(990e-6)
 
 
 def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):

@@ -46,7 +46,7 @@ class Parting:
     """Names in order of execution, and "equal", "parts here", "differs", "no parameters" ..."""
     cause: Cause = ("", "")
     averaged: list[str] = field(default_factory=list)
-    """Axes whose ranks have the same rows, and of whose losses only the mean is right."""
+    """Axes whose ranks have the same rows, where only the mean of the ranks' losses is right."""
 
     def share_of(self, rank: int) -> int:
         """Return the number of the share of the batch that a rank has, in row-major order."""
@@ -102,7 +102,7 @@ def cause_of(s: Parting) -> Cause:
         why = "something stays (a buffer, a handle, an error fed back), or begins (another branch)"
         return "kept between steps", f"all was equal until step {s.step + 1}: {why}"
     if s.averaged and s.stage == "gradient":
-        why = f"the mean of the losses over {' x '.join(s.averaged)} is right, and no rank's own"
+        why = f"only their mean over {' x '.join(s.averaged)} is right, not the loss of each rank"
         return "in the loss", why
     return OTHERWISE[s.stage]
 
