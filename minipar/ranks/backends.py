@@ -67,6 +67,8 @@ def init(backend: str, timeout: float, **where: Any) -> None:
         from minipar.emulate import link_group
 
         link_group.register()
+    else:
+        compute_device()  # nccl uses the GPU that this call selects
     carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     seconds = datetime.timedelta(seconds=timeout)
     with threads.patient():
@@ -79,7 +81,8 @@ _BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "destroyed")
 
 def is_lost_connection(error: BaseException) -> bool:
     """True if the connection failed: the process group cannot be used any more."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+    is_gloos = isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+    return is_gloos or isinstance(error, dist.DistError)
 
 
 # ---------------------------------------------------------------------- ranks of torchrun
@@ -130,27 +133,22 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_ranks(num_here, backend)
-    compute_device()  # nccl uses the GPU that this call selects
+    where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+    what = f"the {size} ranks do not meet at {where} within {timeout:g} s"
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
         # When torchrun restarts its ranks, its store still has the addresses of the dead ranks.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"start {start}", store)
         init(backend, timeout, store=store, rank=rank, world_size=size)
-    except RuntimeError as error:
-        where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise ConnectionError(
-            f"the {size} ranks do not meet at {where} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    try:
+        what = "lost the other ranks"
         yield
         dist.barrier()
     except BaseException as error:
-        if backend == "nccl":  # destroying its groups would wait for ranks that do not come
+        if backend == "nccl" and dist.is_initialized():  # destroying it would wait for other ranks
             dist.distributed_c10d._abort_process_group()
         if is_lost_connection(error):
-            lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
+            lost = ConnectionError(f"{what}: {str(error).splitlines()[0]}")
             raise lost.with_traceback(error.__traceback__) from None
         raise
     finally:

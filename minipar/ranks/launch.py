@@ -149,8 +149,11 @@ class Ranks(AbstractContextManager):
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
+        """Start all ranks, in place of those from before; they are not started once closed."""
+        self._check_open()
         warm_up()
         try:
+            self._end()
             for _ in range(self.size):
                 self._processes.append(Process(capture=self.sink is not None))
             self._join()
@@ -168,7 +171,7 @@ class Ranks(AbstractContextManager):
         self.remade += 1
         how = self.size, self._store.port, self.remade, *self._group
         calls = {rank: pack((join, (rank, *how), {})) for rank in range(self.size)}
-        self._supervise(calls, TO_JOIN).outcome()
+        self._supervise(calls, TO_JOIN, []).outcome()
 
     def _mend(self, call: "Call") -> None:
         """Make the ranks usable again after `call`, if `call` has broken their group."""
@@ -178,15 +181,14 @@ class Ranks(AbstractContextManager):
         except (RankError, TimeoutError):  # a rank ended meanwhile
             call.dead = True
         if call.dead:
-            self._check_open()  # ranks that were closed on purpose are not started again
-            self._end()
             self._start()
 
     # ------------------------------------------------------------------ supervision
-    def _supervise(
-        self, calls: dict[int, bytes], seconds: float, pressed: list | None = None
-    ) -> "Call":
-        """Send `calls[rank]`; return the call when these ranks have answered or ended."""
+    def _supervise(self, calls: dict[int, bytes], seconds: float, pressed: list) -> "Call":
+        """Send `calls[rank]`; return the call when these ranks have answered or ended.
+
+        An exception that comes to be in `pressed` stops the call.
+        """
         self._check_open()
         call = Call(self.size, set(calls), seconds)
         for rank, content in calls.items():
@@ -256,9 +258,8 @@ class Call:
         elif not self.stopped:
             self.failures[rank] = answer
             # A lost connection is a consequence: the cause, an error or a dead rank, comes later.
-            grace = GRACE * (10 if answer.broken else 1)
-            # Nobody waits for a dead rank.
-            self.limit = min(self.limit, time.monotonic() + (0 if self.dead else grace))
+            grace = 0 if self.dead else GRACE * (10 if answer.broken else 1)
+            self.limit = min(self.limit, time.monotonic() + grace)
 
     def died(self, rank: int, exitcode: int) -> None:
         """Note that a process has ended."""

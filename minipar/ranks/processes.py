@@ -23,13 +23,13 @@ from minipar.ranks.worker import rank_main
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOAD = ("minipar.ranks.preload",)
 """Modules that the fork server imports in any case."""
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-USUAL = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
-"""Environment variables of the ranks. The user's environment takes precedence."""
 
 
 def _environment() -> dict[str, str]:
-    return {**USUAL, **os.environ, "OMP_NUM_THREADS": "1"}
+    """Return the variables of the ranks: the user's take precedence."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": loopback}
+    return {**usual, **os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def warm_up(*modules: str) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device
-from minipar.ranks.backends import compute_device, init, is_lost_connection
+from minipar.ranks.backends import init, is_lost_connection
 
 MAX_LINES = 200  # lines that a rank may print in a call; further lines are only counted
 
@@ -193,8 +193,6 @@ def join(rank: int, size: int, port: int, meeting: int, backend: str, timeout: f
         dist.distributed_c10d._abort_process_group()  # destroying it would wait for other ranks
     if dist.is_initialized():
         dist.destroy_process_group()
-    if backend != "link":  # link carries CPU tensors only
-        compute_device()
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     store = dist.PrefixStore(f"meeting {meeting}", store)
     init(backend, timeout, store=store, rank=rank, world_size=size)
@@ -202,11 +200,8 @@ def join(rank: int, size: int, port: int, meeting: int, backend: str, timeout: f
 
 
 def leave() -> None:
-    """End this rank and the processes that were started in it.
-
-    Not sys.exit: an interpreter that leaves with a live gloo group may abort noisily.
-    """
-    os.killpg(0, signal.SIGKILL)
+    """End this rank and the processes that were started in it."""
+    os.killpg(0, signal.SIGKILL)  # after sys.exit, a live gloo group may abort noisily
 
 
 def abort_groups() -> None:

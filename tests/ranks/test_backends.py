@@ -106,7 +106,8 @@ def test_tasks_without_a_rank_would_each_train_alone(monkeypatch, given, says):
 def alone(monkeypatch):
     """One rank of torchrun whose process group is of paper; yields what is done to it."""
     calls = []
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "9"}.items():
+    known = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in known.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(backends, "pick_backend", lambda size: "nccl")
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
