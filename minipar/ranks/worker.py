@@ -157,14 +157,17 @@ class _Worker:
         return Failure(*what, broken=is_lost_connection(error))
 
     def say(self, kind: str, *content: Any) -> None:
-        """Send a message to the parent."""
-        with self.lock:
-            self.pipe.send((kind, *content))
+        """Send a message to the parent; a signal must not cut it in two."""
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            with self.lock:
+                self.pipe.send((kind, *content))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
     # ------------------------------------------------------------------ being stopped
     def on_signal(self, *_: object) -> None:
-        """Stop the call, in the main thread, unless a message would be cut in two."""
-        if self.busy and not self.lock.locked():
+        if self.busy:
             raise Stopped
 
     def obey(self) -> None:

@@ -58,8 +58,16 @@ def held_port():
 @pytest.mark.parametrize(
     ("changed", "error", "says"),
     [
-        ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
-        ({"RANK": "-1"}, ValueError, "RANK=-1 with WORLD_SIZE=2: ranks are 0 to 1"),
+        (
+            {"RANK": "2", "MASTER_PORT": "9"},
+            ValueError,
+            "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1",
+        ),
+        (
+            {"RANK": "-1", "MASTER_PORT": "9"},
+            ValueError,
+            "RANK=-1 with WORLD_SIZE=2: ranks are 0 to 1",
+        ),
         ({"WORLD_SIZE": "two"}, ValueError, "'two'"),
         ({"MASTER_PORT": "99999999"}, ValueError, "port must have value from 0 to 65535"),
         ({"MASTER_PORT": "abc"}, ValueError, "'abc'"),

@@ -371,6 +371,11 @@ def hang_talking() -> None:
         print("bla" * 10_000)  # messages that a careless interrupt would cut in two
 
 
+def hang_showing() -> None:
+    while True:  # more than the pipe holds: this rank waits in nearly every moment
+        worker.say("figure", "bla" * 100_000)
+
+
 @contextmanager
 def interrupt_after(seconds: float):
     """Send this process one SIGINT, as Ctrl-C does."""
@@ -382,7 +387,7 @@ def interrupt_after(seconds: float):
         timer.join()
 
 
-HANGS = [hang_in_all_reduce, hang_in_sleep, hang_in_a_loop, hang_talking]
+HANGS = [hang_in_all_reduce, hang_in_sleep, hang_in_a_loop, hang_talking, hang_showing]
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
