@@ -2,9 +2,7 @@
 
 import datetime
 import os
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +67,8 @@ def init(backend: str, timeout: float, **where: Any) -> None:
         from minipar.emulate import link_group
 
         link_group.register()
+    else:
+        compute_device()  # nccl uses the GPU that this call selects
     carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     seconds = datetime.timedelta(seconds=timeout)
     with threads.patient():
@@ -81,7 +81,8 @@ _BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "destroyed")
 
 def is_lost_connection(error: BaseException) -> bool:
     """True if the connection failed: the process group cannot be used any more."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+    is_gloos = isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+    return is_gloos or isinstance(error, dist.DistError)
 
 
 # ---------------------------------------------------------------------- ranks of torchrun
@@ -112,7 +113,7 @@ def under_torchrun() -> bool:
 
 def rank_and_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE. Raises `ValueError` unless 0 <= RANK < WORLD_SIZE."""
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")
     return rank, size
@@ -128,61 +129,28 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     a GPU. Raises `ValueError` for an impossible rank or port, and `ConnectionError` if the ranks do
     not meet within `timeout` seconds, or lose their connections.
     """
-    (rank, size), port = rank_and_size(), _number("MASTER_PORT")
-    if not 0 < port < 1 << 16:
-        raise ValueError(f"MASTER_PORT={port}: ports are 1 to 65535")
+    rank, size = rank_and_size()
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = pick_backend(num_here) if backend == "auto" else backend
     check_ranks(num_here, backend)
-    compute_device()  # nccl uses the GPU that this call selects
+    where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+    what = f"the {size} ranks do not meet at {where} within {timeout:g} s"
     try:
-        init(backend, timeout, store=_meet(timeout), rank=rank, world_size=size)
-    except (dist.DistError, RuntimeError, TimeoutError) as error:
-        where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise ConnectionError(
-            f"the {size} ranks do not meet at {where} within {timeout:g} s: "
-            f"{(str(error) or 'no answer').splitlines()[0]}"
-        ) from None
-    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+        # When torchrun restarts its ranks, its store still has the addresses of the dead ranks.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start {start}", store)
+        init(backend, timeout, store=store, rank=rank, world_size=size)
+        what = "lost the other ranks"
         yield
         dist.barrier()
     except BaseException as error:
-        if backend == "nccl":  # destroying its groups would wait for ranks that do not come
+        if backend == "nccl" and dist.is_initialized():  # destroying it would wait for other ranks
             dist.distributed_c10d._abort_process_group()
         if is_lost_connection(error):
-            lost = ConnectionError(f"lost the other ranks: {str(error).splitlines()[0]}")
-            lost.__notes__ = getattr(error, "__notes__", [])
+            lost = ConnectionError(f"{what}: {str(error).splitlines()[0]}")
             raise lost.with_traceback(error.__traceback__) from None
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _meet(timeout: float) -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT.
-
-    A thread waits for the store: torch would wait for ever if another program has the port and
-    sends no answer. When torchrun restarts its ranks, the store still has the addresses of the dead
-    ranks. So each start uses its own prefix in the store.
-    """
-    found: Future = Future()
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-    def look() -> None:
-        try:
-            seconds = datetime.timedelta(seconds=timeout)
-            store, _, _ = next(dist.rendezvous("env://", timeout=seconds))
-            found.set_result(dist.PrefixStore(f"start {start}", store))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=look, daemon=True).start()
-    return found.result(timeout + 3)  # torch itself takes a second more than told
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name, "")
-    if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not a number; torchrun sets {', '.join(VARIABLES)}")
-    return int(text)

@@ -15,7 +15,6 @@ In torch: `torch.multiprocessing.spawn`; `torchrun`; `minipar.ranks.backends` jo
 
 import atexit
 import math
-import os
 import signal
 import socket
 import sys
@@ -23,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -31,12 +29,9 @@ import torch.distributed as dist
 
 from minipar.ranks.backends import check_ranks
 from minipar.ranks.processes import Process, warm_up
-from minipar.ranks.worker import Failure, Setup, pack, unpack
+from minipar.ranks.worker import Failure, join, pack, unpack
 from minipar.text import names
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
-"""Environment variables of the ranks. The user's environment takes precedence."""
 GRACE = 1.0  # seconds that ranks may go on after another has failed
 TO_STOP, TO_JOIN = 3.0, 60.0
 """Seconds in which ranks that are stopped, or make a process group, must answer."""
@@ -63,12 +58,11 @@ class RankError(RuntimeError):
 
 def _who(failures: list[Failure]) -> str:
     """Name the ranks that failed alike: "rank 1 of 4 (dp=0, tp=1)", or "ranks 0, 2 of 4"."""
-    labels = [failure.label.split() for failure in failures]  # ["rank", "1", "of", "4", ...]
-    if len(labels) == 1:
+    if len(failures) == 1:
         return failures[0].label
-    size, ranks = labels[0][3], [label[1] for label in labels]
-    some = f"ranks {', '.join(ranks)} of {size}"
-    return f"all {size} ranks alike" if len(ranks) == int(size) else some
+    ranks = ", ".join(failure.label.split()[1] for failure in failures)
+    size = failures[0].label.split()[3]
+    return f"all {size} ranks alike" if len(failures) == int(size) else f"ranks {ranks} of {size}"
 
 
 def prefixed(rank: int, stream: str, text: str) -> None:
@@ -105,14 +99,11 @@ class Ranks(AbstractContextManager):
         self.time_limit: float | None = None  # seconds that a call may take
         self.lock = threading.RLock()  # held by the thread whose call is running
         self.closed = False
-        self._number = 0  # of the latest call
-        with socket.create_server(("127.0.0.1", 0)) as door:  # torch would listen on all networks
-            how = dict(
-                is_master=True, wait_for_workers=False, master_listen_fd=os.dup(door.fileno())
-            )
-            self._store = dist.TCPStore(*door.getsockname(), **how)
-        environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
-        self._setup = Setup(size, backend, timeout, sink is not None, self._store.port, environment)
+        self._group = backend, timeout
+        door = socket.create_server(("127.0.0.1", 0))  # torch would listen on all networks
+        port = door.getsockname()[1]
+        how = dict(is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+        self._store = dist.TCPStore("127.0.0.1", port, **how)
         self._processes = list[Process]()
         atexit.register(self.close)
         self._start()
@@ -128,9 +119,9 @@ class Ranks(AbstractContextManager):
         """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
         why = "the function, something that it mentions, or an argument cannot be sent to the ranks"
         asked = {rank: args for rank, args in enumerate(args_of) if args is not None}
-        calls = {rank: ("call", pack((fn, args, kwargs), why)) for rank, args in asked.items()}
-        with self.lock, _interrupts_held() as raise_interrupt:
-            call = self._supervise(calls, self.time_limit or math.inf, raise_interrupt)
+        calls = {rank: pack((fn, args, kwargs), why) for rank, args in asked.items()}
+        with self.lock, _interrupts_held() as pressed:
+            call = self._supervise(calls, self.time_limit or math.inf, pressed)
             self._mend(call)
             return call.outcome()
 
@@ -158,10 +149,13 @@ class Ranks(AbstractContextManager):
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
+        """Start all ranks, in place of those from before; they are not started once closed."""
+        self._check_open()
         warm_up()
         try:
-            for rank in range(self.size):
-                self._processes.append(Process(replace(self._setup, rank=rank)))
+            self._end()
+            for _ in range(self.size):
+                self._processes.append(Process(capture=self.sink is not None))
             self._join()
         except BaseException:
             self.close()
@@ -175,8 +169,9 @@ class Ranks(AbstractContextManager):
     def _join(self) -> None:
         """Make all ranks join a process group, under a new prefix in the store."""
         self.remade += 1
-        messages = dict.fromkeys(range(self.size), ("join", self.remade))
-        self._supervise(messages, TO_JOIN).outcome()
+        how = self.size, self._store.port, self.remade, *self._group
+        calls = {rank: pack((join, (rank, *how), {})) for rank in range(self.size)}
+        self._supervise(calls, TO_JOIN, []).outcome()
 
     def _mend(self, call: "Call") -> None:
         """Make the ranks usable again after `call`, if `call` has broken their group."""
@@ -186,27 +181,23 @@ class Ranks(AbstractContextManager):
         except (RankError, TimeoutError):  # a rank ended meanwhile
             call.dead = True
         if call.dead:
-            self._check_open()  # ranks that were closed on purpose are not started again
-            self._end()
             self._start()
 
     # ------------------------------------------------------------------ supervision
-    def _supervise(
-        self,
-        messages: dict[int, tuple],
-        seconds: float,
-        raise_interrupt: Callable[[], None] = lambda: None,
-    ) -> "Call":
-        """Send `messages[rank]`; return the call when these ranks have answered or ended."""
+    def _supervise(self, calls: dict[int, bytes], seconds: float, pressed: list) -> "Call":
+        """Send `calls[rank]`; return the call when these ranks have answered or ended.
+
+        An exception that comes to be in `pressed` stops the call.
+        """
         self._check_open()
-        self._number += 1
-        call = Call(self._number, self.size, set(messages), seconds)
-        for rank, message in messages.items():
+        call = Call(self.size, set(calls), seconds)
+        for rank, content in calls.items():
             with suppress(OSError):  # a dead rank is found below
-                self._processes[rank].work.send((call.number, *message))
+                self._processes[rank].pipe.send(content)
         while call.waiting:
             try:
-                raise_interrupt()
+                if pressed:
+                    raise pressed.pop()
                 self._listen(call)
                 self._press(call)
             except BaseException as error:  # Ctrl-C, the time limit, or an error of the sink
@@ -221,7 +212,7 @@ class Ranks(AbstractContextManager):
             message = self._processes[rank].receive()
             if message is None:
                 call.died(rank, self._processes[rank].reap())
-            elif message[0] in ("result", "failure"):
+            elif message[0] == "answer":
                 call.answered(rank, *message[1:])
             else:
                 self.sink(rank, *message)
@@ -241,59 +232,43 @@ class Ranks(AbstractContextManager):
                 self._processes[rank].kill()
             else:
                 with suppress(OSError):
-                    self._processes[rank].control.send(call.number)
+                    self._processes[rank].pipe.send(None)
         call.stopped, call.limit = True, time.monotonic() + TO_STOP
 
 
-@dataclass
 class Call:
     """One call in progress: which ranks have not answered, which failed, what came back."""
 
-    number: int
-    size: int
-    asked: set[int]
-    seconds: float  # the time limit
-
-    def __post_init__(self) -> None:
-        self.waiting = set(self.asked)
+    def __init__(self, size: int, asked: set[int], seconds: float) -> None:
+        self.size, self.asked, self.seconds = size, asked, seconds
+        self.waiting = set(asked)
         self.results: dict[int, bytes] = {}  # pickled
         self.failures: dict[int, Failure] = {}
         self.dead = self.left = False  # one of the ranks is dead, or has left our process group
         self.stopped, self.interrupted = False, None
         # The time to stop the ranks in `waiting`; after a stop, the time to kill them.
-        self.limit = time.monotonic() + self.seconds
+        self.limit = time.monotonic() + seconds
 
     def answered(self, rank: int, answer: bytes | Failure, joined: bool) -> None:
-        """Note an answer; a failure counts unless it was caused by a stop."""
+        """Note an answer; a failure counts unless the ranks were told to stop before."""
         self.waiting.discard(rank)
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
-        elif answer.stopped or (answer.broken and self.stopped):
-            if isinstance(self.interrupted, TimeoutError):
-                self.interrupted.add_note(f"rank {rank} was stopped here:\n{answer.report}")
-        else:
+        elif not self.stopped:
             self.failures[rank] = answer
             # A lost connection is a consequence: the cause, an error or a dead rank, comes later.
-            self._hurry(GRACE * (10 if answer.broken else 1))
+            grace = 0 if self.dead else GRACE * (10 if answer.broken else 1)
+            self.limit = min(self.limit, time.monotonic() + grace)
 
     def died(self, rank: int, exitcode: int) -> None:
         """Note that a process has ended."""
-        self.waiting.discard(rank)
         self.dead = True
-        if self.stopped and self.failures:
-            return  # we killed it ourselves
         by = f"exit {exitcode}"
         if exitcode < 0:
             by = f"signal {-exitcode} ({signal.Signals(-exitcode).name})"
         label, message = f"rank {rank} of {self.size}", f"the process ended by {by}"
-        self.failures[rank] = Failure(label, "Died", message, message)
-        self._hurry(0)  # the other ranks would wait for a dead rank
-
-    def _hurry(self, seconds: float) -> None:
-        """Stop the ranks in `waiting` after `seconds` or earlier, unless they are stopped."""
-        if not self.stopped:
-            self.limit = min(self.limit, time.monotonic() + seconds)
+        self.answered(rank, Failure(label, "Died", message, message), joined=False)
 
     @property
     def has_broken_group(self) -> bool:
@@ -315,24 +290,20 @@ class Call:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[Callable[[], None]]:
-    """Delay Ctrl-C in the body; yield a function that raises it, if it was pressed.
+def _interrupts_held() -> Iterator[list[KeyboardInterrupt]]:
+    """Delay Ctrl-C in the body; yield the list to which it adds its exception.
 
     Ctrl-C could cut a message in two, or leave a group half made. Neither can be repaired.
     """
-    pressed: list[tuple] = []
+    pressed: list[KeyboardInterrupt] = []
     usual = signal.getsignal(signal.SIGINT)
     is_ours = threading.current_thread() is threading.main_thread() and callable(usual)
-
-    def raise_interrupt() -> None:
-        if pressed:
-            usual(*pressed.pop())
-
     if is_ours:
-        signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
+        signal.signal(signal.SIGINT, lambda *_: pressed.append(KeyboardInterrupt()))
     try:
-        yield raise_interrupt
+        yield pressed
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, usual)
-    raise_interrupt()
+    if pressed:
+        raise pressed.pop()

@@ -4,8 +4,6 @@ import os
 import signal
 
 os.setsid()  # only the parent gets Ctrl-C, and the signal of a notebook that shuts down
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # A scheduler sends SIGTERM or SIGUSR1 to every process of a job. The ranks decide what to do then.
 for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -12,31 +12,24 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
 from types import ModuleType
-from typing import Any
+from unittest import mock
 
-from minipar.ranks.worker import Setup, rank_main
+from minipar.ranks.worker import rank_main
 
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOAD = ("minipar.ranks.preload",)
 """Modules that the fork server imports in any case."""
 
 
-@contextmanager
-def _replaced(mapping: MutableMapping, **values: Any) -> Iterator[None]:
-    """Give some entries of `mapping` other values in the body."""
-    before = {name: mapping[name] for name in values if name in mapping}
-    mapping.update(values)
-    try:
-        yield
-    finally:
-        mapping.update(before)
-        for name in values.keys() - before.keys():
-            del mapping[name]
+def _environment() -> dict[str, str]:
+    """Return the variables of the ranks: the user's take precedence."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": loopback}
+    return {**usual, **os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def warm_up(*modules: str) -> None:
@@ -44,38 +37,40 @@ def warm_up(*modules: str) -> None:
     if METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *modules])
         # The server must find the minipar that is imported here, not one in the current folder.
-        path = os.pathsep.join(sys.path)
-        with _replaced(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):
+        found = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+        with mock.patch.dict(os.environ, _environment() | found):
             forkserver.ensure_running()
 
 
 class Process:
     """One rank, as its parent sees it."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.work, work = Pipe()
-        self.control, control = Pipe()
+    def __init__(self, capture: bool) -> None:
+        self.pipe, pipe = Pipe()
         streams = [Connection(os.dup(fd)) for fd in (1, 2)]  # where a rank prints for itself
-        args = (setup, work, control, *streams)
+        args = (pipe, streams, _environment(), capture)
         self._process = multiprocessing.get_context(METHOD).Process(target=rank_main, args=args)
         # `multiprocessing` would run the user's program in each rank. Ranks do not need it, because
         # functions travel by value.
-        with _replaced(sys.modules, __main__=ModuleType("__main__")):
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
             self._process.start()
-        for end in (work, control, *streams):
+        finally:
+            sys.modules["__main__"] = main
+        for end in (pipe, *streams):
             end.close()
         self.pid = self._process.pid
         # A rank that has ended closes its pipe, unless a child of its own still holds it.
-        self.signs = [self.work, self._process.sentinel]
+        self.signs = [self.pipe, self._process.sentinel]
 
     def receive(self) -> tuple | None:
         """Return a message of the rank after one of its signs; None if the rank has ended."""
         with suppress(EOFError, OSError):
-            return self.work.recv() if self.work.poll() else None
+            return self.pipe.recv() if self.pipe.poll() else None
 
     def kill(self) -> None:
         """End the rank at once, and the processes that it has started."""
-        if not self.work.closed:  # else another process may have the same pid by now
+        if not self.pipe.closed:  # else another process may have the same pid by now
             with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()  # for a rank that has no process group yet
@@ -84,6 +79,5 @@ class Process:
         """End the rank and wait until it is gone; return its exit code, -9 for signal 9."""
         self.kill()
         self._process.join()
-        self.work.close()
-        self.control.close()
+        self.pipe.close()
         return self._process.exitcode

@@ -1,11 +1,10 @@
 """The process of one rank: it receives calls, runs them and answers, and can be stopped.
 
-A rank has two threads. The main thread runs calls. The control thread waits for the order to stop.
-The control thread runs even while the main thread hangs in a collective. It then aborts the process
+A rank has two threads. The main thread runs calls. The control thread receives them, and the order
+to stop one. It runs even while the main thread hangs in a collective. It then aborts the process
 groups.
 """
 
-import fcntl
 import gc
 import io
 import multiprocessing
@@ -14,12 +13,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import cloudpickle
@@ -29,7 +28,7 @@ import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device
-from minipar.ranks.backends import compute_device, init, is_lost_connection
+from minipar.ranks.backends import init, is_lost_connection
 
 MAX_LINES = 200  # lines that a rank may print in a call; further lines are only counted
 
@@ -43,20 +42,6 @@ class Failure:
     message: str
     report: str  # the traceback, as it should be shown
     broken: bool = False  # True if the connection failed, not the code
-    stopped: bool = False  # from outside: others failed, the time was up, or Ctrl-C
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The facts that a rank needs to start: the arguments of `Ranks`, and where to meet."""
-
-    size: int
-    backend: str
-    timeout: float
-    capture: bool
-    port: int  # of the store in the parent
-    environment: dict[str, str]
-    rank: int = -1
 
 
 class Stopped(KeyboardInterrupt):
@@ -131,58 +116,36 @@ class Stream(io.RawIOBase):
 class _Worker:
     """The loop of a rank: receive a call, run it, answer."""
 
-    def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
-        self.setup, self.work, self.control = setup, work, control
-        # Numbers of the latest call, of the latest call to stop, and of the latest stopped call.
-        self.call = self.unwanted = self.stopped = 0
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.calls = pipe, SimpleQueue[bytes]()
+        self.called = self.busy = False  # there is a call to answer; the user's code runs
         self.world: dist.ProcessGroup | None = None  # the group that this rank has joined
-        self.busy, self.lock = threading.Event(), threading.Lock()  # busy: the user's code runs
+        self.lock = threading.Lock()  # held while a message is sent
         self.streams = [Stream(name, self.say) for name in ("stdout", "stderr")]
 
     def run(self) -> None:
-        signal.signal(signal.SIGUSR2, self._on_signal)
-        threading.Thread(target=self._obey, daemon=True).start()
-        torch.set_num_threads(1)
-        if self.setup.backend != "link":  # link carries CPU tensors only
-            compute_device()
-        if self.setup.capture:
-            sys.stdout, sys.stderr = (stream.text for stream in self.streams)
         while True:
-            self.call, kind, content = self.work.recv()
+            content = self.calls.get()
             try:
-                answer = "result", self._join(content) if kind == "join" else self._run(content)
+                answer: Any = self._run(content)
             except BaseException as error:
-                self.busy.clear()
-                answer = "failure", self._failure(error)
+                self.busy = False
+                answer = self._failure(error)
             sys.stdout.flush()  # for ranks that print directly
             for stream in self.streams:
                 stream.end()
-            self.say(*answer, dist.group.WORLD is self.world)
+            self.called = False
+            self.say("answer", answer, dist.group.WORLD is self.world)
 
     def _run(self, content: bytes) -> bytes:
-        fn, args, kwargs = unpack(content)
-        self.busy.set()
+        self.busy = True
         try:
-            if self.unwanted == self.call:  # the word came before the call had begun
-                self.stopped = self.call
-                raise Stopped
+            fn, args, kwargs = unpack(content)
             with device.running():
                 result = fn(*args, **kwargs)
         finally:
-            self.busy.clear()
+            self.busy = False
         return pack(result)
-
-    def _join(self, meeting: int) -> bytes:
-        if dist.is_initialized() and self.setup.backend == "nccl":
-            dist.distributed_c10d._abort_process_group()  # destroying it would wait for other ranks
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", self.setup.port, wait_for_workers=False)
-        where = {"rank": self.setup.rank, "world_size": self.setup.size}
-        store = dist.PrefixStore(f"meeting {meeting}", store)
-        init(self.setup.backend, self.setup.timeout, store=store, **where)
-        self.world = dist.group.WORLD
-        return pack(None)
 
     def _failure(self, error: BaseException) -> Failure:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
@@ -190,61 +153,58 @@ class _Worker:
             shown = traceback.TracebackException.from_exception(error)
             del shown.stack[:2]  # the frames of this loop
             report = "".join(shown.format()).rstrip()
-        broken, stopped = is_lost_connection(error), self.stopped == self.call
         what = Mesh.label, type(error).__name__, str(error), report
-        return Failure(*what, broken=broken, stopped=stopped)
+        return Failure(*what, broken=is_lost_connection(error))
 
     def say(self, kind: str, *content: Any) -> None:
         """Send a message to the parent; a signal must not cut it in two."""
         old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             with self.lock:
-                self.work.send((kind, *content))
+                self.pipe.send((kind, *content))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
     # ------------------------------------------------------------------ being stopped
-    def _on_signal(self, *_: object) -> None:
-        if self.busy.is_set():
+    def on_signal(self, *_: object) -> None:
+        if self.busy:
             raise Stopped
 
-    def _obey(self) -> None:
+    def obey(self) -> None:
         """The control thread: runs even while the main thread is stuck in a collective."""
-        parent, main = multiprocessing.parent_process().sentinel, threading.main_thread().ident
-        end_with(parent)
+        main = threading.main_thread().ident
         try:
-            while parent not in wait([self.control, parent]):
-                self.unwanted = unwanted = self.control.recv()
-                if self.busy.is_set() and self.call == unwanted:
-                    self.stopped = unwanted
-                    with self.lock:  # no answer, so no new group, until the old one is aborted
+            while True:  # until the parent is gone
+                content = self.pipe.recv()
+                if content is not None:
+                    self.called = True
+                    self.calls.put(content)
+                    continue
+                while self.called:
+                    if self.busy:
                         abort_groups()
-                while self.busy.is_set() and self.call == unwanted:  # end Python loops and sleeps
-                    signal.pthread_kill(main, signal.SIGUSR2)
-                    time.sleep(0.1)
+                        signal.pthread_kill(main, signal.SIGUSR2)  # ends Python loops and sleeps
+                    if self.pipe.poll(0.1):
+                        break
         finally:
             leave()
 
 
-def end_with(parent: int) -> None:
-    """Ask Linux to kill this rank, and its child processes, when the pipe `parent` is closed.
-
-    The control thread sees the end, too, but not while C code holds the GIL.
-    """
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpid())  # to our process group
-        fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent, fcntl.F_SETFL, os.O_ASYNC | fcntl.fcntl(parent, fcntl.F_GETFL))
+def join(rank: int, size: int, port: int, meeting: int, backend: str, timeout: float) -> None:
+    """Join a new process group of all ranks of a pool, whose store listens at `port`."""
+    if dist.is_initialized() and backend == "nccl":
+        dist.distributed_c10d._abort_process_group()  # destroying it would wait for other ranks
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    store = dist.PrefixStore(f"meeting {meeting}", store)
+    init(backend, timeout, store=store, rank=rank, world_size=size)
+    _worker.world = dist.group.WORLD
 
 
 def leave() -> None:
-    """End this rank and the processes that were started in it.
-
-    Not sys.exit: an interpreter that leaves with a live gloo group may abort noisily.
-    """
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
+    """End this rank and the processes that were started in it."""
+    os.killpg(0, signal.SIGKILL)  # after sys.exit, a live gloo group may abort noisily
 
 
 def abort_groups() -> None:
@@ -269,7 +229,7 @@ _worker: _Worker | None = None  # of this process, if it is a rank
 def shield() -> None:
     """Protect this rank's call from stops, from here to its own end. Call it inside a rank."""
     if _worker is not None:
-        _worker.busy.clear()
+        _worker.busy = False
 
 
 def say(kind: str, content: Any) -> None:
@@ -279,22 +239,29 @@ def say(kind: str, content: Any) -> None:
     _worker.say(kind, content)
 
 
-def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Connection) -> None:
+def rank_main(
+    pipe: Connection, streams: list[Connection], environment: dict[str, str], capture: bool
+) -> None:
     """Run a rank, from its start to its end; never return."""
     global _worker
+    os.setpgid(0, 0)  # a process group for this rank and its children: all end together
     try:
         gc.freeze()  # a garbage collection over all imported modules would copy each shared page
-        os.setpgid(0, 0)  # a process group for this rank and its children: all end together
         multiprocessing.set_start_method(None, force=True)  # a DataLoader needs the usual method
         for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores these signals
             signal.signal(number, signal.SIG_DFL)
         for fd, stream in enumerate(streams, start=1):
             os.dup2(stream.fileno(), fd)
         os.environ.clear()  # the fork server's variables; one server may serve many pools
-        os.environ.update(setup.environment)
-        _worker = _Worker(setup, work, control)
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        _worker = _Worker(pipe)
+        signal.signal(signal.SIGUSR2, _worker.on_signal)
+        threading.Thread(target=_worker.obey, daemon=True).start()
+        if capture:
+            sys.stdout, sys.stderr = (stream.text for stream in _worker.streams)
         _worker.run()
-    except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone
+    except OSError:  # the parent is gone
         pass
     except BaseException:
         traceback.print_exc()

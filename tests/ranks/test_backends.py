@@ -58,18 +58,25 @@ def held_port():
 @pytest.mark.parametrize(
     ("changed", "error", "says"),
     [
-        ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
-        ({"RANK": "-1"}, ValueError, "RANK='-1' is not a number"),
-        ({"WORLD_SIZE": "two"}, ValueError, "WORLD_SIZE='two' is not a number"),
-        ({"MASTER_PORT": "99999999"}, ValueError, "MASTER_PORT=99999999: ports are 1 to 65535"),
-        ({"MASTER_PORT": "abc"}, ValueError, "MASTER_PORT='abc' is not a number"),
+        (
+            {"RANK": "2", "MASTER_PORT": "9"},
+            ValueError,
+            "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1",
+        ),
+        (
+            {"RANK": "-1", "MASTER_PORT": "9"},
+            ValueError,
+            "RANK=-1 with WORLD_SIZE=2: ranks are 0 to 1",
+        ),
+        ({"WORLD_SIZE": "two"}, ValueError, "'two'"),
+        ({"MASTER_PORT": "99999999"}, ValueError, "port must have value from 0 to 65535"),
+        ({"MASTER_PORT": "abc"}, ValueError, "'abc'"),
         ({}, ConnectionError, "the 2 ranks do not meet at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
-        ({"RANK": "1"}, ConnectionError, "within 1 s: no answer"),
         ({"RANK": "1", "MASTER_PORT": "9"}, ConnectionError, "MASTER_PORT=9 within 1 s: "),
     ],
 )
 def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, held_port, changed, error, says):
-    """Rank 0 finds its port in use; rank 1 that nobody answers there, or listens."""
+    """Rank 0 finds its port in use; rank 1 that nobody listens there."""
     known = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held_port}
     for name, value in (known | changed).items():
         monkeypatch.setenv(name, value)
@@ -107,10 +114,11 @@ def test_tasks_without_a_rank_would_each_train_alone(monkeypatch, given, says):
 def alone(monkeypatch):
     """One rank of torchrun whose process group is of paper; yields what is done to it."""
     calls = []
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "9"}.items():
+    known = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in known.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(backends, "pick_backend", lambda size: "nccl")
-    monkeypatch.setattr(backends, "_meet", lambda timeout: dist.HashStore())
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
     usual = dist.init_process_group
 
     def init(carriers, **where):
@@ -140,13 +148,11 @@ def test_after_an_error_nccl_is_aborted_and_gloo_carries_the_host(alone):
 
 
 def test_a_lost_connection_is_one_line(alone):
-    """With the notes of the error. Mutant: pages of gloo and torch, above our line."""
+    """Mutant: pages of gloo and torch, above our line."""
     with pytest.raises(ConnectionError) as raised, backends.joined("gloo"):
-        error = RuntimeError("[gloo/pair.cc:5] Timed out waiting for recv\nframe #0\nframe #1")
-        error.add_note("Go on with --resume")
-        raise error
+        raise RuntimeError("[gloo/pair.cc:5] Timed out waiting for recv\nframe #0\nframe #1")
     assert str(raised.value) == "lost the other ranks: [gloo/pair.cc:5] Timed out waiting for recv"
-    assert raised.value.__notes__ == ["Go on with --resume"] and raised.value.__suppress_context__
+    assert raised.value.__suppress_context__
     with pytest.raises(RuntimeError, match="shapes"), backends.joined("gloo"):
         raise RuntimeError("shapes cannot be multiplied")
 
@@ -189,11 +195,17 @@ def test_recording_does_not_wait_for_a_gpu():
     assert [span.name for span in spans] == ["exchange"] and not started
 
 
-def test_ranks_that_torchrun_starts_again_see_no_address_of_the_dead(monkeypatch):
-    shared = dist.HashStore()
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
-    for start in "0", "1":
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        store = backends._meet(5)
+def test_ranks_that_torchrun_starts_again_see_no_address_of_the_dead(alone, monkeypatch):
+    shared, usual = dist.HashStore(), dist.init_process_group
+
+    def init(carriers, store, **where):
         assert not store.check(["address"])
         store.set("address", "of this start")
+        usual(carriers, store=store, **where)
+
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", init)
+    for start in "0", "1":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        with backends.joined("gloo"):
+            pass

@@ -232,7 +232,7 @@ def test_a_group_is_mended_unless_all_failed_alike_and_kept_their_connections():
     """Mutants: one is as good as all; a lost connection is none."""
     one, broken = (Failure("", "E", "", "", broken=lost) for lost in (False, True))
     for failures, is_alike in ([one], False), ([one, one], True), ([one, broken], False):
-        call = Call(1, 2, {0, 1}, seconds=9.0)
+        call = Call(2, {0, 1}, seconds=9.0)
         for rank, failure in enumerate(failures):
             call.answered(rank, failure, True)
         assert call.has_broken_group != is_alike
@@ -371,6 +371,11 @@ def hang_talking() -> None:
         print("bla" * 10_000)  # messages that a careless interrupt would cut in two
 
 
+def hang_showing() -> None:
+    while True:  # more than the pipe holds: this rank waits in nearly every moment
+        worker.say("figure", "bla" * 100_000)
+
+
 @contextmanager
 def interrupt_after(seconds: float):
     """Send this process one SIGINT, as Ctrl-C does."""
@@ -382,7 +387,7 @@ def interrupt_after(seconds: float):
         timer.join()
 
 
-HANGS = [hang_in_all_reduce, hang_in_sleep, hang_in_a_loop, hang_talking]
+HANGS = [hang_in_all_reduce, hang_in_sleep, hang_in_a_loop, hang_talking, hang_showing]
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
@@ -411,15 +416,12 @@ def test_interrupt_before_the_call_has_begun(pool):
     assert pool.pids == pids
 
 
-def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
+def test_a_time_limit_names_the_ranks_that_are_late(pool, monkeypatch):
     says = "ranks 0, 1, 2, 3: not done after 3"
     with monkeypatch.context() as patch, within(3 + RECOVERY):
         patch.setattr(pool, "time_limit", 3.0)  # on a busy machine, ranks begin late
-        with pytest.raises(TimeoutError, match=says) as error:
+        with pytest.raises(TimeoutError, match=says):
             pool.run(hang_in_all_reduce)
-    for r, note in enumerate(sorted(error.value.__notes__)):
-        line = "total" if r else "recv"
-        assert note.startswith(f"rank {r} was stopped here:\nTraceback") and line in note
     assert_works(pool)
 
 
@@ -558,7 +560,7 @@ def busy():
     if dist.get_rank() == 1:
         time.sleep(600)
     if dist.get_rank() == 2:
-        re.match(r"(a+)+$", "a" * 60 + "b")  # years in C, deaf to all but the kernel
+        torch.ones(3000, 3000).matrix_power(1 << 60)  # minutes in C
     while True:
         pass
 def later():
