@@ -11,6 +11,7 @@
 """
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,11 +119,10 @@ class Schedule:
         return self._message("S", action)
 
     def _message(self, way: str, action: Action) -> Action | None:
-        is_forward = action.kind == "F"
-        other = action.stage + (1 if is_forward == (way == "S") else -1)
-        if action.kind not in ("F", "B", "I") or other not in self.path(action.microbatch):
+        if action.kind not in ("F", "B", "I"):
             return None
-        return Action(action.stage, way + ("F" if is_forward else "B"), action.microbatch)
+        message = replace(action, kind=way + action.kind.replace("I", "B"))
+        return message if message.twin.stage in self.path(action.microbatch) else None
 
     def peer(self, message: Action) -> int:
         """Return the rank at the other end of a message."""
@@ -182,13 +182,11 @@ def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action,
 
     A pair is an F and the B right after it, of another stage.
     """
-    row, at = list(row), 0
-    while at < len(row):
-        slot = tuple(row[at : at + 2])
-        if not paired or [a.kind for a in slot] != ["F", "B"] or slot[0].stage == slot[1].stage:
-            slot = slot[:1]
-        yield slot
-        at += len(slot)
+    row = deque(row)
+    while row:
+        first = row.popleft()
+        is_pair = paired and row and (first.kind, row[0].kind) == ("F", "B")
+        yield (first, row.popleft()) if is_pair and first.stage != row[0].stage else (first,)
 
 
 def _words(values: Iterable[object]) -> str:

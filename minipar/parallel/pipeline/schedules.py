@@ -80,11 +80,9 @@ def compose(
     queues: Callable[[list[int]], Queues],
 ) -> Schedule:
     """Make a schedule from the `score` of each rank and the `queues` of its stages."""
-    rows = []
-    for rank in range(max(rank_of) + 1):
-        stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
-        rows.append(play(score(rank), queues(stages)))
-    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows))
+    bare = Schedule(name, num_microbatches, tuple(rank_of), actions=())
+    rows = (play(score(r), queues(bare.stages_on(r))) for r in range(max(rank_of) + 1))
+    return replace(bare, actions=tuple(rows))
 
 
 def _looped(
@@ -150,12 +148,7 @@ def zb_h2(p: int, m: int) -> Schedule:
     still waits for (p-1) F. The paper therefore lets ranks start the optimizer on their own.
     Wants m >= 2p - 1.
     """
-    return _looped(
-        "zb_h2",
-        p,
-        m,
-        lambda r: [(2 * (p - 1 - r), "F"), (2 * r, "F I"), (m, "F I W")],
-    )
+    return _looped("zb_h2", p, m, lambda r: [(2 * (p - 1 - r), "F"), (2 * r, "F I"), (m, "F I W")])
 
 
 # ---------------------------------------------------------------------- v stages per rank
@@ -192,31 +185,30 @@ def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     rounds = _rounds(p, m)
     most = (v - 1) * len(rounds[0]) + p - 1
     return _looped(
-        "interleaved_zb",
-        p,
-        m,
-        lambda r: [(most - r, "F"), (r, "F I"), (m * v, "F I W")],
-        v,
-        rounds,
+        "interleaved_zb", p, m, lambda r: [(most - r, "F"), (r, "F I"), (m * v, "F I W")], v, rounds
     )
 
 
 # ---------------------------------------------------------------------- two stages per rank, as a V
-def _v_shape(name: str, p: int, m: int, score: Score) -> Schedule:
+def _v_shape(name: str, p: int, m: int, score: Score, copies: int = 1) -> Schedule:
     """Stages run down the ranks and up again: rank 0 has the first and the last one.
 
-    So the loss is where the input is, and a microbatch turns around without a message.
+    So the loss is where the input is, and a microbatch turns around without a message. With two
+    copies, one runs down and one up: even microbatches go through the first, odd ones the second.
     """
 
     def queues(stages: list[int]) -> Queues:
+        chunks = [(stage, range(c % copies, m, copies)) for c, stage in enumerate(stages)]
+        if copies == 2 and stages[0] >= p // 2:  # this rank is nearer to where odd ones enter
+            chunks.reverse()
         return {
-            f"{kind}{chunk}": [(stage, i) for i in range(m)]
-            for chunk, stage in enumerate(stages)
+            f"{kind}{chunk}": [(stage, i) for i in microbatches]
+            for chunk, (stage, microbatches) in enumerate(chunks)
             for kind in "FB"
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return compose(name, layout, m, score, queues)
+    return replace(compose(name, layout, m, score, queues), copies=copies)
 
 
 def zb_v(p: int, m: int) -> Schedule:
@@ -263,18 +255,7 @@ def dualpipe(p: int, m: int) -> Schedule:
     def score(r: int) -> list[Phase]:
         return _dualpipe_score(p // 2, (m + 1) // 2, min(r, p - 1 - r))
 
-    def queues(stages: list[int]) -> Queues:
-        ways = [(stage, range(copy, m, 2)) for copy, stage in enumerate(stages)]
-        if stages[0] >= p // 2:  # an upper rank is nearer to where the odd ones enter
-            ways.reverse()
-        return {
-            f"{kind}{chunk}": [(stage, i) for i in microbatches]
-            for chunk, (stage, microbatches) in enumerate(ways)
-            for kind in "FB"
-        }
-
-    layout = [*range(p), *reversed(range(p))]
-    return replace(compose("dualpipe", layout, m, score, queues), copies=2)
+    return _v_shape("dualpipe", p, m, score, copies=2)
 
 
 def _dualpipe_score(p: int, m: int, r: int) -> list[Phase]:
