@@ -33,7 +33,6 @@ Use::
 
 from collections import ChainMap
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -193,6 +192,8 @@ class Composed(Strategy):
     ) -> None:
         super().__init__(model, parts.data.axis)
         self.mesh, self.plan, self.parts, self.optimizer = mesh, plan, parts, optimizer
+        # No other strategy sends gradients during backward.
+        self.no_sync, self.check_finished = parts.data.no_sync, parts.data.check_finished
         if parts.pipeline is not None:
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
             self.join, self.own = parts.pipeline.join, parts.pipeline.own
@@ -212,13 +213,6 @@ class Composed(Strategy):
         for strategy in self.strategies:
             strategy.finish_backward()
         self.note_reduced()
-
-    def check_finished(self, what: str) -> None:
-        self.parts.data.check_finished(what)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Sum no gradients in the body. Use it for every microbatch but the last."""
-        return self.parts.data.no_sync()  # no other strategy sends gradients during backward
 
     def shard(self, microbatch: Microbatch) -> Microbatch:
         """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.

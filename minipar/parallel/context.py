@@ -59,11 +59,7 @@ Exchange = Literal["ring", "gather"]
 
 
 def apply(
-    model: nn.Module,
-    axis: Axis,
-    *,
-    order: Order = "zigzag",
-    exchange: Exchange = "ring",
+    model: nn.Module, axis: Axis, *, order: Order = "zigzag", exchange: Exchange = "ring"
 ) -> "ContextParallel":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 

@@ -132,12 +132,6 @@ class Schedule:
         """True if a message is for another rank; stages of one rank hand results over directly."""
         return message is not None and self.peer(message) != self.rank_of[message.stage]
 
-    @property
-    def pairs(self) -> set[tuple[int, int]]:
-        """Ranks that send messages to each other; known once the lists hold the messages."""
-        rows = enumerate(self.actions)
-        return {(rank, self.peer(a)) for rank, row in rows for a in row if not a.computes}
-
     def last_gradient(self, stage: int) -> Action | None:
         """Return the B or W that completes the gradients of a stage; None if there is none.
 

@@ -24,11 +24,7 @@ class Mail:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        schedule: Schedule,
-        buffer: Callable[[int], Tensor],
-        device: torch.device,
+        self, axis: Axis, schedule: Schedule, buffer: Callable[[int], Tensor], device: torch.device
     ) -> None:
         self.axis, self.schedule, self.buffer = axis, schedule, buffer
         row = schedule.actions[axis.rank]

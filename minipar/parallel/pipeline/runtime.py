@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,8 @@ def apply(
     cut = tuple(cut or stages.balance(stages.estimate_costs(model.config), schedule.num_stages))
     stages.check_cut(cut, schedule.num_stages, model.config.num_layers)
     replicate(model, axis)
-    collectives.connect(axis, device_of(model), schedule.pairs)
+    neighbours = {pair for pair in pairwise(schedule.rank_of) if pair[0] != pair[1]}
+    collectives.connect(axis, device_of(model), neighbours)
     pipeline = Pipeline(model, axis, schedule, cut)
     pipeline.token_shards, pipeline.paired = token_shards, paired
     return pipeline

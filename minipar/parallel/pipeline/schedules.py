@@ -15,8 +15,8 @@ Shapes: p ranks, M microbatches, v stages per rank, S = p v stages, r rank. Bubb
         counts microbatches held by a stage, from F to the end of B or W; one costs 1/v of a share.
         Rows from zb_h1 on hold for W <= F and W <= I; the last three for F = I = W, and even M for
         dualpipe. zb_h2 and zb_v count from a rank's own first action to its last, as their papers
-        do. DeepSeek's (p/2-1)(F&B + B - 3W) for DualPipe takes a pair
-        of F and B for one piece; here the result of F leaves at once, which idles less.
+        do. DeepSeek's (p/2-1)(F&B + B - 3W) for DualPipe takes a pair of F and B for one piece;
+        here the result of F leaves at once, which idles less.
 
     schedule           bubble               live on rank r                 source
     naive              M (p-1)(F+B)         1
