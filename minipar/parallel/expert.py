@@ -282,19 +282,15 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
     tokens, *cut = (t.tensor_split(parts) for t in (x, routing.experts, routing.weights))
     routings = [Routing(*pair) for pair in zip(*cut, strict=True)]
     plans = [plan_dispatch(moe, axis, own) for own in routings]
-    there = [
-        start_all_to_all(part[plan.order // moe.config.top_k], axis, plan.send, plan.receive)
-        for plan, part in zip(plans, tokens, strict=True)
-    ]
+    there, back, outs = [], [], []
+    for plan, part in zip(plans, tokens, strict=True):
+        by_expert = plan.order // moe.config.top_k
+        there.append(start_all_to_all(part[by_expert], axis, plan.send, plan.receive))
     shared = moe.shared(x)
-    back = [
-        start_all_to_all(plan.compute(moe, wait()), axis, plan.receive, plan.send)
-        for plan, wait in zip(plans, there, strict=True)
-    ]
-    outs = [
-        combine(wait(), plan.order, own, part)
-        for wait, plan, own, part in zip(back, plans, routings, tokens, strict=True)
-    ]
+    for plan, wait in zip(plans, there, strict=True):
+        back.append(start_all_to_all(plan.compute(moe, wait()), axis, plan.receive, plan.send))
+    for wait, plan, own, part in zip(back, plans, routings, tokens, strict=True):
+        outs.append(combine(wait(), plan.order, own, part))
     return moe.add(torch.cat(outs), shared)
 
 

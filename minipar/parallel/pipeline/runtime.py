@@ -120,16 +120,6 @@ class Step:
         self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
 
-    @property
-    def methods(self) -> dict[str, Method]:
-        """Return the method for each kind of action; an attribute would keep the step alive."""
-        return {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.backward_input,
-            "W": self.backward_weight,
-        }
-
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
         module = self.pipeline.stages[action.stage]
@@ -220,13 +210,11 @@ class Pipeline(Strategy):
         twins = {}
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
-            p = next((found[name] for name in weight.names if name in found), None)
-            if p is None:
-                continue
-            mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
-            if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
-                twins[p] = weight.ranks
-                p.comes_last = True  # data parallelism gets this sum at the end of the pipeline
+            for p in {found[name] for name in weight.names if name in found}:  # one or none
+                mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
+                if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
+                    twins[p] = weight.ranks
+                    p.comes_last = True  # data parallelism gets the sum at the end of the pipeline
         return twins
 
     # ------------------------------------------------------------------ one step
@@ -254,8 +242,10 @@ class Pipeline(Strategy):
                 f"{self.schedule.num_microbatches}; make another, or cut the batch so"
             )
         step = Step(self, microbatches, strategies, weigh, autocast)
+        methods = {"F": step.forward, "B": step.backward}
+        methods |= {"I": step.backward_input, "W": step.backward_weight}
         with self._twins_apart():
-            self._play(self.schedule, microbatches, step.methods)
+            self._play(self.schedule, microbatches, methods)
         self._adding = collectives.all_reduce(step.total, self.axis, out=step.total, async_op=True)
         return step.total
 
@@ -335,7 +325,7 @@ class Pipeline(Strategy):
         """
         step = Step(self, microbatches)
         schedule = forward_only(self.schedule, len(microbatches))
-        self._play(schedule, microbatches, step.methods)
+        self._play(schedule, microbatches, {"F": step.forward})
         return collectives.all_reduce(step.total, self.axis)
 
     # ------------------------------------------------------------------ the whole model

@@ -38,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from minipar.comm.plans import cut
 from minipar.parallel.pipeline.actions import Action, Schedule
 
 Phase = tuple[int, str]
@@ -154,10 +155,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 # ---------------------------------------------------------------------- v stages per rank
 def _rounds(p: int, m: int) -> list[range]:
     """Cut microbatches into rounds of p, or a few more if p does not divide m; one if m < p."""
-    count = max(1, m // p)
-    size, longer = divmod(m, count)
-    starts = [i * size + min(i, longer) for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(*span) for span in cut((0, m), max(1, m // p))]
 
 
 def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
