@@ -161,11 +161,11 @@ ERRORS = [
     (lambda: _apply(drop(make("zb_h1", 2, 3), "1W2")), "stage 1 has F I for microbatch 2"),  # T25
     (lambda: _apply(drop(ONE, "0F1")), "stage 0 has B for microbatch 1"),
     (lambda: _apply(drop(lower(ONE), "1RF0")), "rank 0 at 0SF0 for 1RF0"),
-    (lambda: _apply(make("1f1b", 4, 4)), "1f1b is for 4 ranks, but pp=2; make it with p=2"),
-    (lambda: _apply(make("zb_v", 2, 4)), "4 stages do not fit 3 layers: .* at most 3 stages"),
+    (lambda: _apply(make("1f1b", 4, 4)), "1f1b has p=4, but pp=2"),
+    (lambda: _apply(make("zb_v", 2, 4)), "4 stages do not fit 3 layers: each needs one"),
     (lambda: _apply(ONE, cut=(2, 2)), "does not cut 3 layers into 2 stages"),
     (lambda: _apply(make("1f1b", 3, 3), 3, cut=(3, 0, 0)), "all above 0 between the first"),
-    (lambda: _run(ONE, 4), "4 microbatches, but the schedule 1f1b is for 3"),
+    (lambda: _run(ONE, 4), "4 microbatches, but the schedule 1f1b has m=3"),
 ]
 
 

@@ -119,10 +119,10 @@ class Schedule:
         return self._message("S", action)
 
     def _message(self, way: str, action: Action) -> Action | None:
-        if action.kind not in ("F", "B", "I"):
+        step = 1 if (way == "S") == (action.kind == "F") else -1
+        if action.kind not in "FBI" or action.stage + step not in self.path(action.microbatch):
             return None
-        message = replace(action, kind=way + action.kind.replace("I", "B"))
-        return message if message.twin.stage in self.path(action.microbatch) else None
+        return Action(action.stage, way + action.kind.replace("I", "B"), action.microbatch)
 
     def peer(self, message: Action) -> int:
         """Return the rank at the other end of a message."""

@@ -12,7 +12,6 @@ messages is checked under the first meaning, and a schedule with messages under 
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 
 from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule, slots
@@ -28,7 +27,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
     message = schedule.takes(action)
     is_listed = schedule.is_lowered and schedule.travels(message)
     ends = [action] if is_listed or message is None else [action, message.twin]
-    wanted = [replace(end, kind=kind) for end in ends for kind in before.get(end.kind, "")]
+    wanted = [Action(e.stage, kind, e.microbatch) for e in ends for kind in before.get(e.kind, "")]
     return [needed for needed in wanted if needed in schedule.every] + [message] * is_listed
 
 

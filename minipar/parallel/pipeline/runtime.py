@@ -78,10 +78,7 @@ def apply(
     validate(schedule)
     schedule = lower(schedule, paired)
     if schedule.num_ranks != axis.size:
-        raise ValueError(
-            f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
-            f"make it with p={axis.size}"
-        )
+        raise ValueError(f"{schedule.name} has p={schedule.num_ranks}, but {axis.name}={axis.size}")
     cut = tuple(cut or stages.balance(stages.estimate_costs(model.config), schedule.num_stages))
     stages.check_cut(cut, schedule.num_stages, model.config.num_layers)
     replicate(model, axis)
@@ -236,11 +233,9 @@ class Pipeline(Strategy):
 
         Raises `ValueError` for another number of microbatches than the schedule is for.
         """
-        if len(microbatches) != self.schedule.num_microbatches:
-            raise ValueError(
-                f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
-                f"{self.schedule.num_microbatches}; make another, or cut the batch so"
-            )
+        name, m = self.schedule.name, self.schedule.num_microbatches
+        if len(microbatches) != m:
+            raise ValueError(f"{len(microbatches)} microbatches, but the schedule {name} has m={m}")
         step = Step(self, microbatches, strategies, weigh, autocast)
         methods = {"F": step.forward, "B": step.backward}
         methods |= {"I": step.backward_input, "W": step.backward_weight}

@@ -38,10 +38,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """
     embedding, *layers, head = costs
     if not 1 <= num_parts <= len(layers):
-        raise ValueError(
-            f"{num_parts} stages do not fit {len(layers)} layers: each needs one; use at most "
-            f"{len(layers)} stages (ranks times stages per rank)"
-        )
+        raise ValueError(f"{num_parts} stages do not fit {len(layers)} layers: each needs one")
     layers[0] += embedding
     layers[-1] += head
     # best[i] is (costs of the parts, highest first; layers per part) for the first i layers.
