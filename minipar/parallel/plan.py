@@ -140,8 +140,7 @@ class Plan:
     # ------------------------------------------------------------------ 2. its rules
     def check(self, config: LlamaConfig) -> None:
         """Raise `ValueError` with the rule, if the plan breaks a rule."""
-        problem = self.problem(config)
-        if problem is not None:
+        if problem := self.problem(config):
             raise ValueError(f"plan {self}: {problem}")
 
     def problem(self, config: LlamaConfig) -> str | None:

@@ -69,10 +69,9 @@ class Mail:
             self._sent.popleft().wait()
 
 
-def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return a schedule of forwards alone, of any number of microbatches, in waves."""
-    m, path = num_microbatches, range(schedule.num_stages)
+def forward_only(schedule: Schedule, m: int) -> Schedule:
+    """Return a schedule of forwards alone, of any number m of microbatches, in waves."""
     rank_of = schedule.rank_of[: schedule.num_stages]
-    waves = sorted((i + stage, Action(stage, "F", i)) for i in range(m) for stage in path)
+    waves = sorted((i + s, Action(s, "F", i)) for i in range(m) for s in range(len(rank_of)))
     rows = ([a for _, a in waves if rank_of[a.stage] == r] for r in range(schedule.num_ranks))
     return lower(Schedule("forward", m, rank_of, tuple(map(tuple, rows))))
