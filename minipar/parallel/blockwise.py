@@ -154,27 +154,28 @@ def joined(blocks: list[Block]) -> list[Block]:
     return [Block(mine, theirs, None, causal=any(b.causal for b in blocks))]
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Return `x` in fp32, if it has fewer bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Kernel(NamedTuple):
     """A way to compute blocks: functions like `attend` and `attend_backward`.
 
-    A kernel with a causal mask of its own takes blocks `joined`. A `narrow` kernel takes 16 bits,
-    sums in fp32 inside, and rounds once per block.
+    A kernel with a causal mask of its own takes blocks `joined`. `inputs` casts to the dtype of the
+    matmuls: "flash" takes 16 bits, sums in fp32 inside, and rounds once per block.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     arrange: Callable[[list[Block]], list[Block]] = list
-    narrow: bool = False
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """Return `x` in the dtype of the matmuls."""
-        return x if self.narrow else _wide(x)
+    inputs: Callable[[Tensor], Tensor] = _wide
 
 
 KERNELS = {
     "math": Kernel(attend, attend_backward),
     "fused": Kernel(fused_attend, fused_backward, arrange=joined),
-    "flash": Kernel(flash_attend, flash_backward, arrange=joined, narrow=True),
+    "flash": Kernel(flash_attend, flash_backward, arrange=joined, inputs=lambda x: x),
 }
 
 
@@ -230,8 +231,3 @@ class OnlineGradients:
                 d_k[:, :, theirs] += found[1]
                 d_v[:, :, theirs] += found[2]
         return d_kv
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return `x` in fp32, if it has fewer bits."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

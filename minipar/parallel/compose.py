@@ -31,10 +31,8 @@ Use::
     train_step(model, [composed], composed.optimizer, batch, composed.axis)
 """
 
-import itertools
 from collections import ChainMap
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +47,7 @@ from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, expert, fsdp, tensor, ulysses, zero
 from minipar.parallel.base import masters
-from minipar.parallel.base.optimizer_state import pack, unpack
+from minipar.parallel.base.optimizer_state import Members, pack, unpack
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
@@ -170,7 +168,11 @@ def apply(
 
 @dataclass
 class Parts:
-    """The strategies of a plan; None where an axis has one rank."""
+    """The strategies of a plan, in the order in which they finish a backward.
+
+    None where an axis has one rank. Tensor parallelism comes after data parallelism: it must not
+    sum a gradient that data parallelism still sends.
+    """
 
     data: Strategy | None = None
     expert: "expert.ExpertParallel | None" = None
@@ -190,13 +192,12 @@ class Composed(Strategy):
     ) -> None:
         super().__init__(model, parts.data.axis)
         self.mesh, self.plan, self.parts, self.optimizer = mesh, plan, parts, optimizer
+        # No other strategy sends gradients during backward.
+        self.no_sync, self.check_finished = parts.data.no_sync, parts.data.check_finished
         if parts.pipeline is not None:
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
             self.join, self.own = parts.pipeline.join, parts.pipeline.own
-        # Strategies finish a backward in this order: tensor parallelism must not sum a gradient
-        # that data parallelism still sends.
-        every = (parts.data, parts.expert, parts.tensor, parts.context, parts.pipeline)
-        self.strategies = tuple(strategy for strategy in every if strategy is not None)
+        self.strategies = [strategy for strategy in vars(parts).values() if strategy is not None]
         for strategy in self.strategies:
             strategy.device = self.device  # a model on "meta" has a device only now
         self.shard_axes = tuple(axis for s in self.strategies for axis in s.shard_axes)
@@ -212,13 +213,6 @@ class Composed(Strategy):
         for strategy in self.strategies:
             strategy.finish_backward()
         self.note_reduced()
-
-    def check_finished(self, what: str) -> None:
-        self.parts.data.check_finished(what)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Sum no gradients in the body. Use it for every microbatch but the last."""
-        return self.parts.data.no_sync()  # no other strategy sends gradients during backward
 
     def shard(self, microbatch: Microbatch) -> Microbatch:
         """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.
@@ -251,10 +245,9 @@ class Composed(Strategy):
 
         A serial optimizer can load it, and so can an optimizer under any other plan.
         """
-        state = self.parts.data.full_optimizer_state(self.optimizer)
-        own = unpack(state, self._own_names()).items()
-        told = {self.serial_name(name): entries for name, entries in own}
-        whole = dict(ChainMap(*all_gather_object(told, self.mesh.pp)))  # rank 0 wins
+        state = super().full_optimizer_state(self.optimizer)
+        own = unpack(state, self.members(self.optimizer))
+        whole = ChainMap(*all_gather_object(own, self.mesh.pp))  # rank 0 wins
         return pack(whole, self.names, state["param_groups"])
 
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -262,15 +255,13 @@ class Composed(Strategy):
 
         Raises `ValueError` for the state of other parameters.
         """
-        whole, own_names = unpack(state, self.names), self._own_names()
-        home = {name: self.serial_name(name) for name in itertools.chain(*own_names)}
-        part = {name: whole[serial] for name, serial in home.items() if serial in whole}
-        own_state = pack(part, own_names, state["param_groups"])
-        self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
+        own = pack(unpack(state, self.names), self.members(self.optimizer), state["param_groups"])
+        super().load_full_optimizer_state(self.optimizer, own)
 
-    def _own_names(self) -> list[list[str]]:
-        """Return the names of this rank's parameters, by groups of the optimizer."""
-        return [list(group) for group in self.parts.data.members(self.optimizer)]
+    def members(self, optimizer: torch.optim.Optimizer) -> Members:
+        """Return the parameters that `optimizer` steps, by group, each by its serial name."""
+        groups = super().members(optimizer)
+        return [{self.serial_name(name): p for name, p in group.items()} for group in groups]
 
     def serial_name(self, name: str) -> str:
         """Return the name in the serial model; a tied head is the embedding there."""
@@ -279,7 +270,6 @@ class Composed(Strategy):
 
     def _serial_names(self, order: list[str]) -> list[list[str]]:
         """Return the serial names of all ranks' parameters, by groups; a collective along pp."""
-        told = all_gather_object(self._own_names(), self.mesh.pp)
-        groups = zip(*told, strict=True)
-        found = [set(map(self.serial_name, itertools.chain(*group))) for group in groups]
-        return [[name for name in order if name in names] for names in found]
+        own = [list(group) for group in self.members(self.optimizer)]
+        groups = zip(*all_gather_object(own, self.mesh.pp), strict=True)
+        return [[name for name in order if any(name in own for own in group)] for group in groups]

@@ -49,27 +49,17 @@ from minipar.comm.collectives import Pending, all_gather, connect, exchange, red
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.model.llama import Core
+from minipar.parallel import blockwise
 from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length
 from minipar.parallel.base.strategy import device_of
-from minipar.parallel.blockwise import (
-    KERNELS,
-    Block,
-    Kernel,
-    OnlineGradients,
-    OnlineSoftmax,
-    best_kernel,
-)
+from minipar.parallel.blockwise import KERNELS, Block, Kernel, OnlineGradients, OnlineSoftmax
 
 Order = Literal["zigzag", "plain"]
 Exchange = Literal["ring", "gather"]
 
 
 def apply(
-    model: nn.Module,
-    axis: Axis,
-    *,
-    order: Order = "zigzag",
-    exchange: Exchange = "ring",
+    model: nn.Module, axis: Axis, *, order: Order = "zigzag", exchange: Exchange = "ring"
 ) -> "ContextParallel":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
@@ -251,6 +241,6 @@ class ContextParallel(CutSequences):
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Attend block by block instead of by `core`; `mask` has this rank's queries only."""
-        kernel = KERNELS[self.kernel or best_kernel(q, mask)]
+        kernel = KERNELS[self.kernel or blockwise.best_kernel(q, mask)]
         args = q, k, v, mask, self.axis, self.order, kernel
         return outside_of_graphs(self.attention.apply, *args)

@@ -103,24 +103,20 @@ def apply(
             balance "batch"; by default the ranks of `axis` and `copies`.
         pieces: the ranks that share each sequence, for the other balances; by default, none.
 
-    Raises `ValueError` for a model without `MoE`, for experts that another strategy has already,
-    and as `check_sizes`.
+    Raises `ValueError` for experts that another strategy has already, and as `check_sizes`.
     """
-    if not any(mixtures(model)):
-        name = type(model).__name__
-        raise ValueError(f"{name} has no MoE of minipar.model.moe; expert can spread no others")
     for name, p in model.named_parameters():
         if axes_of(p) or hasattr(p, "claimed_by"):
             raise ValueError(
                 f"{name} is shared already; apply expert once, before tensor, ddp, zero and fsdp"
             )
+    alone = Axis("alone", 0, 1, (axis.ranks[axis.rank],))
+    copies, pieces = copies or alone, pieces or alone
     for _, moe in mixtures(model):
-        check_sizes(moe.config, axis, dispatch, nodes, 1 if pieces is None else pieces.size)
-    replicate(model, axis)
-    copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
-    share_counts(model, *((axis, copies) if batch is None else (batch,)))
-    for _, moe in mixtures(model) if pieces is not None else ():
+        check_sizes(moe.config, axis, dispatch, nodes, pieces.size)
         moe.gate.sum_pieces = sum_over(pieces)
+    replicate(model, axis)
+    share_counts(model, *((axis, copies) if batch is None else (batch,)))
     return ExpertParallel(model, axis, copies, dispatch, nodes)
 
 
@@ -286,19 +282,15 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
     tokens, *cut = (t.tensor_split(parts) for t in (x, routing.experts, routing.weights))
     routings = [Routing(*pair) for pair in zip(*cut, strict=True)]
     plans = [plan_dispatch(moe, axis, own) for own in routings]
-    there = [
-        start_all_to_all(part[plan.order // moe.config.top_k], axis, plan.send, plan.receive)
-        for plan, part in zip(plans, tokens, strict=True)
-    ]
+    there, back, outs = [], [], []
+    for plan, part in zip(plans, tokens, strict=True):
+        by_expert = plan.order // moe.config.top_k
+        there.append(start_all_to_all(part[by_expert], axis, plan.send, plan.receive))
     shared = moe.shared(x)
-    back = [
-        start_all_to_all(plan.compute(moe, wait()), axis, plan.receive, plan.send)
-        for plan, wait in zip(plans, there, strict=True)
-    ]
-    outs = [
-        combine(wait(), plan.order, own, part)
-        for wait, plan, own, part in zip(back, plans, routings, tokens, strict=True)
-    ]
+    for plan, wait in zip(plans, there, strict=True):
+        back.append(start_all_to_all(plan.compute(moe, wait()), axis, plan.receive, plan.send))
+    for wait, plan, own, part in zip(back, plans, routings, tokens, strict=True):
+        outs.append(combine(wait(), plan.order, own, part))
     return moe.add(torch.cat(outs), shared)
 
 

@@ -22,7 +22,7 @@ from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import expert, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.compose import Parts
-from minipar.parallel.pipeline import runtime, simulate, stages
+from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.plan import Plan
 from minipar.text import aligned
 
@@ -118,7 +118,7 @@ def _cut(model: Llama, plan: Plan, stage_rank: int) -> Parts:
         )
     if plan.pp > 1:
         axis = replace(plan.axis("pp"), rank=stage_rank)
-        schedule = simulate.lower(plan.make_schedule())
+        schedule = plan.make_schedule()
         cut = stages.balance(stages.estimate_costs(model.config), schedule.num_stages)
         parts.pipeline = runtime.Pipeline(model, axis, schedule, cut)
     return parts

@@ -80,16 +80,14 @@ class Plan:
         Raises `ValueError` for a word or a value that no plan has.
         """
         kinds = {field.name: type(field.default) for field in fields(cls)}
+        read = {bool: {"": True, "true": True, "false": False}.get, int: whole_number, str: str}
         values: dict[str, Any] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, value = part.partition("=")
             name = name.replace("-", "_")
             if name not in kinds or name in values:
                 raise ValueError(f"plan {text!r}: {part!r} is not one of {', '.join(kinds)}, once")
-            if kinds[name] is bool:
-                values[name] = {"": True, "true": True, "false": False}.get(value.lower())
-            else:
-                values[name] = whole_number(value) if kinds[name] is int else value
+            values[name] = read[kinds[name]](value.lower())
             if values[name] in (None, ""):
                 usual = f"{name}={getattr(cls, name)}"
                 raise ValueError(f"plan {text!r}: cannot read {part!r}; the default is {usual}")
@@ -129,9 +127,8 @@ class Plan:
 
     def make_schedule(self) -> Schedule:
         """Return the pipeline's schedule. Raises `ValueError` if there is none."""
-        return schedules.make(
-            self.schedule, self.pp, self.microbatches, self.stages_per_rank or None
-        )
+        v = self.stages_per_rank or None
+        return schedules.make(self.schedule, self.pp, self.microbatches, v)
 
     def axis(self, *names: str) -> Axis:
         """Return the joint axis of `names` as rank 0 sees it, without a process group."""
@@ -143,8 +140,7 @@ class Plan:
     # ------------------------------------------------------------------ 2. its rules
     def check(self, config: LlamaConfig) -> None:
         """Raise `ValueError` with the rule, if the plan breaks a rule."""
-        problem = self.problem(config)
-        if problem is not None:
+        if problem := self.problem(config):
             raise ValueError(f"plan {self}: {problem}")
 
     def problem(self, config: LlamaConfig) -> str | None:

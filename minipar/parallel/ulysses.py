@@ -22,45 +22,35 @@ Use it as context.py shows, with ``ulysses.apply`` and ``ulysses.shard_batch``.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.autograd import all_to_all
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Attention, Core
+from minipar.model.llama import Core
 from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length
-from minipar.parallel.base.shards import check_divides
 
 
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":
     """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
-    Cut inputs with `shard`; the model makes positions itself unless the caller passes some. A mask
-    is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part of the
-    heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")`` sums
-    them.
-
-    Raises `ValueError` for heads that n ranks cannot share evenly.
+    Cut inputs with `shard_batch`; the model makes positions itself unless the caller passes some. A
+    mask is whole, [B, 1, T, T]. The model's own attention (such as `dense_core`) computes a part of
+    the heads. The strategy sends no gradients: ddp, zero or fsdp over ``mesh.joint("dp", "cp")``
+    sums them.
     """
-    for layer in (module for module in model.modules() if isinstance(module, Attention)):
-        num_heads = layer.q_proj.weight.shape[0] // layer.head_dim
-        check_divides(axis.name, axis.size, "num_heads", num_heads)
     return Ulysses(model, axis)
 
 
-# ---------------------------------------------------------------------- cutting a batch
-def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """Cut this rank's tokens out of `dim`, the r-th of n equal parts: [..., T] -> [..., T/n].
-
-    Shift targets before you cut them. Raises `ValueError` unless n divides T.
-    """
-    return chunks_of_equal_length(tensor, axis.size, dim, axis)[axis.rank]
-
-
 def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
-    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask stays whole."""
-    return tuple(x if x.ndim == 4 else shard(x, axis) for x in batch)
+    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask stays whole.
+
+    A rank gets the r-th of n equal parts. Raises `ValueError` unless n divides T.
+    """
+    cut = partial(chunks_of_equal_length, count=axis.size, dim=-1, axis=axis)
+    return tuple(x if x.ndim == 4 else cut(x)[axis.rank] for x in batch)
 
 
 # ---------------------------------------------------------------------- tokens <-> heads
@@ -90,7 +80,8 @@ class Ulysses(CutSequences):
     """A Llama with all-to-alls around its attention; made by `apply`."""
 
     def own_tokens(self, whole: Tensor) -> Tensor:
-        return shard(whole, self.axis)
+        [own] = shard_batch((whole,), self.axis)
+        return own
 
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None

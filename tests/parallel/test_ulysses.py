@@ -10,7 +10,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import dense_core
 from minipar.model.masks import document_mask
 from minipar.observe import timeline
-from minipar.parallel import ulysses
+from minipar.parallel import context, ulysses
 from tests.law import models
 from tests.parallel.layers import on_paper, random
 
@@ -23,7 +23,7 @@ def _attention(heads, kv_heads, mask):
     model = models.llama(0, num_heads=heads, num_kv_heads=kv_heads, head_dim=8)
     ulysses.apply(model, axis)
     core = model.model.layers[0].self_attn.core
-    q, k, v, d_out = (ulysses.shard(x, axis, dim=2) for x in _qkv(heads, kv_heads))
+    q, k, v, d_out = (context.shard(x, axis, "plain", dim=2) for x in _qkv(heads, kv_heads))
     for x in (q, k, v):
         x.requires_grad_()
     with timeline.record() as recorded:
@@ -74,10 +74,8 @@ def test_trap_13_any_number_of_key_value_heads(ranks, size, heads, kv_heads):
 # ---------------------------------------------------------------------- refusals
 def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
     """Before anything is sent: these axes have no ranks behind them that could."""
-    with pytest.raises(ValueError, match="cp=3 does not divide num_heads=4; use one of 1, 2, 4"):
-        ulysses.apply(models.llama(0), on_paper("cp", 3, 1))
     with pytest.raises(ValueError, match="do not divide 27 tokens; pad them to 28"):
-        ulysses.shard(torch.zeros(2, 27), on_paper("cp", 4, 1))
+        ulysses.shard_batch((torch.zeros(2, 27),), on_paper("cp", 4, 1))
     model, tokens = models.llama(0, max_seq_len=6), torch.zeros(1, 4, dtype=torch.int64)
     ulysses.apply(model, on_paper("cp", 2))
     with pytest.raises(ValueError, match="8 tokens is longer than max_seq_len=6"):

@@ -15,7 +15,7 @@ from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
 from minipar.observe.spans import clipped
 from minipar.observe.timeline import Timeline
-from minipar.parallel import context
+from minipar.parallel import blockwise
 from minipar.parallel.plan import Plan
 from minipar.sim import emulate
 from minipar.sim.replay import replay
@@ -85,7 +85,7 @@ def both(ranks, monkeypatch):
     Rings in 16 bits multiply a block with another kernel on a GPU, for which "meta" stands, than on
     the CPU on which these ranks are: both are to do what ranks on a CPU do.
     """
-    monkeypatch.setattr(context, "best_kernel", lambda q, mask: "fused")
+    monkeypatch.setattr(blockwise, "best_kernel", lambda q, mask: "fused")
 
     def run(text, wire, config=CONFIG):
         plan = Plan.parse(text)

@@ -11,6 +11,7 @@
 """
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,11 +119,10 @@ class Schedule:
         return self._message("S", action)
 
     def _message(self, way: str, action: Action) -> Action | None:
-        is_forward = action.kind == "F"
-        other = action.stage + (1 if is_forward == (way == "S") else -1)
-        if action.kind not in ("F", "B", "I") or other not in self.path(action.microbatch):
+        step = 1 if (way == "S") == (action.kind == "F") else -1
+        if action.kind not in "FBI" or action.stage + step not in self.path(action.microbatch):
             return None
-        return Action(action.stage, way + ("F" if is_forward else "B"), action.microbatch)
+        return Action(action.stage, way + action.kind.replace("I", "B"), action.microbatch)
 
     def peer(self, message: Action) -> int:
         """Return the rank at the other end of a message."""
@@ -131,12 +131,6 @@ class Schedule:
     def travels(self, message: Action | None) -> bool:
         """True if a message is for another rank; stages of one rank hand results over directly."""
         return message is not None and self.peer(message) != self.rank_of[message.stage]
-
-    @property
-    def pairs(self) -> set[tuple[int, int]]:
-        """Ranks that send messages to each other; known once the lists hold the messages."""
-        rows = enumerate(self.actions)
-        return {(rank, self.peer(a)) for rank, row in rows for a in row if not a.computes}
 
     def last_gradient(self, stage: int) -> Action | None:
         """Return the B or W that completes the gradients of a stage; None if there is none.
@@ -182,13 +176,11 @@ def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action,
 
     A pair is an F and the B right after it, of another stage.
     """
-    row, at = list(row), 0
-    while at < len(row):
-        slot = tuple(row[at : at + 2])
-        if not paired or [a.kind for a in slot] != ["F", "B"] or slot[0].stage == slot[1].stage:
-            slot = slot[:1]
-        yield slot
-        at += len(slot)
+    row = deque(row)
+    while row:
+        first = row.popleft()
+        is_pair = paired and row and (first.kind, row[0].kind) == ("F", "B")
+        yield (first, row.popleft()) if is_pair and first.stage != row[0].stage else (first,)
 
 
 def _words(values: Iterable[object]) -> str:

@@ -11,11 +11,10 @@ messages is checked under the first meaning, and a schedule with messages under 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
 
-from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
+from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule, slots
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
@@ -24,35 +23,40 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
     `2B0` needs `2F0`, and the gradient from stage 3: its receive `2RB0` if the lists hold messages,
     else `3B0` or `3I0`, whichever there is.
     """
-    stage, i = action.stage, action.microbatch
-    before = {"B": "F", "I": "F", "W": "I", "SF": "F", "SB": "BI"}.get(action.kind, "")
-    wanted = [Action(stage, kind, i) for kind in before]
+    before = {"B": "F", "I": "F", "W": "I", "SF": "F", "SB": "BI"}
     message = schedule.takes(action)
-    if message is not None and schedule.is_lowered and schedule.travels(message):
-        return [*wanted, message]
-    if message is not None:
-        kinds = "F" if action.kind == "F" else "BI"
-        wanted += [Action(message.twin.stage, kind, i) for kind in kinds]
-    return [needed for needed in wanted if needed in schedule.every]
+    is_listed = schedule.is_lowered and schedule.travels(message)
+    ends = [action] if is_listed or message is None else [action, message.twin]
+    wanted = [Action(e.stage, kind, e.microbatch) for e in ends for kind in before.get(e.kind, "")]
+    return [needed for needed in wanted if needed in schedule.every] + [message] * is_listed
 
 
-def advance(
-    rows: Sequence[deque], waits_for: Callable[[Any, int], Action | None]
-) -> Iterator[tuple]:
-    """Take items off the rows of all ranks, each once it waits for nothing; yield item and rank.
+def advance(schedule: Schedule, paired: bool = False) -> Iterator[tuple[tuple[Action, ...], int]]:
+    """Yield each slot (see `slots`) and its rank, as soon as the slot waits for nothing.
 
     Raises ValueError when no rank gets any further.
     """
+    rows = [deque(slots(row, paired)) for row in schedule.actions]
+    done: set[Action] = set()
+
+    def waits_for(action: Action) -> Action | None:
+        if not action.computes:  # blocking: the other rank must have reached the twin
+            other = rows[schedule.peer(action)]
+            if action.twin not in done and (not other or action.twin not in other[0]):
+                return action.twin
+        return next((needed for needed in needs(schedule, action) if needed not in done), None)
+
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(rows):
-            while row and not waits_for(row[0], rank):
+            while row and not any(map(waits_for, row[0])):
+                done.update(row[0])
                 yield row.popleft(), rank
                 moved = True
-    stuck = [(rank, row[0]) for rank, row in enumerate(rows) if row]
-    if stuck:
-        waits = (f"rank {rank} at {item} for {waits_for(item, rank)}" for rank, item in stuck)
+    first = [(rank, action) for rank, row in enumerate(rows) if row for action in row[0]]
+    waits = [f"rank {rank} at {a} for {needed}" for rank, a in first if (needed := waits_for(a))]
+    if waits:
         raise ValueError(f"deadlock: {'; '.join(waits)}")
 
 
@@ -79,8 +83,8 @@ def validate(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.actions):
         for action in row:
             path, own = schedule.path(action.microbatch), schedule.stages_on(rank)
-            ends = {action.stage, action.stage if action.computes else action.twin.stage}
-            is_known = 0 <= action.microbatch < m and all(stage in path for stage in ends)
+            ends = {action.stage} if action.computes else {action.stage, action.twin.stage}
+            is_known = action.microbatch in range(m) and ends <= {*path}
             if not is_known or action.stage not in own:
                 raise ValueError(
                     f"{action} on rank {rank}: there are {m} microbatches, this one goes through "
@@ -95,20 +99,5 @@ def validate(schedule: Schedule) -> None:
                     f"stage {stage} has {' '.join(has) or 'nothing'} for microbatch {i}, and needs "
                     f"F B or F I W: the optimizer would step without a part of the gradient"
                 )
-    _check_waits(schedule)
-
-
-def _check_waits(schedule: Schedule) -> None:
-    """Raise ValueError for a deadlock."""
-    rows = [deque(row) for row in schedule.actions]
-    done: set[Action] = set()
-
-    def waits_for(action: Action, rank: int) -> Action | None:
-        if not action.computes:  # blocking: the other rank must have reached the twin
-            other = rows[schedule.peer(action)]
-            if action.twin not in done and (not other or other[0] != action.twin):
-                return action.twin
-        return next((needed for needed in needs(schedule, action) if needed not in done), None)
-
-    for action, _ in advance(rows, waits_for):
-        done.add(action)
+    for _ in advance(schedule):
+        pass  # until all have ended

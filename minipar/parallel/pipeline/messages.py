@@ -24,18 +24,14 @@ class Mail:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        schedule: Schedule,
-        buffer: Callable[[int], Tensor],
-        device: torch.device,
+        self, axis: Axis, schedule: Schedule, buffer: Callable[[int], Tensor], device: torch.device
     ) -> None:
         self.axis, self.schedule, self.buffer = axis, schedule, buffer
         row = schedule.actions[axis.rank]
         self._to_post = deque(action for action in row if action.kind in ("RF", "RB"))
         self._posted: dict[Action, Pending] = {}
         self._sent: deque[Pending] = deque()
-        self._here: dict[Action, Tensor] = {}  # handed over within this rank, or ready to be sent
+        self._here: dict[Action, Tensor] = {}  # to be sent, or handed over within this rank
         # NCCL runs the messages of two ranks in order, and asynchronously to this list. So on a GPU
         # it is early enough to post a receive at its turn.
         for _ in range(AHEAD if device.type == "cpu" else 0):
@@ -52,14 +48,13 @@ class Mail:
         """SF, SB: send what an action has `put` here."""
         if len(self._sent) == IN_FLIGHT:  # so that sent tensors do not pile up
             self._sent.popleft().wait()
-        tensor, peer = self._here.pop(message), self.schedule.peer(message)
+        tensor, peer = self._here.pop(message.twin), self.schedule.peer(message)
         self._sent.append(send(tensor, self.axis, peer, async_op=True, name=str(message)))
 
     def put(self, action: Action, result: Tensor | None) -> None:
         """Keep the result of an action: to be sent at its turn, or taken by an action here."""
-        message = self.schedule.makes(action)
-        if message is not None:
-            self._here[message if self.schedule.travels(message) else message.twin] = result
+        if message := self.schedule.makes(action):
+            self._here[message.twin] = result
 
     def take(self, action: Action) -> Tensor | None:
         """Return the tensor that an action needs, and wait for it; None if it needs none."""
@@ -74,12 +69,9 @@ class Mail:
             self._sent.popleft().wait()
 
 
-def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return a schedule of forwards alone, of any number of microbatches, in waves."""
-    path = range(schedule.num_stages)
+def forward_only(schedule: Schedule, m: int) -> Schedule:
+    """Return a schedule of forwards alone, of any number m of microbatches, in waves."""
     rank_of = schedule.rank_of[: schedule.num_stages]
-    waves = sorted((i + stage, stage, i) for i in range(num_microbatches) for stage in path)
-    rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
-    for _, stage, i in waves:
-        rows[rank_of[stage]].append(Action(stage, "F", i))
-    return lower(Schedule("forward", num_microbatches, rank_of, tuple(map(tuple, rows))))
+    waves = sorted((i + s, Action(s, "F", i)) for i in range(m) for s in range(len(rank_of)))
+    rows = ([a for _, a in waves if rank_of[a.stage] == r] for r in range(schedule.num_ranks))
+    return lower(Schedule("forward", m, rank_of, tuple(map(tuple, rows))))

@@ -28,40 +28,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.comm.collectives import (
-    Pending,
-    all_gather_object,
-    all_reduce,
-    broadcast,
-    connect,
-    exchange,
-)
+from minipar.comm import collectives
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, beside, loss_of
 from minipar.observe import timeline
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import mark
 from minipar.parallel.base.strategy import Strategy, device_of
-from minipar.parallel.pipeline import split_backward
+from minipar.parallel.pipeline import split_backward, stages
 from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import validate
 from minipar.parallel.pipeline.messages import Mail, forward_only
 from minipar.parallel.pipeline.pairs import side_by_side
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
 from minipar.parallel.pipeline.split_backward import Job, put_off
-from minipar.parallel.pipeline.stages import (
-    balance,
-    check_cut,
-    estimate_costs,
-    homes_of,
-    keep_only,
-    part_of,
-)
 
 
 def apply(
@@ -92,14 +78,12 @@ def apply(
     validate(schedule)
     schedule = lower(schedule, paired)
     if schedule.num_ranks != axis.size:
-        raise ValueError(
-            f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
-            f"make it with p={axis.size}"
-        )
-    cut = tuple(cut or balance(estimate_costs(model.config), schedule.num_stages))
-    check_cut(cut, schedule.num_stages, model.config.num_layers)
+        raise ValueError(f"{schedule.name} has p={schedule.num_ranks}, but {axis.name}={axis.size}")
+    cut = tuple(cut or stages.balance(stages.estimate_costs(model.config), schedule.num_stages))
+    stages.check_cut(cut, schedule.num_stages, model.config.num_layers)
     replicate(model, axis)
-    connect(axis, device_of(model), schedule.pairs)
+    neighbours = {pair for pair in pairwise(schedule.rank_of) if pair[0] != pair[1]}
+    collectives.connect(axis, device_of(model), neighbours)
     pipeline = Pipeline(model, axis, schedule, cut)
     pipeline.token_shards, pipeline.paired = token_shards, paired
     return pipeline
@@ -132,16 +116,6 @@ class Step:
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
         self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
-
-    @property
-    def methods(self) -> dict[str, Method]:
-        """Return the method for each kind of action; an attribute would keep the step alive."""
-        return {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.backward_input,
-            "W": self.backward_weight,
-        }
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
@@ -212,7 +186,7 @@ class Pipeline(Strategy):
 
     token_shards, paired = 1, False
     dtype: torch.dtype | None = None  # of activations that stages send; None: as parameters
-    _adding: Pending | None = None  # the sum of the losses, in flight
+    _adding: collectives.Pending | None = None  # the sum of the losses, in flight
 
     def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
         super().__init__(model, axis)
@@ -220,12 +194,12 @@ class Pipeline(Strategy):
         if schedule.splits_backward:
             split_backward.enable(model)
         self.names = list(model.state_dict(keep_vars=True))
-        parts = [part_of(model, cut, part) for part in range(len(cut))]
-        self.weights = homes_of(parts, schedule)
+        parts = [stages.part_of(model, cut, part) for part in range(len(cut))]
+        self.weights = stages.homes_of(parts, schedule)
         own = {stage: schedule.part(stage) for stage in schedule.stages_on(axis.rank)}
         self.stages: dict[int, Llama] = {stage: parts[part] for stage, part in own.items()}
         self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
-        keep_only(model, cut, own.values())
+        stages.keep_only(model, cut, own.values())
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -233,13 +207,11 @@ class Pipeline(Strategy):
         twins = {}
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
-            p = next((found[name] for name in weight.names if name in found), None)
-            if p is None:
-                continue
-            mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
-            if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
-                twins[p] = weight.ranks
-                p.comes_last = True  # data parallelism gets this sum at the end of the pipeline
+            for p in {found[name] for name in weight.names if name in found}:  # one or none
+                mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
+                if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
+                    twins[p] = weight.ranks
+                    p.comes_last = True  # data parallelism gets the sum at the end of the pipeline
         return twins
 
     # ------------------------------------------------------------------ one step
@@ -259,24 +231,17 @@ class Pipeline(Strategy):
         stages still compute. Returns the sum of the losses, float64, equal on all ranks of the
         axis; it is complete after `finish_backward`.
 
-        Raises `ValueError` for another number of microbatches than the schedule is for, and for
-        fsdp with split backwards or with embeddings that two stages have.
+        Raises `ValueError` for another number of microbatches than the schedule is for.
         """
-        is_partial = self.schedule.splits_backward or any(len(w.ranks) > 1 for w in self.weights)
-        if is_partial and any(hasattr(strategy, "units") for strategy in strategies):
-            raise ValueError(
-                f"fsdp reduces at the end of a whole backward: use a schedule of F and B, not "
-                f"{self.schedule.name}, and untie embeddings that two ranks have; or use zero"
-            )
-        if len(microbatches) != self.schedule.num_microbatches:
-            raise ValueError(
-                f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
-                f"{self.schedule.num_microbatches}; make another, or cut the batch so"
-            )
+        name, m = self.schedule.name, self.schedule.num_microbatches
+        if len(microbatches) != m:
+            raise ValueError(f"{len(microbatches)} microbatches, but the schedule {name} has m={m}")
         step = Step(self, microbatches, strategies, weigh, autocast)
+        methods = {"F": step.forward, "B": step.backward}
+        methods |= {"I": step.backward_input, "W": step.backward_weight}
         with self._twins_apart():
-            self._play(self.schedule, microbatches, step.methods)
-        self._adding = all_reduce(step.total, self.axis, out=step.total, async_op=True)
+            self._play(self.schedule, microbatches, methods)
+        self._adding = collectives.all_reduce(step.total, self.axis, out=step.total, async_op=True)
         return step.total
 
     def _play(
@@ -338,7 +303,7 @@ class Pipeline(Strategy):
         others = [(part, rank) for part in parts.values() for rank in part if rank != me]
         if others:
             sends = [(part[me], rank) for part, rank in others]
-            exchange(sends, [(part[rank], rank) for part, rank in others], self.axis)
+            collectives.exchange(sends, [(part[r], r) for part, r in others], self.axis)
         for p, part in parts.items():
             torch.autograd.backward(p, sum(part.values()))
 
@@ -355,8 +320,8 @@ class Pipeline(Strategy):
         """
         step = Step(self, microbatches)
         schedule = forward_only(self.schedule, len(microbatches))
-        self._play(schedule, microbatches, step.methods)
-        return all_reduce(step.total, self.axis)
+        self._play(schedule, microbatches, {"F": step.forward})
+        return collectives.all_reduce(step.total, self.axis)
 
     # ------------------------------------------------------------------ the whole model
     @torch.no_grad()
@@ -366,19 +331,19 @@ class Pipeline(Strategy):
         A tied weight appears under all of its names.
         """
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
-        known = all_gather_object(facts, self.axis)
-        found: dict[str, Tensor | None] = {}
+        known = collectives.all_gather_object(facts, self.axis)
+        found: dict[str, Tensor | None] = dict.fromkeys(self.names)
         for weight in self.weights:
-            home, value = weight.ranks[0], None
-            name = next((name for name in weight.names if name in known[home]), None)
-            if name is not None:
-                shape, dtype = known[home][name]
+            home = weight.ranks[0]
+            given = [name for name in weight.names if name in known[home]]
+            if given:
+                shape, dtype = known[home][given[0]]
                 value = torch.empty(shape, dtype=dtype, device=self.device)
                 if self.axis.rank == home:
-                    value.copy_(tensors[name])
-                broadcast(value, self.axis, home, out=value)
-            found |= dict.fromkeys(weight.names, value)
-        return {name: found[name] for name in self.names}
+                    value.copy_(tensors[given[0]])
+                collectives.broadcast(value, self.axis, home, out=value)
+                found |= dict.fromkeys(weight.names, value)
+        return found
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}

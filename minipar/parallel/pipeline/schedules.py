@@ -15,8 +15,8 @@ Shapes: p ranks, M microbatches, v stages per rank, S = p v stages, r rank. Bubb
         counts microbatches held by a stage, from F to the end of B or W; one costs 1/v of a share.
         Rows from zb_h1 on hold for W <= F and W <= I; the last three for F = I = W, and even M for
         dualpipe. zb_h2 and zb_v count from a rank's own first action to its last, as their papers
-        do. DeepSeek's (p/2-1)(F&B + B - 3W) for DualPipe takes a pair
-        of F and B for one piece; here the result of F leaves at once, which idles less.
+        do. DeepSeek's (p/2-1)(F&B + B - 3W) for DualPipe takes a pair of F and B for one piece;
+        here the result of F leaves at once, which idles less.
 
     schedule           bubble               live on rank r                 source
     naive              M (p-1)(F+B)         1
@@ -38,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from minipar.comm.plans import cut
 from minipar.parallel.pipeline.actions import Action, Schedule
 
 Phase = tuple[int, str]
@@ -80,11 +81,9 @@ def compose(
     queues: Callable[[list[int]], Queues],
 ) -> Schedule:
     """Make a schedule from the `score` of each rank and the `queues` of its stages."""
-    rows = []
-    for rank in range(max(rank_of) + 1):
-        stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
-        rows.append(play(score(rank), queues(stages)))
-    return Schedule(name, num_microbatches, tuple(rank_of), tuple(rows))
+    bare = Schedule(name, num_microbatches, tuple(rank_of), actions=())
+    rows = (play(score(r), queues(bare.stages_on(r))) for r in range(max(rank_of) + 1))
+    return replace(bare, actions=tuple(rows))
 
 
 def _looped(
@@ -150,21 +149,13 @@ def zb_h2(p: int, m: int) -> Schedule:
     still waits for (p-1) F. The paper therefore lets ranks start the optimizer on their own.
     Wants m >= 2p - 1.
     """
-    return _looped(
-        "zb_h2",
-        p,
-        m,
-        lambda r: [(2 * (p - 1 - r), "F"), (2 * r, "F I"), (m, "F I W")],
-    )
+    return _looped("zb_h2", p, m, lambda r: [(2 * (p - 1 - r), "F"), (2 * r, "F I"), (m, "F I W")])
 
 
 # ---------------------------------------------------------------------- v stages per rank
 def _rounds(p: int, m: int) -> list[range]:
     """Cut microbatches into rounds of p, or a few more if p does not divide m; one if m < p."""
-    count = max(1, m // p)
-    size, longer = divmod(m, count)
-    starts = [i * size + min(i, longer) for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(*span) for span in cut((0, m), max(1, m // p))]
 
 
 def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
@@ -192,31 +183,30 @@ def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     rounds = _rounds(p, m)
     most = (v - 1) * len(rounds[0]) + p - 1
     return _looped(
-        "interleaved_zb",
-        p,
-        m,
-        lambda r: [(most - r, "F"), (r, "F I"), (m * v, "F I W")],
-        v,
-        rounds,
+        "interleaved_zb", p, m, lambda r: [(most - r, "F"), (r, "F I"), (m * v, "F I W")], v, rounds
     )
 
 
 # ---------------------------------------------------------------------- two stages per rank, as a V
-def _v_shape(name: str, p: int, m: int, score: Score) -> Schedule:
+def _v_shape(name: str, p: int, m: int, score: Score, copies: int = 1) -> Schedule:
     """Stages run down the ranks and up again: rank 0 has the first and the last one.
 
-    So the loss is where the input is, and a microbatch turns around without a message.
+    So the loss is where the input is, and a microbatch turns around without a message. With two
+    copies, one runs down and one up: even microbatches go through the first, odd ones the second.
     """
 
     def queues(stages: list[int]) -> Queues:
+        chunks = [(stage, range(c % copies, m, copies)) for c, stage in enumerate(stages)]
+        if copies == 2 and stages[0] >= p // 2:  # this rank is nearer to where odd ones enter
+            chunks.reverse()
         return {
-            f"{kind}{chunk}": [(stage, i) for i in range(m)]
-            for chunk, stage in enumerate(stages)
+            f"{kind}{chunk}": [(stage, i) for i in microbatches]
+            for chunk, (stage, microbatches) in enumerate(chunks)
             for kind in "FB"
         }
 
     layout = [*range(p), *reversed(range(p))]
-    return compose(name, layout, m, score, queues)
+    return replace(compose(name, layout, m, score, queues), copies=copies)
 
 
 def zb_v(p: int, m: int) -> Schedule:
@@ -263,18 +253,7 @@ def dualpipe(p: int, m: int) -> Schedule:
     def score(r: int) -> list[Phase]:
         return _dualpipe_score(p // 2, (m + 1) // 2, min(r, p - 1 - r))
 
-    def queues(stages: list[int]) -> Queues:
-        ways = [(stage, range(copy, m, 2)) for copy, stage in enumerate(stages)]
-        if stages[0] >= p // 2:  # an upper rank is nearer to where the odd ones enter
-            ways.reverse()
-        return {
-            f"{kind}{chunk}": [(stage, i) for i in microbatches]
-            for chunk, (stage, microbatches) in enumerate(ways)
-            for kind in "FB"
-        }
-
-    layout = [*range(p), *reversed(range(p))]
-    return replace(compose("dualpipe", layout, m, score, queues), copies=2)
+    return _v_shape("dualpipe", p, m, score, copies=2)
 
 
 def _dualpipe_score(p: int, m: int, r: int) -> list[Phase]:

@@ -9,13 +9,13 @@ Bubble: idle time of a step that starts and ends for all ranks together: (p-1)/M
         a rank that ends early can start the optimizer. B is always I + W.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
-from minipar.parallel.pipeline.actions import Action, Schedule, slots
+from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import advance, needs
 
 SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_gradient"}
@@ -68,19 +68,12 @@ def events(
     both end together.
     """
     schedule = schedule.without_messages()
-    rows = [deque(slots(row, paired)) for row in schedule.actions]
     there: dict[tuple[Action, int], float] = {}  # when a rank has the result of an action
-    clock = [0.0] * len(rows)
+    clock = [0.0] * schedule.num_ranks
     wire: dict[tuple[int, int], float] = defaultdict(float)  # busy until then, by rank and peer
-
-    def inputs(slot: tuple[Action, ...]) -> Iterator[Action]:
-        return (needed for action in slot for needed in needs(schedule, action))
-
-    def waits_for(slot: tuple[Action, ...], rank: int) -> Action | None:
-        return next((needed for needed in inputs(slot) if (needed, rank) not in there), None)
-
-    for slot, rank in advance(rows, waits_for):
-        start = max([clock[rank], *(there[needed, rank] for needed in inputs(slot))])
+    for slot, rank in advance(schedule, paired):
+        inputs = [needed for action in slot for needed in needs(schedule, action)]
+        start = max([clock[rank], *(there[needed, rank] for needed in inputs)])
         end = start + sum(costs.seconds(schedule, action) for action in slot)
         clock[rank] = end
         yield slot, rank, start, end

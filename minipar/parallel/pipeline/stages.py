@@ -24,11 +24,9 @@ def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
     together. Backward costs twice as much in every part, so the balance stays the same.
     """
     attention = 2 * config.num_heads * config.head_dim * seq_len
-    layers = [
-        float(2 * config.layer_parameters(layer, active=True) + attention)
-        for layer in range(config.num_layers)
-    ]
-    return [0.0, *layers, float(2 * config.vocab_size * config.hidden_size)]
+    weights = [config.layer_parameters(layer, active=True) for layer in range(config.num_layers)]
+    layers = [2.0 * num + attention for num in weights]
+    return [0.0, *layers, 2.0 * config.vocab_size * config.hidden_size]
 
 
 # ---------------------------------------------------------------------- the cut
@@ -40,10 +38,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """
     embedding, *layers, head = costs
     if not 1 <= num_parts <= len(layers):
-        raise ValueError(
-            f"{num_parts} stages do not fit {len(layers)} layers: each needs one; use at most "
-            f"{len(layers)} stages (ranks times stages per rank)"
-        )
+        raise ValueError(f"{num_parts} stages do not fit {len(layers)} layers: each needs one")
     layers[0] += embedding
     layers[-1] += head
     # best[i] is (costs of the parts, highest first; layers per part) for the first i layers.
