@@ -92,10 +92,8 @@ def reduce_scatter(
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
     `op` is "sum" or "avg". On a CPU, a second [D, ...] receives all slices; `wait` adds them up.
-    Raises `ValueError` when n does not divide that dim.
     """
-    check_divides("reduce_scatter", tensor, dim, axis)
-    pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
+    pieces = split(tensor, dim, axis.size).contiguous()  # [n, ..., D/n, ...]
     sent = wire_bytes("reduce_scatter", tensor.nbytes, axis.size)
     if axis.size > 1 and tensor.device.type != "cpu":
         result = pieces.new_empty(pieces.shape[1:])
@@ -157,12 +155,9 @@ def all_to_all(
     A transpose between ranks: [D, F] split on dim 1 and joined on dim 0 becomes [n D, F/n].
     With both counts, along dim 0, slices may be uneven: ``send_counts[r]`` rows go to rank r, and
     ``recv_counts[r]`` come from rank r.
-
-    Raises `ValueError` when n does not divide the split dim.
     """
     if send_counts is None and recv_counts is None:
-        check_divides("all_to_all", tensor, split_dim, axis)
-        pieces, rows = _split(tensor, split_dim, axis.size), ()
+        pieces, rows = split(tensor, split_dim, axis.size).contiguous(), ()
         arrived, finish = torch.empty_like(pieces), partial(_join, dim=concat_dim)
         sent = wire_bytes("all_to_all", tensor.nbytes, axis.size)
     else:
@@ -191,8 +186,7 @@ def scatter(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
 
     Every rank passes a tensor of the whole shape; only the one of `src` is read.
     """
-    check_divides("scatter", tensor, 0, axis)
-    pieces = _split(tensor, 0, axis.size)
+    pieces = split(tensor, 0, axis.size).contiguous()
     result = pieces[0].clone()
     source = list(pieces) if axis.rank == src else None
     call = partial(dist.scatter, result, source, None, axis.group, group_src=src)
@@ -302,17 +296,6 @@ def _check_peer(verb: str, peer: int, axis: Axis) -> None:
         raise ValueError(f"{verb}: peer={peer} is not another rank of {axis.name}={axis.size}")
 
 
-def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
-    """Raise `ValueError` unless the axis divides `dim`."""
-    length = tensor.shape[dim]
-    if length % axis.size:
-        below = length - length % axis.size
-        raise ValueError(
-            f"{verb}: {axis.name}={axis.size} does not divide dim {dim} of shape "
-            f"{tuple(tensor.shape)}; pad it to {below + axis.size} or cut it to {below}"
-        )
-
-
 def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
     if out is not None and (out.shape != torch.Size(shape) or out.dtype != like.dtype):
         fits = f"shape {tuple(shape)} and {like.dtype}"
@@ -335,13 +318,13 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None or out is result else out.copy_(result)
 
 
-def _split(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Cut [..., D, ...] -> [n, ..., D/n, ...]: one slice after the other in memory."""
-    return tensor.detach().unflatten(dim, (size, -1)).movedim(dim % tensor.ndim, 0).contiguous()
+def split(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """View [..., D, ...] as [n, ..., D/n, ...]. Torch raises an error if n does not divide D."""
+    return tensor.detach().unflatten(dim, (size, -1)).movedim(dim % tensor.ndim, 0)
 
 
 def _join(pieces: Tensor, dim: int) -> Tensor:
-    """Undo `_split`: [n, ..., D, ...] -> [..., n D, ...]."""
+    """Undo `split`: [n, ..., D, ...] -> [..., n D, ...]."""
     dim = range(pieces.ndim - 1)[dim]
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
