@@ -200,10 +200,10 @@ class Timeline:
         All ranks read their clocks right after a first gather. These times count as equal.
         """
         all_gather_object(None, axis)
-        every = all_gather_object((machine(), time.monotonic(), self.spans), axis)
-        clocks = {where: now for where, now, _ in reversed(every)}  # by machine: its first rank's
+        every = all_gather_object((platform.node(), time.monotonic(), self.spans), axis)
+        clocks = {host: now for host, now, _ in reversed(every)}  # by host: its first rank's
         here = clocks[every[0][0]]
-        shifted = (moved(spans, here - clocks[where]) for where, _, spans in every)
+        shifted = (moved(spans, here - clocks[host]) for host, _, spans in every)
         return Timeline((span for spans in shifted for span in spans), self.label)
 
     def save(self, path: str | Path) -> Path:
@@ -278,10 +278,3 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         if profiler is not None:
             spans = gpu.with_kernels(profiler, spans, recorder.rank)
         timeline.spans = Timeline(spans).spans
-
-
-# ---------------------------------------------------------------------- clocks
-def machine() -> str:
-    """Return a name of this machine, whose processes share one clock; on Linux, the boot id."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text(encoding="utf-8") if boot.exists() else platform.node()
