@@ -160,10 +160,10 @@ class Mesh:
         """Return torch's own mesh of the same ranks, names and groups; all ranks call it."""
         from torch.distributed.device_mesh import DeviceMesh  # takes long to import
 
-        several = [self[name].group for name in self.sizes]
-        if None in several:  # torch wants a group for axes of one rank as well
-            each = [make_group("one rank", [rank]) for rank in range(self.size)]
-            several = [group or each[self.rank] for group in several]
+        def alone() -> dist.ProcessGroup:  # torch wants a group for axes of one rank as well
+            return _group("one rank", [(rank,) for rank in range(self.size)], (self.rank,))
+
+        several = [self[name].group or alone() for name in self.sizes]
         kind = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) else "cpu"
         grid = torch.arange(self.size).view(*self.sizes.values())
         return DeviceMesh.from_group(several, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))

@@ -24,7 +24,7 @@ practice, and experience", sections 3 (duality) and 4 (composition).
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 Span = tuple[int, int]
@@ -84,10 +84,7 @@ def _round(sends: Sequence[tuple[int, Span]], recvs: Sequence[tuple[int, Span]])
 def dual(plan: Plan) -> Plan:
     """Reverse `plan`, and let receivers add: all-gather <-> reduce-scatter."""
     return [
-        Round(
-            tuple(Message(m.peer, m.lo, m.hi) for m in step.recvs),
-            tuple(Message(m.peer, m.lo, m.hi, add=True) for m in step.sends),
-        )
+        Round(step.recvs, tuple(replace(message, add=True) for message in step.sends))
         for step in reversed(plan)
     ]
 
