@@ -13,11 +13,10 @@ along the axis, not global ranks.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,6 @@ Op = Literal["sum", "avg", "max", "min"]
 
 def _op(name: Op, tensor: Tensor) -> dist.ReduceOp:
     """Return torch's constant for a reduction. Raise `ValueError` if it cannot reduce `tensor`."""
-    if name not in get_args(Op):
-        raise ValueError(f"op={name!r} is not a reduction; use one of {', '.join(get_args(Op))}")
     if name == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):  # NCCL rounds
         raise ValueError(f"op='avg' does not fit {tensor.dtype}; use 'sum'")
     return getattr(dist.ReduceOp, name.upper())
@@ -103,17 +100,14 @@ def reduce_scatter(
 
     # Gloo's own reduce-scatter reduces the whole tensor on every rank, and sends twice the bytes.
     # So here rank r receives the r-th slice of every rank, and adds up these n slices.
-    def hand_over(is_async: bool) -> Any:
-        with standing_for(f"reduce_scatter({op})"):
-            return gloo.all_to_all(arrived, pieces, axis, is_async)
-
     def add_up(arrived: Tensor) -> Tensor:
         with clock.paused():  # a GPU adds up during the sends; summands in rank order
             return combine(arrived, 0, dtype=arrived.dtype)  # int8 stays int8, not int64
 
     combine = {"sum": torch.sum, "avg": torch.mean}[op]
     arrived = pieces if axis.size == 1 else torch.empty_like(pieces)
-    return launch("reduce_scatter", axis, sent, hand_over, arrived, async_op, add_up)
+    call = partial(standing_for, f"reduce_scatter({op})", gloo.all_to_all, arrived, pieces, axis)
+    return launch("reduce_scatter", axis, sent, call, arrived, async_op, add_up)
 
 
 # ---------------------------------------------------------------------- moving data
@@ -334,14 +328,11 @@ stands_for: ContextVar[str] = ContextVar("stands_for", default="")
 """The call that this thread carries out by another collective; see `standing_for`."""
 
 
-@contextmanager
-def standing_for(call: str) -> Iterator[None]:
-    """Declare that the body's collective stands for `call`, such as "reduce_scatter(sum)".
+def standing_for(call: str, function: Callable, *args: Any) -> Any:
+    """Return ``function(*args)``, whose collective an emulated link reports under the name `call`.
 
-    An emulated link reports the body's collective under the name `call`.
+    Such a name is "reduce_scatter(sum)".
     """
-    token = stands_for.set(call)
-    try:
-        yield
-    finally:
-        stands_for.reset(token)
+    context = copy_context()
+    context.run(stands_for.set, call)
+    return context.run(function, *args)

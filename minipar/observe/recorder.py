@@ -97,9 +97,8 @@ class Recorder(Tap):
             if patience and span.end < math.inf:
                 with suppress(Exception):  # the caller's own wait raises this error
                     work.wait()  # gloo sets the future shortly before the work ends
-        for span in self.spans:
-            if span.end == math.inf:
-                span.end = max(span.start, clock.now())
+        for span in (span for span in self.spans if span.end == math.inf):
+            span.end = max(span.start, clock.now())
 
     # ------------------------------------------------------------------ compute spans
     @contextmanager
