@@ -92,10 +92,7 @@ def dual(plan: Plan) -> Plan:
 def together(*plans: Plan) -> Plan:
     """Merge plans that run at the same time, round by round, and write to different elements."""
     return [
-        Round(
-            tuple(message for step in steps for message in step.sends),
-            tuple(message for step in steps for message in step.recvs),
-        )
+        Round(sum((step.sends for step in steps), ()), sum((step.recvs for step in steps), ()))
         for steps in zip_longest(*plans, fillvalue=Round())
     ]
 

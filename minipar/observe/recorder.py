@@ -84,19 +84,15 @@ class Recorder(Tap):
             _end(*self.unwaited.pop(call.number))
         self.close(call.notes.pop(self, None))
 
-    def finish(self, patience: float) -> None:
+    def finish(self, is_profiled: bool) -> None:
         """End the spans that are in flight, so that the ledger has all bytes.
 
-        First wait for their works, `patience` seconds in all: if torch's profiler stops while a
-        work of gloo is in flight, the process dies by a SIGSEGV.
+        First wait for their works if torch's profiler runs: if it stops while a work of gloo is in
+        flight, the process dies by a SIGSEGV.
         """
-        deadline = time.monotonic() + patience
-        for span, work in [*self.unwaited.values()]:
-            while span.end == math.inf and time.monotonic() < deadline:
-                time.sleep(0.001)
-            if patience and span.end < math.inf:
-                with suppress(Exception):  # the caller's own wait raises this error
-                    work.wait()  # gloo sets the future shortly before the work ends
+        for _, work in [*self.unwaited.values()] if is_profiled else []:
+            with suppress(Exception):  # the caller's own wait raises this error
+                work.wait()
         for span in (span for span in self.spans if span.end == math.inf):
             span.end = max(span.start, clock.now())
 

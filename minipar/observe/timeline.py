@@ -225,12 +225,9 @@ class Timeline:
 
 
 # ---------------------------------------------------------------------- recording
-_active: Recorder | None = None
-
-
 def active() -> Recorder | None:
     """Return the recorder of this process, or None when nothing is recorded."""
-    return _active
+    return next((tap for tap in calls.taps if isinstance(tap, Recorder)), None)
 
 
 def span(kind: str, name: str) -> AbstractContextManager:
@@ -239,7 +236,8 @@ def span(kind: str, name: str) -> AbstractContextManager:
     `record(model)` already records the backward of the blocks. The backward of the loss is in no
     block: ``with span("backward", "backward"): loss.backward()`` records both.
     """
-    return nullcontext() if _active is None else _active.span(kind, name)
+    recorder = active()
+    return nullcontext() if recorder is None else recorder.span(kind, name)
 
 
 @contextmanager
@@ -252,8 +250,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     torch's profiler runs as well, and `record` waits for this collective.
     Raises RuntimeError when this process is recording already.
     """
-    global _active
-    if _active is not None:
+    if active() is not None:
         raise RuntimeError("this process is recording already; end that `with record()` first")
     recorder, timeline = Recorder(), Timeline(label=label)
     profiler, device = gpu.start_profiler(), clock.device
@@ -261,17 +258,13 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         with clock.recording(), ExitStack() as stack:
             for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
                 stack.callback(undo)
-            _active = recorder
             calls.taps.append(recorder)
-            # An emulated clock moves only for compute and waits. This span is all other compute.
-            rest = recorder.open("compute", "step") if device is not None else None
-            try:
-                yield timeline
-            finally:
-                recorder.close(rest)
-                recorder.finish(0.0 if profiler is None else 10.0)
-                calls.taps.remove(recorder)
-                _active = None
+            stack.callback(calls.taps.remove, recorder)
+            stack.callback(recorder.finish, profiler is not None)
+            if device is not None:
+                # An emulated clock moves only for compute and waits. All other compute is this.
+                stack.enter_context(recorder.span("compute", "step"))
+            yield timeline
     finally:
         slowdown, spans = getattr(device, "slowdown", 1.0), recorder.spans
         spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
