@@ -46,7 +46,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
@@ -72,12 +71,7 @@ def _transition(x: Tensor, forward: Callable, backward: Callable) -> Tensor:
 def outside_of_graphs(function: Callable, *args: Any) -> Any:
     """Return ``function(*args)``; end torch.compile's graph, as it cannot trace collectives."""
     if torch.compiler.is_compiling():
-        return _uncompiled(function, *args)
-    return function(*args)
-
-
-@_disable_dynamo  # torch.compiler.disable, which imports the compiler only where it is called
-def _uncompiled(function: Callable, *args: Any) -> Any:
+        function = torch.compiler.disable(function)
     return function(*args)
 
 

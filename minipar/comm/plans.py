@@ -22,7 +22,7 @@ Source: Chan, Heimlich, Purkayastha & van de Geijn 2007, "Collective communicati
 practice, and experience", sections 3 (duality) and 4 (composition).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -245,8 +245,8 @@ def seconds(
 
 def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
     """Return the elements that pass the port of `rank` one after the other, given `sharing`."""
-    by_peer: dict[int, int] = defaultdict(int)
+    by_peer = Counter[int]()
     for message in messages:
-        if message.peer != rank:
-            by_peer[message.peer] += message.hi - message.lo
-    return max(max(by_peer.values(), default=0), sharing * sum(by_peer.values()))
+        by_peer[message.peer] += message.hi - message.lo
+    del by_peer[rank]  # a message to oneself passes no port
+    return max(0, *by_peer.values(), sharing * by_peer.total())

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,7 @@ from minipar.comm import calls, clock
 from minipar.comm.collectives import all_gather_object
 from minipar.observe import gpu
 from minipar.observe.recorder import Recorder, hook_model, hook_optimizers
-from minipar.observe.spans import (
-    NOT_COMPUTE,
-    Interval,
-    Span,
-    covered,
-    intersect,
-    measure,
-    moved,
-)
+from minipar.observe.spans import NOT_COMPUTE, Interval, Span, covered, intersect, measure, moved
 from minipar.text import aligned
 
 
@@ -54,6 +46,7 @@ class Overlap:
     count: int
 
 
+@dataclass(eq=False, repr=False)
 class Timeline:
     """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
@@ -61,15 +54,14 @@ class Timeline:
     has the start and the end of steps by rank and name, as a profiler was told.
     """
 
-    def __init__(
-        self,
-        spans: Iterable[Span] = (),
-        label: str = "",
-        notes: Iterable[str] = (),
-        annotated: Mapping[int, Mapping[str, Interval]] | None = None,
-    ) -> None:
-        self.spans = sorted(spans, key=lambda span: (span.start, span.rank, span.end))
-        self.label, self.notes, self.annotated = label, tuple(notes), annotated or {}
+    spans: Iterable[Span] = ()
+    label: str = ""
+    notes: Iterable[str] = ()
+    annotated: Mapping[int, Mapping[str, Interval]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spans = sorted(self.spans, key=lambda span: (span.start, span.rank, span.end))
+        self.notes = tuple(self.notes)
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.spans)
@@ -188,11 +180,10 @@ class Timeline:
         title = f"{1e3 * self.duration:.1f} ms, {len(self.ranks)} ranks, {len(self.spans)} spans"
         if self.label:
             title += f" ({self.label})"
-        notes = "".join(f"\nnote: {note}" for note in self.notes)
-        if not any(span.kind == "comm" for span in self.spans):
-            return f"{title}, no communication{notes}"
-        hidden = f"{self.hidden_fraction:.0%} of communication hidden"
-        return f"{title}, {hidden}\n{self.table()}{notes}"
+        hidden = "no communication"
+        if any(span.kind == "comm" for span in self.spans):
+            hidden = f"{self.hidden_fraction:.0%} of communication hidden\n{self.table()}"
+        return "\n".join([f"{title}, {hidden}", *(f"note: {note}" for note in self.notes)])
 
     def gather(self, axis: Any) -> "Timeline":
         """Return the spans of all ranks along `axis` (an `Axis`), on every rank. A collective.
