@@ -68,8 +68,7 @@ class Recorder(Tap):
         try:
             ended = getattr(call.work, "ended", None) or call.work.get_future()
         except (AttributeError, RuntimeError):
-            call.work = Watched(call.work)
-            ended = call.work.ended
+            call.work = ended = Watched(call.work)
         work = call.work  # do not keep the call: its result would live as long as torch's work
         ended.add_done_callback(lambda _: _end(span, work))
         self.unwaited[call.number] = span, work
@@ -110,18 +109,14 @@ class Recorder(Tap):
         """Open a span, which interrupts the running span; return the argument for `close`."""
         if threading.get_ident() != self._thread and not in_backward():
             return None
-        now = clock.now()
-        if self.stack:
-            self._piece(self.stack[-1], now)
-        self.stack.append(Frame(kind, name, now))
+        self.stack.append(Frame(kind, name, self._pause()))
         return self.stack[-1]
 
     def close(self, frame: Frame | None) -> None:
         """End `frame` and all open spans inside of `frame`; the span around `frame` goes on."""
         if frame not in self.stack:
             return
-        now = clock.now()
-        self._piece(self.stack[-1], now)
+        now = self._pause()
         del self.stack[self.stack.index(frame) :]
         if self.stack:
             self.stack[-1].start = now
@@ -134,9 +129,12 @@ class Recorder(Tap):
         """Record this thread from here on; `stack` holds the spans that it has open."""
         self.stack, self._thread = stack, threading.get_ident()
 
-    def _piece(self, frame: Frame, now: float) -> None:
-        if frame.kind is not None and now > frame.start:
+    def _pause(self) -> float:
+        """End the piece of the span that runs; return the time."""
+        frame, now = self.running(), clock.now()
+        if frame is not None and frame.kind is not None and now > frame.start:
             self.spans.append(Span(frame.kind, frame.name, self.rank, frame.start, now))
+        return now
 
 
 def _end(span: Span, work: Any) -> None:
@@ -147,22 +145,20 @@ def _end(span: Span, work: Any) -> None:
             span.start, span.end = start, float(end)
 
 
-class Watched:
+class Watched(Future):
     """A message of gloo, which tells of its end only to a thread that waits."""
 
+    wait = Future.result  # raises the message's error, each time
+
     def __init__(self, work: Any) -> None:
-        self.ended = Future()
+        super().__init__()
         threading.Thread(target=self._watch, args=(work,), daemon=True).start()
 
     def _watch(self, work: Any) -> None:
         try:
-            self.ended.set_result(work.wait())
+            self.set_result(work.wait())
         except BaseException as error:
-            self.ended.set_exception(error)
-
-    def wait(self) -> None:
-        """Wait for the message; raise its error, each time."""
-        self.ended.result()
+            self.set_exception(error)
 
 
 # ---------------------------------------------------------------------- hooks
