@@ -224,7 +224,6 @@ def send(
     tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False, name: str = "send"
 ) -> Tensor | Pending:
     """Send `tensor` to rank `peer` of the axis, which must call `recv`. The ledger says `name`."""
-    _check_peer("send", peer, axis)
     tensor = gloo.staged(tensor.detach().contiguous(), axis)
     call = lambda _: dist.isend(tensor, group=axis.group, group_dst=peer)  # noqa: E731
     return launch(name, axis, tensor.nbytes, call, tensor, async_op, peers=[peer])
@@ -232,7 +231,6 @@ def send(
 
 def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
     """Fill `buffer` (contiguous, of the sender's shape and dtype) with the tensor of `peer`."""
-    _check_peer("recv", peer, axis)
     staged = gloo.staged(buffer, axis)
 
     def call(_: bool) -> Any:
@@ -253,8 +251,6 @@ def exchange(
     All messages are in flight together, so no order of calls can deadlock. Rings use this verb.
     """
     sends = [(tensor.detach().contiguous(), peer) for tensor, peer in sends]
-    for _, peer in (*recvs, *sends):
-        _check_peer("exchange", peer, axis)
     buffers = [buffer for buffer, _ in recvs]
     if axis.size == 1:  # a ring of one
         for (tensor, _), buffer in zip(sends, buffers, strict=True):
@@ -283,27 +279,20 @@ def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] =
             recv(number, axis, low)
 
 
-# ---------------------------------------------------------------------- checks
-def _check_peer(verb: str, peer: int, axis: Axis) -> None:
-    """Raise `ValueError` unless `peer` is a rank of `axis`: torch would end the process."""
-    if not 0 <= peer < axis.size or (peer == axis.rank and axis.size > 1):
-        raise ValueError(f"{verb}: peer={peer} is not another rank of {axis.name}={axis.size}")
-
-
+# ---------------------------------------------------------------------- slices in memory
 def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
     if out is not None and (out.shape != torch.Size(shape) or out.dtype != like.dtype):
         fits = f"shape {tuple(shape)} and {like.dtype}"
         raise ValueError(f"{verb}: out= must be of {fits}, not {tuple(out.shape)} and {out.dtype}")
 
 
-# ---------------------------------------------------------------------- slices in memory
 @torch.no_grad()
 def _copy(verb: str, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a contiguous tensor with the values of `tensor`: `out` if it can be."""
+    """Return a contiguous tensor with the values of `tensor`: in place, `tensor` if it can be."""
     _check_out(verb, out, tensor, tensor.shape)
-    if out is None or not out.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return out if out is tensor else out.copy_(tensor)
+    if out is tensor and out.is_contiguous():
+        return out
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
@@ -329,10 +318,7 @@ stands_for: ContextVar[str] = ContextVar("stands_for", default="")
 
 
 def standing_for(call: str, function: Callable, *args: Any) -> Any:
-    """Return ``function(*args)``, whose collective an emulated link reports under the name `call`.
-
-    Such a name is "reduce_scatter(sum)".
-    """
+    """Return ``function(*args)``; an emulated link reports its collective as `call`."""
     context = copy_context()
     context.run(stands_for.set, call)
     return context.run(function, *args)
