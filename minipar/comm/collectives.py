@@ -288,7 +288,7 @@ def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]
 
 @torch.no_grad()
 def _copy(verb: str, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a contiguous tensor with the values of `tensor`: in place, `tensor` if it can be."""
+    """Return `tensor` if that is `out` and contiguous, else a contiguous copy of it."""
     _check_out(verb, out, tensor, tensor.shape)
     if out is tensor and out.is_contiguous():
         return out

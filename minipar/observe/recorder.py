@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -221,8 +221,7 @@ def _hook_module(recorder: Recorder, name: str, module: nn.Module, is_block: boo
         if frames:
             recorder.close(frames.pop())
         if is_block and torch.is_grad_enabled():
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            for node in {tensor.grad_fn for tensor in tensors} - {None}:
+            for node in {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)} - {None}:
                 node.register_prehook(enters_backward)
 
     def enters_backward(_: Any) -> None:

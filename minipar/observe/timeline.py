@@ -107,10 +107,8 @@ class Timeline:
             for name, times in steps.items():
                 begin, end = told.get(name, times)
                 times[0], before = min(times[0], max(begin, before)), times[1]
-            for times, after in pairwise(steps.values()):
+            for times, after in pairwise([*steps.values(), [end]]):
                 times[1] = max(times[1], after[0])
-            times = [*steps.values()][-1]
-            times[1] = max(times[1], end)
         return {r: [(name, *times) for name, times in found[r].items()] for r in sorted(found)}
 
     def shifted(self) -> "Timeline":
