@@ -288,11 +288,11 @@ def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]
 
 @torch.no_grad()
 def _copy(verb: str, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `tensor` if that is `out` and contiguous, else a contiguous copy of it."""
+    """Return a contiguous tensor with the values of `tensor`: `out` if it can be."""
     _check_out(verb, out, tensor, tensor.shape)
-    if out is tensor and out.is_contiguous():
-        return out
-    return tensor.clone(memory_format=torch.contiguous_format)
+    if out is None or not out.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return out if out is tensor else out.copy_(tensor)
 
 
 @torch.no_grad()
