@@ -40,13 +40,10 @@ from minipar.comm.plans import Plan, cut
 def all_reduce(tensor: Tensor, axis: Axis, algorithm: str = "ring") -> Tensor:
     """Add up over all ranks; each gets the sum: [D, ...] -> [D, ...], any shape.
 
-    `algorithm` is a key of `plans.ALL_REDUCE`. Raises `ValueError` for an unknown one, and for
-    halving and doubling among ranks that are no power of two.
+    `algorithm` is a key of `plans.ALL_REDUCE`. Raises `ValueError` for halving and doubling among
+    ranks that are no power of two.
     """
-    if algorithm not in plans.ALL_REDUCE:
-        known = ", ".join(plans.ALL_REDUCE)
-        raise ValueError(f"algorithm {algorithm!r} is unknown; use one of {known}")
-    make, data = plans.ALL_REDUCE[algorithm], _flat(tensor)
+    make, data = plans.ALL_REDUCE[algorithm], tensor.detach().flatten().clone()
     execute(make(data.numel(), axis.rank, axis.size), data, axis)
     return data.view(tensor.shape)
 
@@ -57,7 +54,7 @@ def hierarchical_all_reduce(tensor: Tensor, inner: Axis, across: Axis) -> Tensor
     With m ranks inside and k nodes, each rank sends 2 S (m-1)/m inside, where links are fast, and
     only 2 S/m (k-1)/k across. All three steps are rings.
     """
-    data = _flat(tensor)
+    data = tensor.detach().flatten().clone()
     parts = cut((0, data.numel()), inner.size)
     gather = plans.ring_gather(parts, inner.rank, inner.size)
     execute(plans.dual(gather), data, inner)
@@ -67,11 +64,6 @@ def hierarchical_all_reduce(tensor: Tensor, inner: Axis, across: Axis) -> Tensor
     return data.view(tensor.shape)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` in one row."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-
-
 # ---------------------------------------------------------------------- running a plan
 @torch.no_grad()
 def execute(plan: Plan, data: Tensor, axis: Axis) -> None:
@@ -79,12 +71,11 @@ def execute(plan: Plan, data: Tensor, axis: Axis) -> None:
     for step in plan:
         sends = [(data[m.lo : m.hi], m.peer) for m in step.sends if m.peer != axis.rank]
         # Receive into clones: a send may still read the target. A message to self is its clone.
-        landings = [data[m.lo : m.hi].clone() for m in step.recvs]
-        arriving = zip(landings, step.recvs, strict=True)
+        arriving = [(data[m.lo : m.hi].clone(), m) for m in step.recvs]
         recvs = [(landing, m.peer) for landing, m in arriving if m.peer != axis.rank]
         if sends or recvs:
             exchange(sends, recvs, axis)
-        for landing, message in zip(landings, step.recvs, strict=True):
+        for landing, message in arriving:
             target = data[message.lo : message.hi]
             if message.add:
                 target += landing

@@ -46,7 +46,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
@@ -72,12 +71,7 @@ def _transition(x: Tensor, forward: Callable, backward: Callable) -> Tensor:
 def outside_of_graphs(function: Callable, *args: Any) -> Any:
     """Return ``function(*args)``; end torch.compile's graph, as it cannot trace collectives."""
     if torch.compiler.is_compiling():
-        return _uncompiled(function, *args)
-    return function(*args)
-
-
-@_disable_dynamo  # torch.compiler.disable, which imports the compiler only where it is called
-def _uncompiled(function: Callable, *args: Any) -> Any:
+        function = torch.compiler.disable(function)
     return function(*args)
 
 
@@ -110,8 +104,6 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     Forward   [1 2] [3 4]  ->  [4] [6]
     Backward  V -> R: all summands have the gradient of the sum
               [a] [b]      ->  [a b] [a b]
-
-    Raises `ValueError` when n does not divide that dim.
     """
     return _transition(
         x,
@@ -139,16 +131,13 @@ def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     Forward   [1 2] [1 2]  ->  [1] [2]          nothing to send
     Backward  V -> I: each rank knows the gradient of its piece
               [a] [b]      ->  [a b] [a b]
-
-    Raises `ValueError` when n does not divide that dim.
     """
-    collectives.check_divides("cut", x, dim, axis)
-    return _transition(
-        x,
-        # a copy: a view would keep the whole tensor alive
-        lambda x: x.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format),
-        lambda g: all_gather(g, axis, dim, to="I"),
-    )
+
+    def keep(x: Tensor) -> Tensor:
+        piece = collectives.split(x, dim, axis.size)[axis.rank]
+        return piece.clone(memory_format=torch.contiguous_format)  # a view keeps all of x alive
+
+    return _transition(x, keep, lambda g: all_gather(g, axis, dim, to="I"))
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
@@ -157,8 +146,6 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -
     Forward   [1 2] [3 4]  ->  [1 3] [2 4]      [D, F] becomes [n D, F/n]: shapes change too
     Backward  V -> V: each slice goes back to its sender
               [a b] [c d]  ->  [a c] [b d]
-
-    Raises `ValueError` when n does not divide the split dim.
     """
     return _transition(
         x,

@@ -89,7 +89,11 @@ def launch(
     `travelling` is a tensor with the dtype that is sent; by default, the result.
 
     While there are taps, every call is asynchronous, so that taps see call and wait separately.
+    Raises `ValueError` unless `peers` are other ranks of the axis: torch would end the process.
     """
+    for peer in peers or ():
+        if not 0 <= peer < axis.size or (peer == axis.rank and axis.size > 1):
+            raise ValueError(f"{verb}: peer={peer} is not another rank of {axis.name}={axis.size}")
     if axis.size == 1:
         pending = Pending(None, result, finish)
     else:

@@ -13,11 +13,10 @@ along the axis, not global ranks.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,6 @@ Op = Literal["sum", "avg", "max", "min"]
 
 def _op(name: Op, tensor: Tensor) -> dist.ReduceOp:
     """Return torch's constant for a reduction. Raise `ValueError` if it cannot reduce `tensor`."""
-    if name not in get_args(Op):
-        raise ValueError(f"op={name!r} is not a reduction; use one of {', '.join(get_args(Op))}")
     if name == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):  # NCCL rounds
         raise ValueError(f"op='avg' does not fit {tensor.dtype}; use 'sum'")
     return getattr(dist.ReduceOp, name.upper())
@@ -92,10 +89,8 @@ def reduce_scatter(
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
     `op` is "sum" or "avg". On a CPU, a second [D, ...] receives all slices; `wait` adds them up.
-    Raises `ValueError` when n does not divide that dim.
     """
-    check_divides("reduce_scatter", tensor, dim, axis)
-    pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
+    pieces = split(tensor, dim, axis.size).contiguous()  # [n, ..., D/n, ...]
     sent = wire_bytes("reduce_scatter", tensor.nbytes, axis.size)
     if axis.size > 1 and tensor.device.type != "cpu":
         result = pieces.new_empty(pieces.shape[1:])
@@ -105,17 +100,14 @@ def reduce_scatter(
 
     # Gloo's own reduce-scatter reduces the whole tensor on every rank, and sends twice the bytes.
     # So here rank r receives the r-th slice of every rank, and adds up these n slices.
-    def hand_over(is_async: bool) -> Any:
-        with standing_for(f"reduce_scatter({op})"):
-            return gloo.all_to_all(arrived, pieces, axis, is_async)
-
     def add_up(arrived: Tensor) -> Tensor:
         with clock.paused():  # a GPU adds up during the sends; summands in rank order
             return combine(arrived, 0, dtype=arrived.dtype)  # int8 stays int8, not int64
 
     combine = {"sum": torch.sum, "avg": torch.mean}[op]
     arrived = pieces if axis.size == 1 else torch.empty_like(pieces)
-    return launch("reduce_scatter", axis, sent, hand_over, arrived, async_op, add_up)
+    call = partial(standing_for, f"reduce_scatter({op})", gloo.all_to_all, arrived, pieces, axis)
+    return launch("reduce_scatter", axis, sent, call, arrived, async_op, add_up)
 
 
 # ---------------------------------------------------------------------- moving data
@@ -157,12 +149,9 @@ def all_to_all(
     A transpose between ranks: [D, F] split on dim 1 and joined on dim 0 becomes [n D, F/n].
     With both counts, along dim 0, slices may be uneven: ``send_counts[r]`` rows go to rank r, and
     ``recv_counts[r]`` come from rank r.
-
-    Raises `ValueError` when n does not divide the split dim.
     """
     if send_counts is None and recv_counts is None:
-        check_divides("all_to_all", tensor, split_dim, axis)
-        pieces, rows = _split(tensor, split_dim, axis.size), ()
+        pieces, rows = split(tensor, split_dim, axis.size).contiguous(), ()
         arrived, finish = torch.empty_like(pieces), partial(_join, dim=concat_dim)
         sent = wire_bytes("all_to_all", tensor.nbytes, axis.size)
     else:
@@ -191,8 +180,7 @@ def scatter(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
 
     Every rank passes a tensor of the whole shape; only the one of `src` is read.
     """
-    check_divides("scatter", tensor, 0, axis)
-    pieces = _split(tensor, 0, axis.size)
+    pieces = split(tensor, 0, axis.size).contiguous()
     result = pieces[0].clone()
     source = list(pieces) if axis.rank == src else None
     call = partial(dist.scatter, result, source, None, axis.group, group_src=src)
@@ -236,7 +224,6 @@ def send(
     tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False, name: str = "send"
 ) -> Tensor | Pending:
     """Send `tensor` to rank `peer` of the axis, which must call `recv`. The ledger says `name`."""
-    _check_peer("send", peer, axis)
     tensor = gloo.staged(tensor.detach().contiguous(), axis)
     call = lambda _: dist.isend(tensor, group=axis.group, group_dst=peer)  # noqa: E731
     return launch(name, axis, tensor.nbytes, call, tensor, async_op, peers=[peer])
@@ -244,7 +231,6 @@ def send(
 
 def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
     """Fill `buffer` (contiguous, of the sender's shape and dtype) with the tensor of `peer`."""
-    _check_peer("recv", peer, axis)
     staged = gloo.staged(buffer, axis)
 
     def call(_: bool) -> Any:
@@ -265,8 +251,6 @@ def exchange(
     All messages are in flight together, so no order of calls can deadlock. Rings use this verb.
     """
     sends = [(tensor.detach().contiguous(), peer) for tensor, peer in sends]
-    for _, peer in (*recvs, *sends):
-        _check_peer("exchange", peer, axis)
     buffers = [buffer for buffer, _ in recvs]
     if axis.size == 1:  # a ring of one
         for (tensor, _), buffer in zip(sends, buffers, strict=True):
@@ -295,31 +279,13 @@ def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] =
             recv(number, axis, low)
 
 
-# ---------------------------------------------------------------------- checks
-def _check_peer(verb: str, peer: int, axis: Axis) -> None:
-    """Raise `ValueError` unless `peer` is a rank of `axis`: torch would end the process."""
-    if not 0 <= peer < axis.size or (peer == axis.rank and axis.size > 1):
-        raise ValueError(f"{verb}: peer={peer} is not another rank of {axis.name}={axis.size}")
-
-
-def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
-    """Raise `ValueError` unless the axis divides `dim`."""
-    length = tensor.shape[dim]
-    if length % axis.size:
-        below = length - length % axis.size
-        raise ValueError(
-            f"{verb}: {axis.name}={axis.size} does not divide dim {dim} of shape "
-            f"{tuple(tensor.shape)}; pad it to {below + axis.size} or cut it to {below}"
-        )
-
-
+# ---------------------------------------------------------------------- slices in memory
 def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
     if out is not None and (out.shape != torch.Size(shape) or out.dtype != like.dtype):
         fits = f"shape {tuple(shape)} and {like.dtype}"
         raise ValueError(f"{verb}: out= must be of {fits}, not {tuple(out.shape)} and {out.dtype}")
 
 
-# ---------------------------------------------------------------------- slices in memory
 @torch.no_grad()
 def _copy(verb: str, tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a contiguous tensor with the values of `tensor`: `out` if it can be."""
@@ -335,13 +301,13 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None or out is result else out.copy_(result)
 
 
-def _split(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Cut [..., D, ...] -> [n, ..., D/n, ...]: one slice after the other in memory."""
-    return tensor.detach().unflatten(dim, (size, -1)).movedim(dim % tensor.ndim, 0).contiguous()
+def split(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """View [..., D, ...] as [n, ..., D/n, ...]. Torch raises an error if n does not divide D."""
+    return tensor.detach().unflatten(dim, (size, -1)).movedim(dim % tensor.ndim, 0)
 
 
 def _join(pieces: Tensor, dim: int) -> Tensor:
-    """Undo `_split`: [n, ..., D, ...] -> [..., n D, ...]."""
+    """Undo `split`: [n, ..., D, ...] -> [..., n D, ...]."""
     dim = range(pieces.ndim - 1)[dim]
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
@@ -351,14 +317,8 @@ stands_for: ContextVar[str] = ContextVar("stands_for", default="")
 """The call that this thread carries out by another collective; see `standing_for`."""
 
 
-@contextmanager
-def standing_for(call: str) -> Iterator[None]:
-    """Declare that the body's collective stands for `call`, such as "reduce_scatter(sum)".
-
-    An emulated link reports the body's collective under the name `call`.
-    """
-    token = stands_for.set(call)
-    try:
-        yield
-    finally:
-        stands_for.reset(token)
+def standing_for(call: str, function: Callable, *args: Any) -> Any:
+    """Return ``function(*args)``; an emulated link reports its collective as `call`."""
+    context = copy_context()
+    context.run(stands_for.set, call)
+    return context.run(function, *args)

@@ -160,13 +160,11 @@ class Mesh:
         """Return torch's own mesh of the same ranks, names and groups; all ranks call it."""
         from torch.distributed.device_mesh import DeviceMesh  # takes long to import
 
-        several = [self[name].group for name in self.sizes]
-        if None in several:  # torch wants a group for axes of one rank as well
-            each = [make_group("one rank", [rank]) for rank in range(self.size)]
-            several = [group or each[self.rank] for group in several]
+        ones = [(rank,) for rank in range(self.size)]  # torch wants a group for one rank, too
+        groups = [self[name].group or _group("one rank", ones, (self.rank,)) for name in self.sizes]
         kind = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) else "cpu"
         grid = torch.arange(self.size).view(*self.sizes.values())
-        return DeviceMesh.from_group(several, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))
+        return DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))
 
     def __getattr__(self, name: str) -> Axis:
         # Python calls this only for names that are no attributes: the axes.

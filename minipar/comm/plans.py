@@ -22,9 +22,9 @@ Source: Chan, Heimlich, Purkayastha & van de Geijn 2007, "Collective communicati
 practice, and experience", sections 3 (duality) and 4 (composition).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 Span = tuple[int, int]
@@ -84,10 +84,7 @@ def _round(sends: Sequence[tuple[int, Span]], recvs: Sequence[tuple[int, Span]])
 def dual(plan: Plan) -> Plan:
     """Reverse `plan`, and let receivers add: all-gather <-> reduce-scatter."""
     return [
-        Round(
-            tuple(Message(m.peer, m.lo, m.hi) for m in step.recvs),
-            tuple(Message(m.peer, m.lo, m.hi, add=True) for m in step.sends),
-        )
+        Round(step.recvs, tuple(replace(message, add=True) for message in step.sends))
         for step in reversed(plan)
     ]
 
@@ -95,10 +92,7 @@ def dual(plan: Plan) -> Plan:
 def together(*plans: Plan) -> Plan:
     """Merge plans that run at the same time, round by round, and write to different elements."""
     return [
-        Round(
-            tuple(message for step in steps for message in step.sends),
-            tuple(message for step in steps for message in step.recvs),
-        )
+        Round(sum((step.sends for step in steps), ()), sum((step.recvs for step in steps), ()))
         for steps in zip_longest(*plans, fillvalue=Round())
     ]
 
@@ -251,8 +245,8 @@ def seconds(
 
 def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
     """Return the elements that pass the port of `rank` one after the other, given `sharing`."""
-    by_peer: dict[int, int] = defaultdict(int)
+    by_peer = Counter[int]()
     for message in messages:
-        if message.peer != rank:
-            by_peer[message.peer] += message.hi - message.lo
-    return max(max(by_peer.values(), default=0), sharing * sum(by_peer.values()))
+        by_peer[message.peer] += message.hi - message.lo
+    del by_peer[rank]  # a message to oneself passes no port
+    return max(0, *by_peer.values(), sharing * by_peer.total())

@@ -15,19 +15,13 @@ from contextlib import contextmanager, suppress
 def patient() -> Iterator[None]:
     """Give threads that start in the body, such as gloo's, the policy SCHED_BATCH.
 
-    Afterwards the calling thread has its old policy again. Nothing changes on systems other than
-    Linux, if the thread already has a special policy, or if the system forbids the change.
+    Afterwards the calling thread has the usual policy. Nothing changes on systems other than
+    Linux, or if the system forbids the change.
     """
-    usual = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
-    if usual:
-        _choose(os.SCHED_BATCH)
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
-        if usual:
-            _choose(os.SCHED_OTHER)
-
-
-def _choose(policy: int) -> None:
-    with suppress(OSError):
-        os.sched_setscheduler(0, policy, os.sched_param(0))
+        with suppress(AttributeError, OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -335,9 +335,8 @@ def _play(answer: Callable, run: Callable, sizes: dict, given: tuple) -> Any:
                 error.report = f"{went}\n{type(error).__name__}: {error}"
             raise
         try:  # wait until all are through, so that nothing is under way any more
-            with standing_for(_END):
-                for one in axes:
-                    dist.barrier(one.group)
+            for one in axes:
+                standing_for(_END, dist.barrier, one.group)
         except Exception as error:  # the ranks that are still in the function know its line
             error.report = str(error)
             raise

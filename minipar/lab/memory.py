@@ -104,8 +104,7 @@ class LiveBytes(TorchDispatchMode):
         """Count a storage that is new, or the bytes by which it has grown."""
         holding = self._held.get(storage)
         if holding is None:
-            word = memory.tags.get(storage)
-            on_host = memory.is_on_host() if word is None else word.on_host
+            on_host = memory.tags.get(storage, memory.is_on_host())
             holding = self._held[storage] = Holding(0, on_host)
             weakref.finalize(storage, lambda: self._change(holding, -holding.num_bytes))
         if more := storage.nbytes() - holding.num_bytes:
@@ -261,11 +260,11 @@ class MemoryLedger(LiveBytes):
             if not holding.tagged and RANKING.index(category) > RANKING.index(holding.category):
                 holding.category = category
 
-    def _tag(self, storage: torch.UntypedStorage, word: memory.Tag) -> None:
+    def _tag(self, storage: torch.UntypedStorage, category: str, on_host: bool) -> None:
         holding = self._see(storage, was_there=True)
-        if holding.on_host != word.on_host:
+        if holding.on_host != on_host:
             self.now += holding.num_bytes * (1 if holding.on_host else -1)
-        holding.category, holding.on_host, holding.tagged = *word, True
+        holding.category, holding.on_host, holding.tagged = category, on_host, True
 
     # ------------------------------------------------------------------ how much
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:

@@ -20,9 +20,8 @@ def start_profiler() -> torch.profiler.profile | None:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     # Without acc_events, torch warns of lost events, although there is one cycle only.
-    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    profiler = torch.profiler.profile(acc_events=True)
     profiler.start()
     return profiler
 
@@ -46,7 +45,6 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
     kernels = [kernel for _, kernel in launched]
     if all(kernel.kind == "copy" for kernel in kernels):
         return host
-    host = sorted(host, key=lambda span: span.start)
     work = [span for span in host if span.kind != "comm"]
     starts = [span.start for span in work]
     for at, kernel in launched:

@@ -10,7 +10,6 @@ tell host from device if both are one CPU. So the code that makes a storage labe
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,19 +18,11 @@ from torch import Tensor
 from minipar.comm.hostcopy import is_on_host
 from minipar.comm.hostcopy import on_host as on_host
 
+tags: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+"""The storages with a tag, for as long as they live: True for those of the host."""
 
-class Tag(NamedTuple):
-    """The purpose of a storage, in one word, and its device."""
-
-    category: str
-    on_host: bool
-
-
-tags: WeakKeyDictionary[torch.UntypedStorage, Tag] = WeakKeyDictionary()
-"""The storages with a tag, for as long as they live."""
-
-watchers: list[Callable[[torch.UntypedStorage, Tag], None]] = []
-"""Functions that are called with every tag, one of each open ledger."""
+watchers: list[Callable[[torch.UntypedStorage, str, bool], None]] = []
+"""Functions that are called with every tag, its word and True for the host; one of each ledger."""
 
 
 def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
@@ -39,12 +30,12 @@ def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
 
     Inside of `on_host()` the storages belong to the host, unless the argument says otherwise.
     """
-    word = Tag(category, is_on_host() if on_host is None else on_host)
+    on_host = is_on_host() if on_host is None else on_host
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        tags[storage] = word
+        tags[storage] = on_host
         for watch in watchers:
-            watch(storage, word)
+            watch(storage, category, on_host)
 
 
 def watch_resize(notice: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:

@@ -4,16 +4,18 @@
 take its hooks away again.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -48,19 +50,28 @@ class Recorder(Tap):
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.spans: list[Span] = []
         self.stack: list[Frame] = []  # the innermost last
-        self.unwaited: set[RecordedWork] = set()
+        self.unwaited: dict[int, tuple[Span, Any]] = {}  # by number of the call: span and work
         self._thread = threading.get_ident()
 
     # ------------------------------------------------------------------ communication: a tap
     def started(self, call: Call) -> None:
-        """Begin a span for `call`; the span ends when the call's work ends."""
+        """Begin a span for `call`; it ends when the work ends, not when somebody waits for it."""
         if call.work is None or call.axis is None:  # nothing is sent
             return
+        span = Span("comm", call.verb, self.rank, call.start, math.inf)
+        span.axis, span.num_bytes = call.axis.name, call.num_bytes
+        self.spans.append(span)
         if call.axis.group is not None and "nccl" in dist.get_backend(call.axis.group):
             # Waiting here would stall the GPU. The profiler records when the kernels ran.
-            self.comm(call.verb, call.axis.name, call.num_bytes, call.start, time.monotonic())
-        else:
-            call.work = RecordedWork(call, self)
+            span.end = time.monotonic()
+            return
+        try:
+            ended = getattr(call.work, "ended", None) or call.work.get_future()
+        except (AttributeError, RuntimeError):
+            call.work = ended = Watched(call.work)
+        work = call.work  # do not keep the call: its result would live as long as torch's work
+        ended.add_done_callback(lambda _: _end(span, work))
+        self.unwaited[call.number] = span, work
 
     def wait(self, call: Call) -> None:
         """Pause the open compute span: a rank that waits does not compute."""
@@ -68,25 +79,21 @@ class Recorder(Tap):
 
     def end(self, call: Call) -> None:
         """Go on with the compute span."""
+        if call.number in self.unwaited:  # the future may be late
+            _end(*self.unwaited.pop(call.number))
         self.close(call.notes.pop(self, None))
 
-    def comm(self, name: str, axis_name: str, num_bytes: int, start: float, end: float) -> None:
-        """Append a finished communication; any thread may call (`list.append` is atomic)."""
-        self.spans.append(Span("comm", name, self.rank, start, end, axis_name, num_bytes))
-
-    def finish(self, patience: float) -> None:
+    def finish(self, is_profiled: bool) -> None:
         """End the spans that are in flight, so that the ledger has all bytes.
 
-        First wait for their works, `patience` seconds in all: if torch's profiler stops while a
-        work of gloo is in flight, the process dies by a SIGSEGV.
+        First wait for their works if torch's profiler runs: if it stops while a work of gloo is in
+        flight, the process dies by a SIGSEGV.
         """
-        deadline = time.monotonic() + patience
-        for work in list(self.unwaited):
-            if patience:
-                with suppress(Exception):  # the caller's own wait raises this error
-                    work.wait(max(0.0, deadline - time.monotonic()))
-            work.note(work.start, max(work.start, clock.now()))
-        self.unwaited.clear()
+        for _, work in [*self.unwaited.values()] if is_profiled else []:
+            with suppress(Exception):  # the caller's own wait raises this error
+                work.wait()
+        for span in (span for span in self.spans if span.end == math.inf):
+            span.end = max(span.start, clock.now())
 
     # ------------------------------------------------------------------ compute spans
     @contextmanager
@@ -102,18 +109,14 @@ class Recorder(Tap):
         """Open a span, which interrupts the running span; return the argument for `close`."""
         if threading.get_ident() != self._thread and not in_backward():
             return None
-        now = clock.now()
-        if self.stack:
-            self._piece(self.stack[-1], now)
-        self.stack.append(Frame(kind, name, now))
+        self.stack.append(Frame(kind, name, self._pause()))
         return self.stack[-1]
 
     def close(self, frame: Frame | None) -> None:
         """End `frame` and all open spans inside of `frame`; the span around `frame` goes on."""
         if frame not in self.stack:
             return
-        now = clock.now()
-        self._piece(self.stack[-1], now)
+        now = self._pause()
         del self.stack[self.stack.index(frame) :]
         if self.stack:
             self.stack[-1].start = now
@@ -126,60 +129,36 @@ class Recorder(Tap):
         """Record this thread from here on; `stack` holds the spans that it has open."""
         self.stack, self._thread = stack, threading.get_ident()
 
-    def _piece(self, frame: Frame, now: float) -> None:
-        if frame.kind is not None and now > frame.start:
+    def _pause(self) -> float:
+        """End the piece of the span that runs; return the time."""
+        frame, now = self.running(), clock.now()
+        if frame is not None and frame.kind is not None and now > frame.start:
             self.spans.append(Span(frame.kind, frame.name, self.rank, frame.start, now))
+        return now
 
 
-class RecordedWork:
-    """The work of a call. Its span ends when the work ends, not when somebody waits for it."""
+def _end(span: Span, work: Any) -> None:
+    """End the span of `work`, once. An emulated link knows when its wire was busy."""
+    with suppress(TypeError):  # no end yet: the wait was interrupted, or another message failed
+        if span.end == math.inf:
+            start, end = getattr(work, "times", None) or (span.start, time.monotonic())
+            span.start, span.end = start, float(end)
 
-    def __init__(self, call: Call, recorder: Recorder) -> None:
-        # Do not keep the call: its result would live as long as torch's work.
-        self.words, self.start = (call.verb, call.axis.name, call.num_bytes), call.start
-        self._work, self._recorder = call.work, recorder
-        recorder.unwaited.add(self)
-        self._first = threading.Lock()  # taken by the first `note`
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = None
+
+class Watched(Future):
+    """A message of gloo, which tells of its end only to a thread that waits."""
+
+    wait = Future.result  # raises the message's error, each time
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        threading.Thread(target=self._watch, args=(work,), daemon=True).start()
+
+    def _watch(self, work: Any) -> None:
         try:
-            # Most works tell of their end through a future ...
-            ended = getattr(self._work, "ended", None) or self._work.get_future()
-            ended.add_done_callback(lambda _: self._end())
-        except (AttributeError, RuntimeError):
-            # ... gloo's reduce-scatter, send and recv tell only a thread that waits.
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
-
-    def note(self, start: float, end: float) -> None:
-        """Append the span of the call, once."""
-        if self._first.acquire(blocking=False):
-            self._recorder.comm(*self.words, start, end)
-
-    def _end(self) -> None:
-        # A backend with a clock of its own (the emulated link) knows when the wire was busy.
-        start, end = getattr(self._work, "times", None) or (self.start, time.monotonic())
-        self.note(start, end)
-        self._ended.set()
-
-    def _watch(self) -> None:
-        try:
-            self._work.wait()
+            self.set_result(work.wait())
         except BaseException as error:
-            self._error = error
-        self._end()
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait for the work, at most `seconds` if given; after its end, the ledger has its span."""
-        if seconds is not None and not self._ended.wait(seconds):
-            return
-        if self._thread is None:
-            self._work.wait()  # gloo sets the future shortly before the work ends
-        self._ended.wait()
-        self._recorder.unwaited.discard(self)
-        if self._error is not None:
-            raise self._error
+            self.set_exception(error)
 
 
 # ---------------------------------------------------------------------- hooks
@@ -242,8 +221,7 @@ def _hook_module(recorder: Recorder, name: str, module: nn.Module, is_block: boo
         if frames:
             recorder.close(frames.pop())
         if is_block and torch.is_grad_enabled():
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            for node in {tensor.grad_fn for tensor in tensors} - {None}:
+            for node in {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)} - {None}:
                 node.register_prehook(enters_backward)
 
     def enters_backward(_: Any) -> None:

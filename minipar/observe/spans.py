@@ -83,11 +83,9 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """Return the points of `a` that are not in `b`; both are disjoint and in order."""
-    result = []
-    for start, end in a:
-        edges = [-math.inf, *chain(*_beside(start, end, b)), math.inf]
-        result += intersect([(start, end)], list(zip(edges[::2], edges[1::2], strict=True)))
-    return result
+    near = _beside(a[0][0], a[-1][1], b) if a else []
+    edges = [-math.inf, *chain(*near), math.inf]
+    return intersect(a, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def _beside(start: float, end: float, intervals: list[Interval]) -> list[Interval]:
@@ -112,8 +110,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
         document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable trace: {error}") from error
-    if isinstance(document, list):  # the format allows the bare list of events
-        document = {"traceEvents": document}
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ValueError(f"{path} is JSON, but not a chrome trace: it has no list `traceEvents`")
     return document

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,7 @@ from minipar.comm import calls, clock
 from minipar.comm.collectives import all_gather_object
 from minipar.observe import gpu
 from minipar.observe.recorder import Recorder, hook_model, hook_optimizers
-from minipar.observe.spans import (
-    NOT_COMPUTE,
-    Interval,
-    Span,
-    covered,
-    intersect,
-    measure,
-    moved,
-)
+from minipar.observe.spans import NOT_COMPUTE, Interval, Span, covered, intersect, measure, moved
 from minipar.text import aligned
 
 
@@ -54,6 +46,7 @@ class Overlap:
     count: int
 
 
+@dataclass(eq=False, repr=False)
 class Timeline:
     """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
@@ -61,15 +54,14 @@ class Timeline:
     has the start and the end of steps by rank and name, as a profiler was told.
     """
 
-    def __init__(
-        self,
-        spans: Iterable[Span] = (),
-        label: str = "",
-        notes: Iterable[str] = (),
-        annotated: Mapping[int, Mapping[str, Interval]] | None = None,
-    ) -> None:
-        self.spans = sorted(spans, key=lambda span: (span.start, span.rank, span.end))
-        self.label, self.notes, self.annotated = label, tuple(notes), annotated or {}
+    spans: Iterable[Span] = ()
+    label: str = ""
+    notes: Iterable[str] = ()
+    annotated: Mapping[int, Mapping[str, Interval]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spans = sorted(self.spans, key=lambda span: (span.start, span.rank, span.end))
+        self.notes = tuple(self.notes)
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.spans)
@@ -115,10 +107,8 @@ class Timeline:
             for name, times in steps.items():
                 begin, end = told.get(name, times)
                 times[0], before = min(times[0], max(begin, before)), times[1]
-            for times, after in pairwise(steps.values()):
+            for times, after in pairwise([*steps.values(), [end]]):
                 times[1] = max(times[1], after[0])
-            times = [*steps.values()][-1]
-            times[1] = max(times[1], end)
         return {r: [(name, *times) for name, times in found[r].items()] for r in sorted(found)}
 
     def shifted(self) -> "Timeline":
@@ -188,11 +178,10 @@ class Timeline:
         title = f"{1e3 * self.duration:.1f} ms, {len(self.ranks)} ranks, {len(self.spans)} spans"
         if self.label:
             title += f" ({self.label})"
-        notes = "".join(f"\nnote: {note}" for note in self.notes)
-        if not any(span.kind == "comm" for span in self.spans):
-            return f"{title}, no communication{notes}"
-        hidden = f"{self.hidden_fraction:.0%} of communication hidden"
-        return f"{title}, {hidden}\n{self.table()}{notes}"
+        hidden = "no communication"
+        if any(span.kind == "comm" for span in self.spans):
+            hidden = f"{self.hidden_fraction:.0%} of communication hidden\n{self.table()}"
+        return "\n".join([f"{title}, {hidden}", *(f"note: {note}" for note in self.notes)])
 
     def gather(self, axis: Any) -> "Timeline":
         """Return the spans of all ranks along `axis` (an `Axis`), on every rank. A collective.
@@ -200,10 +189,10 @@ class Timeline:
         All ranks read their clocks right after a first gather. These times count as equal.
         """
         all_gather_object(None, axis)
-        every = all_gather_object((machine(), time.monotonic(), self.spans), axis)
-        clocks = {where: now for where, now, _ in reversed(every)}  # by machine: its first rank's
+        every = all_gather_object((platform.node(), time.monotonic(), self.spans), axis)
+        clocks = {host: now for host, now, _ in reversed(every)}  # by host: its first rank's
         here = clocks[every[0][0]]
-        shifted = (moved(spans, here - clocks[where]) for where, _, spans in every)
+        shifted = (moved(spans, here - clocks[host]) for host, _, spans in every)
         return Timeline((span for spans in shifted for span in spans), self.label)
 
     def save(self, path: str | Path) -> Path:
@@ -225,12 +214,9 @@ class Timeline:
 
 
 # ---------------------------------------------------------------------- recording
-_active: Recorder | None = None
-
-
 def active() -> Recorder | None:
     """Return the recorder of this process, or None when nothing is recorded."""
-    return _active
+    return next((tap for tap in calls.taps if isinstance(tap, Recorder)), None)
 
 
 def span(kind: str, name: str) -> AbstractContextManager:
@@ -239,7 +225,8 @@ def span(kind: str, name: str) -> AbstractContextManager:
     `record(model)` already records the backward of the blocks. The backward of the loss is in no
     block: ``with span("backward", "backward"): loss.backward()`` records both.
     """
-    return nullcontext() if _active is None else _active.span(kind, name)
+    recorder = active()
+    return nullcontext() if recorder is None else recorder.span(kind, name)
 
 
 @contextmanager
@@ -252,8 +239,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     torch's profiler runs as well, and `record` waits for this collective.
     Raises RuntimeError when this process is recording already.
     """
-    global _active
-    if _active is not None:
+    if active() is not None:
         raise RuntimeError("this process is recording already; end that `with record()` first")
     recorder, timeline = Recorder(), Timeline(label=label)
     profiler, device = gpu.start_profiler(), clock.device
@@ -261,27 +247,16 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         with clock.recording(), ExitStack() as stack:
             for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
                 stack.callback(undo)
-            _active = recorder
             calls.taps.append(recorder)
-            # An emulated clock moves only for compute and waits. This span is all other compute.
-            rest = recorder.open("compute", "step") if device is not None else None
-            try:
-                yield timeline
-            finally:
-                recorder.close(rest)
-                recorder.finish(0.0 if profiler is None else 10.0)
-                calls.taps.remove(recorder)
-                _active = None
+            stack.callback(calls.taps.remove, recorder)
+            stack.callback(recorder.finish, profiler is not None)
+            if device is not None:
+                # An emulated clock moves only for compute and waits. All other compute is this.
+                stack.enter_context(recorder.span("compute", "step"))
+            yield timeline
     finally:
         slowdown, spans = getattr(device, "slowdown", 1.0), recorder.spans
         spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
         if profiler is not None:
             spans = gpu.with_kernels(profiler, spans, recorder.rank)
         timeline.spans = Timeline(spans).spans
-
-
-# ---------------------------------------------------------------------- clocks
-def machine() -> str:
-    """Return a name of this machine, whose processes share one clock; on Linux, the boot id."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text(encoding="utf-8") if boot.exists() else platform.node()

@@ -176,9 +176,9 @@ class Tracer(TorchDispatchMode, Tap):
         for tensor in _on_meta(tensors):
             self.hold(tensor.untyped_storage()).category = category
 
-    def tag(self, storage: torch.UntypedStorage, word: memory.Tag) -> None:
+    def tag(self, storage: torch.UntypedStorage, category: str, on_host: bool) -> None:
         """Note the category that the code itself gives to a storage."""
-        self.hold(storage).category = word.category
+        self.hold(storage).category = category
 
     def held(self) -> dict[str, int]:
         """Return the bytes by category, now."""

@@ -78,7 +78,7 @@ def test_an_error_in_the_lane_is_raised_where_it_is_waited_for():
 def test_memory_of_the_host_is_told_apart():
     seen = []
     before = set(memory.tags)  # other tests' models may still be alive
-    memory.watchers.append(lambda storage, word: seen.append(word))
+    memory.watchers.append(lambda storage, *word: seen.append(word))
     try:
         assert not memory.is_on_host()
         with memory.on_host():

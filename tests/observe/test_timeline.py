@@ -4,6 +4,7 @@ Every number here is either worked out by hand beside the spans that it follows 
 with a second way of computing it.
 """
 
+import platform
 import time
 from pathlib import Path
 
@@ -230,7 +231,7 @@ def _on_machines_with_clocks_of_their_own():
     start = clock() + ahead
     mine = Timeline([Span("compute", "x", mesh.rank, start, start + 1)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timeline, "machine", lambda: f"machine {mesh.rank}")
+        patch.setattr(platform, "node", lambda: f"host {mesh.rank}")
         patch.setattr(time, "monotonic", lambda: clock() + ahead)
         return mine.gather(mesh.dp)
 
@@ -294,7 +295,7 @@ def test_torchs_profiler_ends_when_all_has_arrived():
 
     class Profiler:
         def stop(self):
-            told.extend(pending.work._work.is_completed() for pending in travelling)
+            told.extend(pending.work.is_completed() for pending in travelling)
 
         def export_chrome_trace(self, path):
             Path(path).write_text('{"traceEvents": []}', encoding="utf-8")

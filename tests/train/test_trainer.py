@@ -17,6 +17,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
+from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import RankError
 from minipar.train import checkpoint, trainer
@@ -192,6 +193,10 @@ def test_files_are_written_and_agree(run):
 def test_a_recorded_step_holds_what_crosses_into_the_next():
     """Each step launches 10 bytes for itself and 100 that the next step waits for; between the
     steps, others travel. Mutants: what is under way is dropped; what a save sends is counted."""
+
+    def comm(num_bytes, start, name):
+        return Span("comm", name, 0, start, time.monotonic(), "dp", num_bytes)
+
     model, under_way = nn.Linear(2, 2), []
     recorder = StepRecorder(model, 7, 3)
     on = []
@@ -201,14 +206,14 @@ def test_a_recorded_step_holds_what_crosses_into_the_next():
             on.append(active is not None)
             model(torch.ones(1, 2))
             for begun in under_way:
-                active.comm("all_gather", "dp", 100, begun, time.monotonic())
+                active.spans.append(comm(100, begun, "all_gather"))
             under_way.clear()
             if active is not None:
-                active.comm("reduce_scatter", "dp", 10, start, time.monotonic())
+                active.spans.append(comm(10, start, "reduce_scatter"))
                 under_way.append(time.monotonic())
         assert recorder.is_on == on[-1]
         if (active := timeline.active()) is not None:
-            active.comm("all_reduce", "dp", 1, time.monotonic(), time.monotonic())
+            active.spans.append(comm(1, time.monotonic(), "all_reduce"))
     assert on == [False] * 4 + [True] * 3 and timeline.active() is None
     step = recorder.typical(Mesh())
     names = [span.name for span in step if span.kind == "comm"]
