@@ -49,7 +49,7 @@ from minipar.comm.mesh import Axis, with_own_group
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import split_like
-from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
+from minipar.parallel.base.strategy import Strategy, claim, mark_summed
 
 
 def apply(
@@ -134,7 +134,6 @@ class LocalSGD(Strategy):
         """Scale this rank's gradients, if they are parts of a sum."""
         super().finish_backward()
         for p in () if self.average else self.parameters:
-            check_not_summed(p, self.axis)
             if p.grad is not None:
                 p.grad *= self.axis.size
                 mark_summed([p], self.axis)
@@ -213,8 +212,6 @@ class DelayedGradients(Strategy):
     def finish_backward(self) -> None:
         """Send the gradients of this step; put the gradients of the last step in their place."""
         super().finish_backward()
-        for p in self.parameters:
-            check_not_summed(p, self.axis)
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
         flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         pending = all_reduce(flat, self.axis, self.op, out=flat, async_op=True)  # P@dp -> R@dp

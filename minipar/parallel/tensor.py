@@ -239,10 +239,9 @@ class TensorParallel(Strategy):
 
     def finish_backward(self) -> None:
         """Sum partial gradients: of whole parameters, and of heads that several ranks have."""
-        super().finish_backward()
         self._sum(self.summed, 1)
         self._sum(self.copied, self.model.config.num_kv_heads)
-        self.note_reduced()
+        super().finish_backward()
 
     def _sum(self, names: list[str], num_groups: int) -> None:
         """Sum gradients over the ranks of each of `num_groups` groups of neighbours, in one call.
@@ -252,7 +251,7 @@ class TensorParallel(Strategy):
         params = dict(self.model.named_parameters())  # without the layers of other stages
         holders = [piece_of(params[name]) for name in names if name in params]
         for p in holders:
-            check_not_summed(p, self.axis)  # an old sum, to which no backward has added
+            check_not_summed(p, self.axis)  # under fsdp a backward adds to it without a hook
         mark_summed(holders, self.axis)
         grads = [p.grad for p in holders if p.grad is not None]
         if num_groups == 1:  # whole experts, say: no second copy of large gradients

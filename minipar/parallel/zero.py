@@ -61,7 +61,7 @@ class Bucket(Row):
         self.hold(parameters, weights.view(axis.size, -1)[axis.rank].data)  # its version is its own
         self.parameters = parameters
         for p, piece in zip(parameters, self.pieces, strict=True):
-            p.piece = piece
+            p.piece, p.arrives = piece, self.wait_for_gather
         self.bind(weights)
         self.missing = set(parameters)  # without a gradient in this backward
         self.away = {p: Elsewhere(p) for p in parameters}  # in the place of gradients
@@ -123,7 +123,7 @@ class Bucket(Row):
         self.version = self.shard._version
         for p in self.parameters:
             if type(p) is nn.Parameter:  # a user's own subclass stays as it is
-                p.arrives, p.__class__ = self.wait_for_gather, OnItsWay
+                p.__class__ = OnItsWay
 
     @torch.compiler.disable
     def wait_for_gather(self) -> None:
@@ -198,15 +198,9 @@ class ShardedOptimizer(Optimizer):
             bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        if not set_to_none:
-            raise ValueError("zero keeps no gradients from step to step; use set_to_none=True")
+        """Drop all gradients: zero keeps none from step to step."""
         for bucket in self.buckets:
             bucket.drop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Raise `RuntimeError`: the state would be of this rank's pieces."""
-        raise RuntimeError("call full_optimizer_state(optimizer) of the strategy on all ranks")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of pieces, which `load_full_optimizer_state` has cut."""
@@ -234,7 +228,7 @@ class Stage1(Strategy):
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.sent = 0  # the number of buckets sent in this round
         self.is_last = True  # True if the microbatch is the last one of its step
-        let_blocks_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
+        let_blocks_wait(model)
         # This rank's own slices lie in the buffers that are filled.
         model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
         self.hook_gradients(self.bucket_of)
@@ -334,8 +328,7 @@ def apply(
         raise ValueError(
             f"optimizer= must hold all trainable parameters only; it lacks {missing[:3] or 'none'}"
         )
-    if stage not in (1, 2):
-        raise ValueError(f"stage={stage} must be 1 or 2; the third stage of ZeRO is fsdp.apply")
+    make = {1: Stage1, 2: Stage2}[stage]
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     order = [trainable[p] for p in optimizer.bucket_of]
@@ -343,4 +336,4 @@ def apply(
         raise ValueError("optimizer= has parameters in another order on each rank, as of a set")
     if working_dtype is not None:
         keep_slices(model, optimizer.buckets, working_dtype)
-    return (Stage1 if stage == 1 else Stage2)(model, optimizer, average)
+    return make(model, optimizer, average)

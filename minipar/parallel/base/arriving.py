@@ -1,6 +1,5 @@
 """Weights in flight: the first use of a weight waits for its all-gather."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,17 +23,17 @@ class OnItsWay(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def let_blocks_wait(model: nn.Module, waits: Mapping[nn.Parameter, Callable[[], None]]) -> None:
-    """Make each block call ``waits[p]`` for its parameters p, before it runs.
+def let_blocks_wait(model: nn.Module) -> None:
+    """Make each block wait for its parameters before it runs.
 
     A block may be compiled, and torch.compile makes no graph of an `OnItsWay`.
     """
+
+    @torch.compiler.disable
+    def wait(block: nn.Module, _: Any) -> None:
+        for p in block.parameters():
+            if hasattr(p, "arrives"):  # a deep copy has other parameters
+                p.arrives()
+
     for block in find_blocks(model):
-
-        @torch.compiler.disable
-        def wait(*_: Any, block: nn.Module = block) -> None:
-            for p in block.parameters():
-                if p in waits:  # a deep copy has other parameters
-                    waits[p]()
-
         block.register_forward_pre_hook(wait)

@@ -30,7 +30,7 @@ from minipar.comm.values import look, to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
-from minipar.parallel.base.optimizer_state import SCALARS, Members, cut_state, join_state
+from minipar.parallel.base.optimizer_state import Members, cut_state, join_state
 from minipar.parallel.base.shards import axes_of, full_shape, in_order, piece_of, region_of
 
 
@@ -336,7 +336,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     shards = [p for p in parameters if axes_of(p)]
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)
-        check_state(optimizer)
+        refuse_own_state(optimizer)
     check_unchanged(shards)
     gradients = [p.grad for p in shards if p.grad is not None]
     if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
@@ -346,26 +346,17 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         )
 
 
-def check_state(optimizer: Optimizer) -> None:
-    """Refuse ``state_dict()`` of an optimizer that steps shards, and a state that it was not given.
-
-    Raises `RuntimeError` for a state of other shapes than the shards'.
-    """
-    words = "call full_optimizer_state(optimizer) and load_full_optimizer_state of the strategy"
+def refuse_own_state(optimizer: Optimizer) -> None:
+    """Make ``optimizer.state_dict()`` raise `RuntimeError`: it would be of this rank's shards."""
 
     def refuse(_: Optimizer) -> None:
-        raise RuntimeError(f"state_dict() would be of this rank's shards: {words}")
+        raise RuntimeError(
+            "state_dict() would be of this rank's shards: call full_optimizer_state(optimizer) of "
+            "the strategy on all ranks, load_full_optimizer_state to load it"
+        )
 
-    def check(_: Optimizer) -> None:
-        for p, state in optimizer.state.items():
-            shapes = {v.shape for k, v in state.items() if k not in SCALARS and torch.is_tensor(v)}
-            if shapes - {p.shape, torch.Size()}:
-                raise RuntimeError(f"the optimizer's state is not of this rank's shards: {words}")
-
-    if not hasattr(optimizer, "checks_state"):
-        check(optimizer)
-        optimizer.register_state_dict_pre_hook(refuse)
-        optimizer.checks_state = optimizer.register_load_state_dict_post_hook(check)
+    if not hasattr(optimizer, "refuses_state"):
+        optimizer.refuses_state = optimizer.register_state_dict_pre_hook(refuse)
 
 
 def check_shared(parameters: Sequence[nn.Parameter]) -> None:
