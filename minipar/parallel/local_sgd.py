@@ -155,12 +155,8 @@ class LocalSGD(Strategy):
         gradient, self.pending = self.pending.wait(), None
         self.velocity.mul_(self.momentum).add_(gradient)
         self.outer.sub_(gradient + self.momentum * self.velocity, alpha=self.lr)
-        for p, outer in self.agreed().items():
+        for p, outer in split_like(self.outer, self.parameters).items():
             p.lerp_(outer.to(p.dtype), 1 - self.mix)
-
-    def agreed(self) -> dict[nn.Parameter, Tensor]:
-        """Return the agreed value of each parameter."""
-        return dict(zip(self.parameters, split_like(self.outer, self.parameters), strict=True))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -172,12 +168,12 @@ class LocalSGD(Strategy):
             self._receive()
         flat = flatten(self.parameters)
         self.outer = all_reduce(flat, self.axis, "avg", out=flat)
-        for p, average in self.agreed().items():
+        for p, average in split_like(self.outer, self.parameters).items():
             p.copy_(average)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the last model on which ranks agreed, to evaluate it; buffers are this rank's."""
-        agreed = self.agreed()
+        agreed = split_like(self.outer, self.parameters)
         state = self.model.state_dict(keep_vars=True)
         return self._whole(state, lambda t: agreed.get(t, t.data).to(t.dtype))
 
@@ -224,7 +220,7 @@ class DelayedGradients(Strategy):
             p.grad = None
         if self.pending is not None:
             pieces = split_like(self.pending.wait(), self.parameters)
-            for p, piece, is_used in zip(self.parameters, pieces, self.used_by_any(), strict=True):
+            for (p, piece), is_used in zip(pieces.items(), self.used_by_any(), strict=True):
                 if is_used:  # with the strides of `p`: fused optimizers ignore strides
                     p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece)
             self.pending = None

@@ -112,7 +112,7 @@ def test_any_elementwise_optimizer(cls):
         for scheduler in halve:
             scheduler.step()
         assert_same(model, twin)
-    with pytest.raises(RuntimeError, match="call full_optimizer_state"):
+    with pytest.raises(RuntimeError, match="full_optimizer_state"):
         ours.state_dict()  # of this rank alone
     whole, theirs = strategy.full_optimizer_state(ours), plain.state_dict()
     _assert_same_state(whole, theirs)

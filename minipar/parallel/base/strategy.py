@@ -31,7 +31,7 @@ from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state
-from minipar.parallel.base.shards import axes_of, full_shape, in_order, piece_of, region_of
+from minipar.parallel.base.shards import axes_of, in_order, piece_of, region_of
 
 
 class Strategy:
@@ -270,19 +270,22 @@ def check_hooks(model: nn.Module) -> None:
             raise ValueError(f"{words}; change gradients after finish_backward()")
 
 
-def refuse_state(model: nn.Module) -> None:
-    """Make ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
+def refuse_state(owner: nn.Module | Optimizer) -> None:
+    """Make ``owner.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
 
-    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def refuse(_: nn.Module | Optimizer, prefix: str = "", keep_vars: bool = False) -> None:
         if not keep_vars:  # which asks for the parameters themselves
             raise RuntimeError(
-                "state_dict() would hold this rank's shards: call full_state_dict() of the "
-                "strategy on all ranks for whole weights, load_full_state_dict() to load them"
+                "state_dict() would hold this rank's shards: on all ranks, call full_state_dict() "
+                "of the strategy for whole weights, full_optimizer_state(optimizer) for their "
+                "state, and load_full_state_dict() or load_full_optimizer_state() to load them"
             )
 
-    for module in model.modules():
-        if any(axes_of(p) for p in module.parameters()):
-            module.register_state_dict_pre_hook(refuse)
+    parts = [owner]
+    if isinstance(owner, nn.Module):
+        parts = [m for m in owner.modules() if any(map(axes_of, m.parameters()))]
+    for part in parts:
+        part.register_state_dict_pre_hook(refuse)
 
 
 # ---------------------------------------------------------------------- when gradients arrive
@@ -334,9 +337,11 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         strategy.check_finished("optimizer.step()")
     check_shared(parameters)
     shards = [p for p in parameters if axes_of(p)]
-    if any(p.shape != full_shape(p) for p in shards):
+    if any(p.shape != region_of(p).shape for p in shards):
         check_elementwise(optimizer)
-        refuse_own_state(optimizer)
+        if not hasattr(optimizer, "refuses_state"):
+            optimizer.refuses_state = True
+            refuse_state(optimizer)
     check_unchanged(shards)
     gradients = [p.grad for p in shards if p.grad is not None]
     if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
@@ -344,19 +349,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "GradScaler.step() without strategy.unscale_(scaler, optimizer): ranks look for an "
             "overflow in their own shards, and would skip different steps"
         )
-
-
-def refuse_own_state(optimizer: Optimizer) -> None:
-    """Make ``optimizer.state_dict()`` raise `RuntimeError`: it would be of this rank's shards."""
-
-    def refuse(_: Optimizer) -> None:
-        raise RuntimeError(
-            "state_dict() would be of this rank's shards: call full_optimizer_state(optimizer) of "
-            "the strategy on all ranks, load_full_optimizer_state to load it"
-        )
-
-    if not hasattr(optimizer, "refuses_state"):
-        optimizer.refuses_state = optimizer.register_state_dict_pre_hook(refuse)
 
 
 def check_shared(parameters: Sequence[nn.Parameter]) -> None:
