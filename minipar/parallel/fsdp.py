@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, register_multi_grad_hook
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from minipar.comm.collectives import Op, Pending, all_gather, all_reduce
 from minipar.comm.mesh import Axis
@@ -117,9 +117,8 @@ class FullySharded(Strategy):
         has_backward = any(map(wants_gradient, tree_leaves(output)))
         # An output that is a view of weights would lose its memory with them.
         full = {unit.full.untyped_storage() for unit in self.units[block]}
-        is_dense = lambda x: isinstance(x, Tensor) and x.layout == torch.strided  # noqa: E731
-        is_weight = lambda x: is_dense(x) and x.untyped_storage() in full  # noqa: E731
-        output = tree_map(lambda x: x.clone() if is_weight(x) else x, output)
+        is_weight = lambda x: x.layout == torch.strided and x.untyped_storage() in full  # noqa: E731
+        output = tree_map_only(Tensor, lambda x: x.clone() if is_weight(x) else x, output)
         for unit in self.units[block]:
             unit.put(unit.pieces) if stays and has_backward else unit.reshard()
         if type(block) is nn.Embedding and list(block._parameters) == ["weight"]:

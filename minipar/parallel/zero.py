@@ -29,7 +29,7 @@ Use::
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -172,7 +172,6 @@ class ShardedOptimizer(Optimizer):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.inner = optimizer_class(groups, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
     def step(self) -> None:
@@ -185,6 +184,7 @@ class ShardedOptimizer(Optimizer):
         for p in self.bucket_of:
             if hasattr(p, "master"):
                 master_of(p)  # takes over what was written into the parameter
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state  # maybe loaded
         self.inner.step()
         for bucket in reversed(self.buckets):
             bucket.gather()
@@ -198,11 +198,6 @@ class ShardedOptimizer(Optimizer):
         """Drop all gradients: zero keeps none from step to step."""
         for bucket in self.buckets:
             bucket.drop()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of pieces, which `load_full_optimizer_state` has cut."""
-        self.inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
 # ---------------------------------------------------------------------- 3. while backward goes on

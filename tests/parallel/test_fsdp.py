@@ -546,7 +546,6 @@ REFUSED = [
     (used_outside, r"blocks\.1\.weight was used outside"),
     (taken_alone, "modified by an inplace operation"),
     (lambda model, x: model.state_dict(), "full_state_dict"),
-    (lambda model, x: copy.deepcopy(model), "is not copied; use full_state_dict"),
 ]
 
 

@@ -13,6 +13,7 @@ applied, `_before_step` checks each step of an optimizer.
 """
 
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,9 +47,6 @@ class Strategy:
         self.device = device_of(model)  # computes, even if parameters later move to the host
         self.synchronises = True  # false under `no_sync`
         self.is_finished = True  # false from a backward on, until `finish_backward`
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        raise RuntimeError("a model that holds its strategy is not copied; use full_state_dict()")
 
     # ------------------------------------------------------------------ one step
     def finish_backward(self) -> None:
@@ -364,10 +362,8 @@ def check_shared(parameters: Sequence[nn.Parameter]) -> None:
 
 def _called_by_scaler() -> bool:
     """True if the step comes out of ``GradScaler.step(optimizer)``."""
-    frame = sys._getframe(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
-        frame = frame.f_back
-    return frame is not None
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any(isinstance(caller, GradScaler) for caller in callers)
 
 
 register_optimizer_step_pre_hook(_before_step)
