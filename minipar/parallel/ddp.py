@@ -139,12 +139,12 @@ class Bucketed(Naive):
         # Autograd computes the last layer's gradients first; a pipeline's tied ones come last.
         order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
         is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
-        groups = fill_buckets([] if is_alone else order, self.capacity)
-        self._use([Bucket(own, reduce) for own in groups])
+        self._use(fill_buckets([] if is_alone else order, self.capacity))
 
-    def _use(self, buckets: list[Bucket]) -> None:
-        self.buckets, self.launched = buckets, 0  # the first `launched` of them are on their way
-        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+    def _use(self, groups: list[list[nn.Parameter]]) -> None:
+        self.buckets = [Bucket(parameters, self.reduce) for parameters in groups]
+        self.launched = 0  # the first `launched` of them are on their way
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def finish_backward(self) -> None:
         for bucket in self.buckets[self.launched :]:  # also buckets that this rank did not use
@@ -215,8 +215,8 @@ class Tuned(Overlapped):
         own = torch.tensor([arrived.get(p, 0.0) for p in self.bucket_of], dtype=torch.float64)
         costs = measure(self.axis, self.buckets[0].flat, int(self.capacity))
         rule = [bucket.parameters for bucket in self.buckets]
-        cut, self.said = choose(self.axis, own.to(self.device), rule, costs)
-        self._use([Bucket(parameters) for parameters in cut])
+        groups, self.said = choose(self.axis, own.to(self.device), rule, costs)
+        self._use(groups)
 
 
 VERSIONS = {"naive": Naive, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}

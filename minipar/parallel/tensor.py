@@ -83,7 +83,16 @@ def apply(
 
     Raises `ValueError` for sizes that the axis does not divide, and for a model that is cut.
     """
-    check(model, axis, sequence, overlap)
+    if overlap and not sequence:
+        raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
+    for name, p in model.named_parameters():
+        if name.endswith(".bias"):  # which no Llama has
+            raise ValueError(f"{name}: tensor parallelism would add this bias once per rank")
+        if not is_spread_over(p, axis) and any(a.name == axis.name for a in axes_of(p)):
+            raise ValueError(f"{name} is cut along {axis.name} already")
+        if is_spread_over(p, axis) and not sequence:
+            same = f"experts are spread over {axis.name}, whose ranks would send the same tokens"
+            raise ValueError(f"{same}; sequence=True cuts sequences: then they hold different ones")
     check_sizes(model.config, axis.size, axis.name, experts)
     replicate(model, axis)
     return TensorParallel(model, Border(axis, sequence), overlap, experts)
@@ -285,18 +294,3 @@ class TensorParallel(Strategy):
 
     def _unpad(self, _: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return out[:, : out.shape[1] - self.num_added] if self.num_added else out
-
-
-# ---------------------------------------------------------------------- what cannot be cut
-def check(model: Llama, axis: Axis, sequence: bool, overlap: bool) -> None:
-    """Raise `ValueError` unless `model` can be cut along `axis`."""
-    if overlap and not sequence:
-        raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
-    for name, p in model.named_parameters():
-        if name.endswith(".bias"):  # which no Llama has
-            raise ValueError(f"{name}: tensor parallelism would add this bias once per rank")
-        if not is_spread_over(p, axis) and any(a.name == axis.name for a in axes_of(p)):
-            raise ValueError(f"{name} is cut along {axis.name} already")
-        if is_spread_over(p, axis) and not sequence:
-            same = f"experts are spread over {axis.name}, whose ranks would send the same tokens"
-            raise ValueError(f"{same}; sequence=True cuts sequences: then they hold different ones")

@@ -17,6 +17,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -406,10 +407,4 @@ def share_counts(model: nn.Module, *axes: Axis) -> None:
 
 def sum_over(*axes: Axis) -> Callable[[Tensor], Tensor]:
     """Return a function that adds up a tensor over all ranks of `axes`, one axis at a time."""
-
-    def total(tensor: Tensor) -> Tensor:
-        for axis in axes:
-            tensor = all_reduce(tensor, axis)
-        return tensor
-
-    return total
+    return lambda tensor: reduce(all_reduce, axes, tensor)
