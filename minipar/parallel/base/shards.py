@@ -41,8 +41,7 @@ def mark(
     `region` is the place of these numbers. Without a region, other ranks have other parameters.
     """
     if region is not None:
-        axes, is_same = (*region.axes, axis), copy or region.is_copy
-        p.region = region._replace(axes=axes, is_copy=is_same)
+        p.region = region._replace(axes=(*region.axes, axis), is_copy=copy or region.is_copy)
     p.shard_axes, p.is_copy = (*axes_of(p), axis), copy or getattr(p, "is_copy", False)
 
 
