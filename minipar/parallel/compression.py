@@ -199,8 +199,7 @@ class PowerSGD(Compressor):
     def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
         self.generator = self.generator or torch.Generator(vector.device).manual_seed(0)
         total = torch.empty_like(vector)
-        sums = dict(zip(parameters, split_like(total, parameters), strict=True))
-        grads = dict(zip(parameters, split_like(vector, parameters), strict=True))
+        sums, grads = split_like(total, parameters), split_like(vector, parameters)
         matrices = {p: grad for p, grad in grads.items() if self.compresses(p.shape)}
         rest = [p for p in parameters if p not in matrices]
         for parameter, added in zip(rest, _add_all([grads[p] for p in rest], axis), strict=True):
@@ -231,7 +230,7 @@ def _add_all(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     if not tensors:
         return []
     flat = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis)
-    return split_like(flat, tensors)
+    return [*split_like(flat, tensors).values()]
 
 
 # ---------------------------------------------------------------------- error feedback, under ddp

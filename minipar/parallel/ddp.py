@@ -30,7 +30,7 @@ from minipar.comm.mesh import Axis
 from minipar.observe import memory
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Elsewhere, copies_axis, gradient_bytes, laid_out_as
-from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
+from minipar.parallel.base.strategy import Strategy, claim, mark_summed
 from minipar.parallel.bucket_sizes import choose, fill_buckets, measure
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
@@ -56,23 +56,23 @@ class Naive(Strategy):
         # All ranks reduce all parameters. If a rank skipped its unused parameters, others would
         # hang. A byte per parameter tells "used by no rank" (no gradient) from a zero gradient.
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
+        self.reduce_all()
+        for p, is_used in zip(self.parameters, used_by_any(), strict=True):
+            if not is_used:
+                p.grad = None
+        if self.op == "sum":
+            mark_summed(self.parameters, self.axis)
+        super().finish_backward()
+
+    def reduce_all(self) -> None:
+        """Let each ``p.grad`` be the result over all ranks."""
         for p in self.parameters:
-            check_not_summed(p, self.axis)
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             copies = copies_axis(p, self.axis)
             if self.op == "avg":  # over all ranks, even if only some have copies
                 p.grad.mul_(copies.size / self.axis.size)
             all_reduce(p.grad, copies, self.op, out=p.grad)
-        for p, is_used in zip(self.parameters, used_by_any(), strict=True):
-            if not is_used:
-                p.grad = None
-        self._end_step()
-
-    def _end_step(self) -> None:
-        if self.op == "sum":
-            mark_summed(self.parameters, self.axis)
-        super().finish_backward()
 
 
 # ---------------------------------------------------------------------- 2. fewer, larger calls
@@ -101,7 +101,6 @@ class Bucket:
             if p.grad is None:
                 self.views[p].zero_()
             else:
-                check_not_summed(p, axis)
                 self.add(p)
                 p.grad = self.away[p]  # a gradient in flight may be neither read nor changed
         copies = copies_axis(self.parameters[0], axis)
@@ -140,12 +139,12 @@ class Bucketed(Naive):
         # Autograd computes the last layer's gradients first; a pipeline's tied ones come last.
         order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
         is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
-        groups = fill_buckets([] if is_alone else order, self.capacity)
-        self._use([Bucket(own, reduce) for own in groups])
+        self._use(fill_buckets([] if is_alone else order, self.capacity))
 
-    def _use(self, buckets: list[Bucket]) -> None:
-        self.buckets, self.launched = buckets, 0  # the first `launched` of them are on their way
-        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+    def _use(self, groups: list[list[nn.Parameter]]) -> None:
+        self.buckets = [Bucket(parameters, self.reduce) for parameters in groups]
+        self.launched = 0  # the first `launched` of them are on their way
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def finish_backward(self) -> None:
         for bucket in self.buckets[self.launched :]:  # also buckets that this rank did not use
@@ -153,14 +152,12 @@ class Bucketed(Naive):
         if self.reduce is not None:  # only a compressor's thread may use the axis until it ends
             for bucket in self.buckets:
                 bucket.pending.wait()
-        used_by_any = self.tell_used([p.grad is not None for p in self.bucket_of])
+        super().finish_backward()
+
+    def reduce_all(self) -> None:
         for bucket in self.buckets:
             bucket.finish()
-        used = zip(self.bucket_of, used_by_any(), strict=True)
-        for p in (p for p, is_used in used if not is_used):
-            p.grad = None
         self.launched = 0
-        self._end_step()
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on
@@ -218,8 +215,8 @@ class Tuned(Overlapped):
         own = torch.tensor([arrived.get(p, 0.0) for p in self.bucket_of], dtype=torch.float64)
         costs = measure(self.axis, self.buckets[0].flat, int(self.capacity))
         rule = [bucket.parameters for bucket in self.buckets]
-        cut, self.said = choose(self.axis, own.to(self.device), rule, costs)
-        self._use([Bucket(parameters) for parameters in cut])
+        groups, self.said = choose(self.axis, own.to(self.device), rule, costs)
+        self._use(groups)
 
 
 VERSIONS = {"naive": Naive, "bucketed": Bucketed, "overlapped": Overlapped, "tuned": Tuned}

@@ -20,7 +20,7 @@ from torch import nn
 
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import expert, matrices, tensor
-from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
+from minipar.parallel.base.shards import axes_of, copies_axis, region_of
 from minipar.parallel.compose import Parts
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.plan import Plan
@@ -151,5 +151,5 @@ def _row(plan: Plan, parts: Parts, name: str, p: nn.Parameter) -> Row:
     if plan.precision == "bf16" and plan.zero < 3:  # under 3 shards are the masters
         held |= {"weights": (2 * p.numel(), 3), "optimizer": (3 * num_bytes, 1)}
     state = {kind: own // (n if plan.zero >= stage else 1) for kind, (own, stage) in held.items()}
-    full = tuple(full_shape(p))
+    full = region_of(p).shape
     return Row(name, full, tuple(p.shape), stage_ranks, tuple(cut), summed, sent, state)

@@ -40,14 +40,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, register_multi_grad_hook
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from minipar.comm.collectives import Op, Pending, all_gather, all_reduce, reduce_scatter
+from minipar.comm.collectives import Op, Pending, all_gather, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.observe import memory
 from minipar.observe.recorder import in_backward
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, full_shape, region_of
+from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, region_of
 from minipar.parallel.base.strategy import (
     Strategy,
     check_hooks,
@@ -117,9 +117,8 @@ class FullySharded(Strategy):
         has_backward = any(map(wants_gradient, tree_leaves(output)))
         # An output that is a view of weights would lose its memory with them.
         full = {unit.full.untyped_storage() for unit in self.units[block]}
-        is_dense = lambda x: isinstance(x, Tensor) and x.layout == torch.strided  # noqa: E731
-        is_weight = lambda x: is_dense(x) and x.untyped_storage() in full  # noqa: E731
-        output = tree_map(lambda x: x.clone() if is_weight(x) else x, output)
+        is_weight = lambda x: x.layout == torch.strided and x.untyped_storage() in full  # noqa: E731
+        output = tree_map_only(Tensor, lambda x: x.clone() if is_weight(x) else x, output)
         for unit in self.units[block]:
             unit.put(unit.pieces) if stays and has_backward else unit.reshard()
         if type(block) is nn.Embedding and list(block._parameters) == ["weight"]:
@@ -158,10 +157,10 @@ class FullySharded(Strategy):
             unit.finalize_backward()
         for (p, unit), is_used in zip(unit_of.items(), used_by_any(), strict=True):
             if is_used:  # else it has no gradient, as on one device: AdamW would decay it
-                own = unit.gradient[unit.spans[p]].view_as(p)
+                own = unit.reduced[unit.spans[p]].view_as(p)
                 p.grad = own if p.grad is None else p.grad.add_(own)
         for unit in self.rows:
-            unit.gradient, unit.used = None, set()
+            unit.reduced, unit.used = None, set()
         self.release()
         super().finish_backward()
 
@@ -216,8 +215,7 @@ class Unit(Row):
     """
 
     def __init__(self, block: nn.Module, members: Names, options: "Options") -> None:
-        axis = copies_axis(next(iter(members)), options.axis)
-        super().__init__(list(members), axis)
+        super().__init__(list(members), options.axis)
         self.block, self.options = block, options
         self.hold(list(members), shard := self.first_shard(members))
         place = {p: i for i, p in enumerate(members)}
@@ -229,15 +227,13 @@ class Unit(Row):
             if piece.requires_grad:
                 words = f"{name} was used outside of its block's forward, where ranks have shards"
                 piece.register_hook(partial(refuse, words))  # gathered weights bring None
-        cast = options if shard.is_floating_point() else Options(axis)  # integers stay as they are
+        cast = options if shard.is_floating_point() else Options(self.axis)  # integers stay
         self.full = shard.new_empty(sum(self.splits), dtype=cast.compute_dtype)  # [n S]
         self.views, self.reduce_dtype = self.split(self.full), cast.reduce_dtype or self.full.dtype
         self.op: Op = "avg" if options.average else "sum"
         self.placed = [own[name] for own, name, _ in self.slots]  # in the modules now
         self.is_gathered = True  # memory has been allocated
         self.gathering: Pending | None = None
-        self.reducing: Pending | None = None
-        self.gradient: Tensor | None = None  # [S], reduced, of this step's microbatches
         self.used: set[nn.Parameter] = set()  # by this rank in this step
         self.is_last = True  # True if the latest gradients are of the step's last microbatch
         self.reshard()
@@ -250,7 +246,7 @@ class Unit(Row):
                 if init is None:
                     parts.append(p.detach().flatten()[cut].clone())
                 else:
-                    first = init(name, full_shape(p)).to(p.dtype)
+                    first = init(name, region_of(p).shape).to(p.dtype)
                     parts.append(region_of(p)._replace(flat=cut).cut(first))
         return torch.cat([*parts, parts[0].new_zeros(self.size - sum(map(len, parts)))])
 
@@ -306,22 +302,14 @@ class Unit(Row):
         flat = self.full.new_empty(0, dtype=self.reduce_dtype)
         flat = parts[0].to(flat) if len(parts) == 1 else torch.cat(parts, out=flat)
         memory.tag("gradients", flat)
-        if self.op == "avg" and self.axis.size < self.options.axis.size:  # an expert has few copies
-            flat = flat * (self.axis.size / self.options.axis.size)
-        self.reducing = reduce_scatter(flat, self.axis, op=self.op, async_op=True)
-
-    def wait_for_reduce(self) -> None:
-        """Wait for the reduce-scatter, if one is under way, and keep its result."""
-        if self.reducing is not None:
-            gradient, self.reducing = self.reducing.wait(), None
-            self.store(gradient)
+        self.start_to_reduce(flat, self.op)
 
     def drop_if_zeroed(self) -> None:
         """Drop the step's sum if `zero_grad` has cleared the placeholder that `reduce` set."""
         first = self.pieces[0]
         if self.used and first.grad is None:
             self.finalize_backward()
-            self.gradient, self.used = None, set()
+            self.reduced, self.used = None, set()
         elif type(first.grad) is Elsewhere:
             first.grad = None
 
@@ -329,15 +317,9 @@ class Unit(Row):
         """Complete the gradient of the step."""
         self.wait_for_reduce()
 
-    # The shard is on the device that computes, unless offload replaces the next two methods.
     def fetch(self) -> Tensor:
         """Return the shard [S] on the device that computes, in the dtype of the buffer."""
-        return self.shard.to(self.full)
-
-    def store(self, gradient: Tensor) -> None:
-        """Add a reduced gradient [S] to the sum of the microbatches before."""
-        gradient = gradient.to(self.shard)
-        self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
+        return self.shard.to(self.full)  # offload replaces this method, and `store`
 
 
 class Hybrid(Unit):

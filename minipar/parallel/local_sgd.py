@@ -49,7 +49,7 @@ from minipar.comm.mesh import Axis, with_own_group
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import split_like
-from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
+from minipar.parallel.base.strategy import Strategy, claim, mark_summed
 
 
 def apply(
@@ -134,7 +134,6 @@ class LocalSGD(Strategy):
         """Scale this rank's gradients, if they are parts of a sum."""
         super().finish_backward()
         for p in () if self.average else self.parameters:
-            check_not_summed(p, self.axis)
             if p.grad is not None:
                 p.grad *= self.axis.size
                 mark_summed([p], self.axis)
@@ -156,12 +155,8 @@ class LocalSGD(Strategy):
         gradient, self.pending = self.pending.wait(), None
         self.velocity.mul_(self.momentum).add_(gradient)
         self.outer.sub_(gradient + self.momentum * self.velocity, alpha=self.lr)
-        for p, outer in self.agreed().items():
+        for p, outer in split_like(self.outer, self.parameters).items():
             p.lerp_(outer.to(p.dtype), 1 - self.mix)
-
-    def agreed(self) -> dict[nn.Parameter, Tensor]:
-        """Return the agreed value of each parameter."""
-        return dict(zip(self.parameters, split_like(self.outer, self.parameters), strict=True))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -173,12 +168,12 @@ class LocalSGD(Strategy):
             self._receive()
         flat = flatten(self.parameters)
         self.outer = all_reduce(flat, self.axis, "avg", out=flat)
-        for p, average in self.agreed().items():
+        for p, average in split_like(self.outer, self.parameters).items():
             p.copy_(average)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the last model on which ranks agreed, to evaluate it; buffers are this rank's."""
-        agreed = self.agreed()
+        agreed = split_like(self.outer, self.parameters)
         state = self.model.state_dict(keep_vars=True)
         return self._whole(state, lambda t: agreed.get(t, t.data).to(t.dtype))
 
@@ -213,8 +208,6 @@ class DelayedGradients(Strategy):
     def finish_backward(self) -> None:
         """Send the gradients of this step; put the gradients of the last step in their place."""
         super().finish_backward()
-        for p in self.parameters:
-            check_not_summed(p, self.axis)
         used_by_any = self.tell_used([p.grad is not None for p in self.parameters])
         flat = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         pending = all_reduce(flat, self.axis, self.op, out=flat, async_op=True)  # P@dp -> R@dp
@@ -227,7 +220,7 @@ class DelayedGradients(Strategy):
             p.grad = None
         if self.pending is not None:
             pieces = split_like(self.pending.wait(), self.parameters)
-            for p, piece, is_used in zip(self.parameters, pieces, self.used_by_any(), strict=True):
+            for (p, piece), is_used in zip(pieces.items(), self.used_by_any(), strict=True):
                 if is_used:  # with the strides of `p`: fused optimizers ignore strides
                     p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece)
             self.pending = None

@@ -55,7 +55,7 @@ class HostShards:
             unit.move(shard)
             unit.fetch, unit.store = partial(self.fetch, unit), partial(self.store, unit)
             unit.finalize_backward = partial(self.finalize, unit, unit.finalize_backward)
-        optimizer.register_step_pre_hook(self.before_step)
+        optimizer.register_step_pre_hook(lambda *_: self.region.enter_context(memory.on_host()))
         optimizer.register_step_post_hook(self.after_step)
 
     # weights, up
@@ -66,10 +66,9 @@ class HostShards:
         versions, copy = self.coming.pop(unit, (None, None))
         if versions != [p._version for p in unit.pieces]:  # no copy, or weights have changed
             copy = self.bring(unit)
-        if self.order[at : at + 1] == [unit]:
-            for ahead in self.order[at + 1 : at + 2]:
-                if ahead not in self.coming:
-                    self.coming[ahead] = [p._version for p in ahead.pieces], self.bring(ahead)
+        match self.order[at : at + 2]:
+            case [same, ahead] if same is unit and ahead not in self.coming:
+                self.coming[ahead] = [p._version for p in ahead.pieces], self.bring(ahead)
         return copy.wait()
 
     def bring(self, unit: Any) -> Pending:
@@ -94,7 +93,7 @@ class HostShards:
         """Wait for the gradient's copy; add it to the sum of the microbatches before."""
         if unit in self.leaving:
             gradient = self.leaving.pop(unit).wait()
-            unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)
+            unit.reduced = gradient if unit.reduced is None else unit.reduced.add_(gradient)
 
     def finalize(self, unit: Any, complete: Callable[[], None]) -> None:
         """Complete the gradient of the step, on the host."""
@@ -102,9 +101,6 @@ class HostShards:
         self.add_up(unit)
 
     # the step, on the host
-    def before_step(self, *_: Any) -> None:
-        self.region.enter_context(memory.on_host())
-
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for value in (value for state in optimizer.state.values() for value in state.values()):
             if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:

@@ -83,7 +83,16 @@ def apply(
 
     Raises `ValueError` for sizes that the axis does not divide, and for a model that is cut.
     """
-    check(model, axis, sequence, overlap)
+    if overlap and not sequence:
+        raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
+    for name, p in model.named_parameters():
+        if name.endswith(".bias"):  # which no Llama has
+            raise ValueError(f"{name}: tensor parallelism would add this bias once per rank")
+        if not is_spread_over(p, axis) and any(a.name == axis.name for a in axes_of(p)):
+            raise ValueError(f"{name} is cut along {axis.name} already")
+        if is_spread_over(p, axis) and not sequence:
+            same = f"experts are spread over {axis.name}, whose ranks would send the same tokens"
+            raise ValueError(f"{same}; sequence=True cuts sequences: then they hold different ones")
     check_sizes(model.config, axis.size, axis.name, experts)
     replicate(model, axis)
     return TensorParallel(model, Border(axis, sequence), overlap, experts)
@@ -239,10 +248,9 @@ class TensorParallel(Strategy):
 
     def finish_backward(self) -> None:
         """Sum partial gradients: of whole parameters, and of heads that several ranks have."""
-        super().finish_backward()
         self._sum(self.summed, 1)
         self._sum(self.copied, self.model.config.num_kv_heads)
-        self.note_reduced()
+        super().finish_backward()
 
     def _sum(self, names: list[str], num_groups: int) -> None:
         """Sum gradients over the ranks of each of `num_groups` groups of neighbours, in one call.
@@ -252,7 +260,7 @@ class TensorParallel(Strategy):
         params = dict(self.model.named_parameters())  # without the layers of other stages
         holders = [piece_of(params[name]) for name in names if name in params]
         for p in holders:
-            check_not_summed(p, self.axis)  # an old sum, to which no backward has added
+            check_not_summed(p, self.axis)  # under fsdp a backward adds to it without a hook
         mark_summed(holders, self.axis)
         grads = [p.grad for p in holders if p.grad is not None]
         if num_groups == 1:  # whole experts, say: no second copy of large gradients
@@ -286,18 +294,3 @@ class TensorParallel(Strategy):
 
     def _unpad(self, _: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return out[:, : out.shape[1] - self.num_added] if self.num_added else out
-
-
-# ---------------------------------------------------------------------- what cannot be cut
-def check(model: Llama, axis: Axis, sequence: bool, overlap: bool) -> None:
-    """Raise `ValueError` unless `model` can be cut along `axis`."""
-    if overlap and not sequence:
-        raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
-    for name, p in model.named_parameters():
-        if name.endswith(".bias"):  # which no Llama has
-            raise ValueError(f"{name}: tensor parallelism would add this bias once per rank")
-        if not is_spread_over(p, axis) and any(a.name == axis.name for a in axes_of(p)):
-            raise ValueError(f"{name} is cut along {axis.name} already")
-        if is_spread_over(p, axis) and not sequence:
-            same = f"experts are spread over {axis.name}, whose ranks would send the same tokens"
-            raise ValueError(f"{same}; sequence=True cuts sequences: then they hold different ones")

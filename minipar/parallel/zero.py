@@ -29,7 +29,7 @@ Use::
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,31 +37,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.collectives import Op, Pending, all_gather, all_gather_object, reduce_scatter
+from minipar.comm.collectives import Op, Pending, all_gather, all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.arriving import OnItsWay, let_blocks_wait
 from minipar.parallel.base.masters import keep_slices, master_of
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Elsewhere, Row, copies_axis, in_groups, piece_of
-from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
+from minipar.parallel.base.shards import Elsewhere, OnItsWay, Row, in_groups, piece_of
+from minipar.parallel.base.strategy import Strategy, check_elementwise, claim, find_blocks
 
 
 # ---------------------------------------------------------------------- 1. a bucket, cut n ways
 class Bucket(Row):
     """Parameters, all views of a flat buffer; this rank owns, and steps, one slice."""
 
-    reducing: Pending | None = None  # from `whole` to `reduced`
     gathering: Pending | None = None  # slices of all ranks to `weights`
 
     def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
-        axis = copies_axis(parameters[0], data_axis)
-        super().__init__(parameters, axis)
-        self.share = axis.size / data_axis.size  # below 1 for experts: fewer ranks have copies
+        super().__init__(parameters, data_axis)
         weights = parameters[0].new_zeros(sum(self.splits))  # [N], zeros at its end
-        self.hold(parameters, weights.view(axis.size, -1)[axis.rank].data)  # its version is its own
+        slices = weights.view(self.axis.size, -1)
+        self.hold(parameters, slices[self.axis.rank].data)  # its version is its own
         self.parameters = parameters
         for p, piece in zip(parameters, self.pieces, strict=True):
-            p.piece = piece
+            p.piece, p.arrives = piece, self.wait_for_gather
         self.bind(weights)
         self.missing = set(parameters)  # without a gradient in this backward
         self.away = {p: Elsewhere(p) for p in parameters}  # in the place of gradients
@@ -80,7 +77,7 @@ class Bucket(Row):
         self.wait_for_reduce()
         self.whole: Tensor | None = None  # [N]: gradients of this rank
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
-        self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
+        self.reduced = None
         self.used: set[nn.Parameter] = set()  # by this rank, since `zero_grad`
         for p in (*self.parameters, *self.pieces):
             p.grad = None
@@ -104,16 +101,8 @@ class Bucket(Row):
             if p.grad is self.views[p]:
                 self.used.add(p)
                 p.grad = self.away[p] if is_last else None
-        if op == "avg" and self.share < 1:  # the average is over all ranks of the data axis
-            self.whole.mul_(self.share)
-        self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
+        self.start_to_reduce(self.whole, op)
         self.whole, self.views = None, {}  # freed when it has been sent
-
-    def wait_for_reduce(self) -> None:
-        """Wait for the sum of this microbatch; add it to the sum of the microbatches before."""
-        if self.reducing is not None:
-            own, self.reducing = self.reducing.wait(), None
-            self.reduced = own if self.reduced is None else self.reduced.add_(own)
 
     def gather(self) -> None:
         """Start to all-gather the slices of all ranks, after the step."""
@@ -123,7 +112,7 @@ class Bucket(Row):
         self.version = self.shard._version
         for p in self.parameters:
             if type(p) is nn.Parameter:  # a user's own subclass stays as it is
-                p.arrives, p.__class__ = self.wait_for_gather, OnItsWay
+                p.__class__ = OnItsWay
 
     @torch.compiler.disable
     def wait_for_gather(self) -> None:
@@ -139,6 +128,14 @@ class Bucket(Row):
                 "this rank's slice of the weights was written to, and no other rank has it: write "
                 "into the parameters of the model, alike on all ranks"
             )
+
+
+@torch.compiler.disable
+def wait_for_weights(block: nn.Module, _: Any) -> None:
+    """Wait until the parameters of `block` are whole."""
+    for p in block.parameters():
+        if hasattr(p, "arrives"):  # a deep copy has other parameters
+            p.arrives()
 
 
 # ---------------------------------------------------------------------- 2. a step, cut n ways
@@ -175,7 +172,6 @@ class ShardedOptimizer(Optimizer):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.inner = optimizer_class(groups, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
     def step(self) -> None:
@@ -188,6 +184,7 @@ class ShardedOptimizer(Optimizer):
         for p in self.bucket_of:
             if hasattr(p, "master"):
                 master_of(p)  # takes over what was written into the parameter
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state  # maybe loaded
         self.inner.step()
         for bucket in reversed(self.buckets):
             bucket.gather()
@@ -198,20 +195,9 @@ class ShardedOptimizer(Optimizer):
             bucket.wait_for_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        if not set_to_none:
-            raise ValueError("zero keeps no gradients from step to step; use set_to_none=True")
+        """Drop all gradients: zero keeps none from step to step."""
         for bucket in self.buckets:
             bucket.drop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Raise `RuntimeError`: the state would be of this rank's pieces."""
-        raise RuntimeError("call full_optimizer_state(optimizer) of the strategy on all ranks")
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of pieces, which `load_full_optimizer_state` has cut."""
-        self.inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
 # ---------------------------------------------------------------------- 3. while backward goes on
@@ -234,7 +220,8 @@ class Stage1(Strategy):
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.sent = 0  # the number of buckets sent in this round
         self.is_last = True  # True if the microbatch is the last one of its step
-        let_blocks_wait(model, {p: b.wait_for_gather for p, b in self.bucket_of.items()})
+        for block in find_blocks(model):  # may be compiled: torch makes no graph of an `OnItsWay`
+            block.register_forward_pre_hook(wait_for_weights)
         # This rank's own slices lie in the buffers that are filled.
         model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
         self.hook_gradients(self.bucket_of)
@@ -334,8 +321,7 @@ def apply(
         raise ValueError(
             f"optimizer= must hold all trainable parameters only; it lacks {missing[:3] or 'none'}"
         )
-    if stage not in (1, 2):
-        raise ValueError(f"stage={stage} must be 1 or 2; the third stage of ZeRO is fsdp.apply")
+    make = {1: Stage1, 2: Stage2}[stage]
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     order = [trainable[p] for p in optimizer.bucket_of]
@@ -343,4 +329,4 @@ def apply(
         raise ValueError("optimizer= has parameters in another order on each rank, as of a set")
     if working_dtype is not None:
         keep_slices(model, optimizer.buckets, working_dtype)
-    return (Stage1 if stage == 1 else Stage2)(model, optimizer, average)
+    return make(model, optimizer, average)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from minipar.parallel.base.shards import full_shape
+from minipar.parallel.base.shards import region_of
 
 FINAL = 0.1  # of the peak: the learning rate at the end
 
@@ -38,7 +38,7 @@ def make_optimizer(
     """Return AdamW over the parameters that learn: matrices with weight decay, vectors without.
 
     Vectors are norm scales and biases, and decay costs them quality. A strategy that stores a
-    matrix as a flat piece keeps its shape in `param.full_shape`. A tied parameter appears once, a
+    matrix as a flat piece keeps its shape in `param.region`. A tied parameter appears once, a
     frozen one not at all. `make` takes the arguments of the class and returns an optimizer, such as
     a `ShardedOptimizer` of zero.py. Raises `ValueError` when nothing is left to train.
 
@@ -47,7 +47,7 @@ def make_optimizer(
     decayed, plain = [], []
     for param in model.parameters():  # yields a tied parameter once
         if param.requires_grad:
-            is_matrix = len(full_shape(param)) >= 2
+            is_matrix = len(region_of(param).shape) >= 2
             (decayed if is_matrix else plain).append(param)
     both = (decayed, weight_decay), (plain, 0.0)
     groups = [{"params": params, "weight_decay": decay} for params, decay in both if params]

@@ -21,7 +21,7 @@ from minipar.model.init import initial_weight
 from minipar.model.llama import Llama, LlamaConfig, generate
 from minipar.observe import timeline
 from minipar.parallel import fsdp
-from minipar.parallel.base.shards import full_shape
+from minipar.parallel.base.shards import region_of
 from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import data
@@ -243,7 +243,7 @@ def test_trap_15_tied_weights_stay_tied():
     wanted = expected(plain, [tokens(0), tokens(1)], 2)
     assert_equal(strategy.full_gradients(), wanted, rtol=1e-4)
     for p, whole in zip(model.parameters(), plain.parameters(), strict=True):
-        assert full_shape(p) == whole.shape and p.shard_axes == (mesh.dp,)
+        assert region_of(p).shape == whole.shape and p.shard_axes == (mesh.dp,)
         assert type(p) is nn.Parameter and p.ndim == whole.ndim and p.grad.shape == p.shape
     other = models.llama(seed=1)
     again, whole = fsdp.apply(other, mesh.dp), strategy.full_state_dict()
@@ -546,7 +546,6 @@ REFUSED = [
     (used_outside, r"blocks\.1\.weight was used outside"),
     (taken_alone, "modified by an inplace operation"),
     (lambda model, x: model.state_dict(), "full_state_dict"),
-    (lambda model, x: copy.deepcopy(model), "is not copied; use full_state_dict"),
 ]
 
 

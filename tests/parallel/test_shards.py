@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp, fsdp, zero
-from minipar.parallel.base.shards import Region, Row, axes_of, full_shape, is_copy, mark, region_of
+from minipar.parallel.base.shards import Region, Row, axes_of, mark, region_of
 from minipar.parallel.base.strategy import Strategy
 from minipar.train.step import computing_on
 from tests.on_ranks import on_ranks
@@ -34,7 +34,7 @@ def test_pieces_of_all_ranks_are_the_parameters(size):
         flat = torch.cat([p.detach().flatten() for p in parameters] + [torch.zeros(size)])
         row.hold(parameters, flat[: size * row.size].view(size, -1)[rank])
         for p, piece, own in zip(parameters, row.pieces, found, strict=True):
-            assert piece.ndim == max(p.ndim, 1) and full_shape(piece) == p.shape
+            assert piece.ndim == max(p.ndim, 1) and region_of(piece).shape == p.shape
             numbers = region_of(piece).cut(p.detach())
             assert torch.equal(piece, numbers.view_as(piece))
             own.append(piece.detach().flatten())
@@ -49,7 +49,7 @@ def test_a_piece_of_a_piece_knows_both_axes_and_the_first_shape():
     row = Row([p], dp)
     row.hold([p], torch.zeros(4))
     (piece,) = row.pieces
-    assert axes_of(piece) == (tp, dp) and full_shape(piece) == (4, 6) and is_copy(piece)
+    assert axes_of(piece) == (tp, dp) and region_of(piece).shape == (4, 6) and piece.is_copy
     assert region_of(piece).axes == (tp, dp) and region_of(piece).flat == slice(0, 4)
 
 

@@ -112,7 +112,7 @@ def test_any_elementwise_optimizer(cls):
         for scheduler in halve:
             scheduler.step()
         assert_same(model, twin)
-    with pytest.raises(RuntimeError, match="call full_optimizer_state"):
+    with pytest.raises(RuntimeError, match="full_optimizer_state"):
         ours.state_dict()  # of this rank alone
     whole, theirs = strategy.full_optimizer_state(ours), plain.state_dict()
     _assert_same_state(whole, theirs)
@@ -130,15 +130,10 @@ def test_any_elementwise_optimizer(cls):
 # ---------------------------------------------------------------------- what does not fit
 REFUSED = [
     ("zero.apply(model, Mesh().tp, optimizer=fine)", "sharded along dp, not tp"),
-    ("apply(fine, stage=3)", "stage=3 must be 1 or 2; .* is fsdp.apply"),
     ("apply(make(own[:2], AdamW))", r"lacks \['layers.1.weight'"),
     ("apply(make([*own, *Layers(0).parameters()], AdamW))", "it lacks none"),
     ("make(own, torch.optim.Muon)", "Muon may look at whole"),
-    ("fine.zero_grad(set_to_none=False)", "use set_to_none=True"),
-    (
-        "apply(fine).load_full_optimizer_state(fine, AdamW(own[:2]).state_dict())",
-        "here are .12.",
-    ),
+    ("apply(fine).load_full_optimizer_state(fine, AdamW(own[:2]).state_dict())", "is shorter"),
 ]
 
 

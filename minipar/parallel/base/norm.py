@@ -19,16 +19,14 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.parallel.base.shards import axes_of, is_copy
-
-CPU = torch.device("cpu")
+from minipar.parallel.base.shards import axes_of
 
 
 def clip_grad_norm(
     parameters: Iterable[Tensor],
     max_norm: float,
     axes: Iterable[Axis] = (),
-    device: torch.device = CPU,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
@@ -50,8 +48,9 @@ def clip_grad_norm(
     parameters, axes, grads = list(dict.fromkeys(parameters)), tuple(axes), defaultdict(list)
     for param in parameters:
         if param.grad is not None:
-            kind = param.grad.dtype, param.grad.device
-            grads[cut_over(param, axes), is_copy(param), *kind].append(param.grad)
+            is_copy = getattr(param, "is_copy", False)
+            kind = cut_over(param, axes), is_copy, param.grad.dtype, param.grad.device
+            grads[kind].append(param.grad)
 
     # sums[1, 0]: cut over the first axis, whole along the second. Always float64: all ranks must
     # send the same dtype, and a rank without parameters cannot know another one.

@@ -42,12 +42,8 @@ def unpack(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
     Raises `ValueError` for the state of other parameters.
     """
-    groups, ours = state["param_groups"], [list(own) for own in names]
-    numbers, here = [len(group["params"]) for group in groups], [*map(len, ours)]
-    if numbers != here:
-        raise ValueError(f"the state has groups of {numbers} parameters, and here are {here}")
     found = {}
-    for group, own in zip(groups, ours, strict=True):
+    for group, own in zip(state["param_groups"], map(list, names), strict=True):
         theirs = group.get("param_names", own)
         if differ := sorted(set(theirs) ^ set(own)):
             raise ValueError(

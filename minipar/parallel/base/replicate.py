@@ -20,21 +20,20 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     """
     if is_data:
         share_counts(model, axis)
-    alike: dict[Axis, list[Tensor]] = defaultdict(list)
-    for tensor in [*model.parameters(), *model.buffers()]:
+    alike: dict[Axis, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or is_spread_over(tensor, axis):
             continue  # all ranks make the same first value later; or each rank has other experts
-        alike[copies_axis(tensor, axis) if is_data else axis].append(tensor)
-    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        alike[copies_axis(tensor, axis) if is_data else axis][name] = tensor
     for those, tensors in alike.items():
-        own = [f"{names[id(t)]} {tuple(t.shape)} of {t.dtype}" for t in tensors]
-        own += [f"{names[id(t)]} that learns" for t in tensors if t.requires_grad]
+        own = [f"{name} {tuple(t.shape)} of {t.dtype}" for name, t in tensors.items()]
+        own += [f"{name} that learns" for name, t in tensors.items() if t.requires_grad]
         every = all_gather_object(own, those)
         for r, theirs in enumerate(every):
             for first, other in zip_longest(every[0], theirs):
                 if first != other:
                     who = f"ranks 0 and {r} of {those.name}"
                     raise ValueError(f"{who} have different models: {first} and {other}")
-        values = [t.data for t in tensors if t.numel()]
+        values = [t.data for t in tensors.values() if t.numel()]
         for pending in [broadcast(t, those, out=t, async_op=True) for t in values]:
             pending.wait()

@@ -23,12 +23,13 @@ the shard is a *piece*. Three parameters of 4, 5 and 2 numbers on two ranks, S =
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from minipar.comm.collectives import all_reduce
+from minipar.comm.collectives import Op, Pending, all_reduce, reduce_scatter
 from minipar.comm.mesh import Axis
 
 
@@ -40,9 +41,8 @@ def mark(
     `region` is the place of these numbers. Without a region, other ranks have other parameters.
     """
     if region is not None:
-        axes, is_same = (*region.axes, axis), copy or region.is_copy
-        p.region = region._replace(axes=axes, is_copy=is_same)
-    p.shard_axes, p.is_copy = (*axes_of(p), axis), copy or is_copy(p)
+        p.region = region._replace(axes=(*region.axes, axis), is_copy=copy or region.is_copy)
+    p.shard_axes, p.is_copy = (*axes_of(p), axis), copy or getattr(p, "is_copy", False)
 
 
 def axes_of(p: Tensor) -> tuple[Axis, ...]:
@@ -53,16 +53,6 @@ def axes_of(p: Tensor) -> tuple[Axis, ...]:
 def region_of(p: Tensor) -> "Region":
     """Return the place of `p` in the parameter of the serial model."""
     return getattr(p, "region", None) or Region.whole(p.shape)
-
-
-def full_shape(p: Tensor) -> tuple[int, ...]:
-    """Return the shape of `p` in the serial model."""
-    return region_of(p).shape
-
-
-def is_copy(p: Tensor) -> bool:
-    """True if another rank of a shard axis of `p` counts these numbers."""
-    return getattr(p, "is_copy", False)
 
 
 def piece_of(p: nn.Parameter) -> nn.Parameter:
@@ -115,10 +105,10 @@ def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
     return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
 
 
-def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the vector `flat`, one in the shape of each of `tensors`."""
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Return views of the vector `flat`: for each of `tensors`, one in its shape."""
     parts = flat.split([t.numel() for t in tensors])
-    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+    return {t: part.view(t.shape) for t, part in zip(tensors, parts, strict=True)}
 
 
 def gradient_bytes(p: Tensor) -> int:
@@ -155,16 +145,20 @@ def check_divides(name: str, n: int, what: str, size: int) -> None:
 
 # ---------------------------------------------------------------------- parameters in a row
 class Row:
-    """Parameters in a row, cut over `axis`; see the drawing above.
+    """Parameters in a row, cut over the ranks with copies of them; see the drawing above.
 
     This rank has `shard` [S]; the `pieces` are views of the shard. The optimizer steps pieces. A
     piece has the k numbers of a parameter that lie on this rank; k may be 0. A piece is [k], or
     [k, 1] for a matrix, so ``p.ndim`` is kept.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
-        numels = [p.numel() for p in parameters]
+    reducing: Pending | None = None  # gradients of all ranks, on their way to the shards
+    reduced: Tensor | None = None  # [S]: the sum of those that have arrived
+
+    def __init__(self, parameters: Sequence[nn.Parameter], data_axis: Axis) -> None:
+        numels, axis = [p.numel() for p in parameters], copies_axis(parameters[0], data_axis)
         self.axis, self.size = axis, math.ceil(sum(numels) / axis.size)  # S
+        self.share = axis.size / data_axis.size  # below 1 for experts: fewer ranks have copies
         self.shapes = [p.shape for p in parameters]
         self.splits = [*numels, axis.size * self.size - sum(numels)]  # the last one is the padding
         self.places: list[tuple[slice, slice]] = []  # span and cut of each parameter
@@ -205,7 +199,25 @@ class Row:
         parts = row.split(self.splits)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=False)]
 
+    def start_to_reduce(self, whole: Tensor, op: Op) -> None:
+        """Start to reduce-scatter the gradients `whole` [n S] of this rank."""
+        if op == "avg" and self.share < 1:  # the average is over all ranks of the data axis
+            whole = whole * self.share
+        self.reducing = reduce_scatter(whole, self.axis, op=op, async_op=True)
 
+    def wait_for_reduce(self) -> None:
+        """Wait for the reduce-scatter, if one is under way, and keep its result."""
+        if self.reducing is not None:
+            gradient, self.reducing = self.reducing.wait(), None
+            self.store(gradient)
+
+    def store(self, gradient: Tensor) -> None:
+        """Add a reduced gradient [S] to the sum of the microbatches before."""
+        gradient = gradient.to(self.shard)
+        self.reduced = gradient if self.reduced is None else self.reduced.add_(gradient)
+
+
+# ---------------------------------------------------------------------- what is not here yet
 class Elsewhere(Tensor):
     """A placeholder in ``p.grad`` while the gradient is not there: every read raises an error.
 
@@ -225,6 +237,20 @@ class Elsewhere(Tensor):
             "ShardedOptimizer, not of the model. In a step, all backwards but the last are under "
             "no_sync(), and checkpoint(...) has use_reentrant=False"
         )
+
+
+class OnItsWay(nn.Parameter):
+    """A parameter in flight: its first read or write waits for the all-gather of its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) not in (Tensor.grad, Tensor.device):
+            for p in tree_leaves((args, kwargs)):
+                if type(p) is cls:
+                    p.__class__ = nn.Parameter
+                    if hasattr(p, "arrives"):  # else `p` is a copy, made after the all-gather
+                        p.arrives()
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 # ---------------------------------------------------------------------- places in a whole tensor

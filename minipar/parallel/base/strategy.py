@@ -13,9 +13,11 @@ applied, `_before_step` checks each step of an optimizer.
 """
 
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ from minipar.comm.values import look, to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
-from minipar.parallel.base.optimizer_state import SCALARS, Members, cut_state, join_state
-from minipar.parallel.base.shards import axes_of, full_shape, in_order, piece_of, region_of
+from minipar.parallel.base.optimizer_state import Members, cut_state, join_state
+from minipar.parallel.base.shards import axes_of, in_order, piece_of, region_of
 
 
 class Strategy:
@@ -46,9 +48,6 @@ class Strategy:
         self.device = device_of(model)  # computes, even if parameters later move to the host
         self.synchronises = True  # false under `no_sync`
         self.is_finished = True  # false from a backward on, until `finish_backward`
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        raise RuntimeError("a model that holds its strategy is not copied; use full_state_dict()")
 
     # ------------------------------------------------------------------ one step
     def finish_backward(self) -> None:
@@ -270,19 +269,22 @@ def check_hooks(model: nn.Module) -> None:
             raise ValueError(f"{words}; change gradients after finish_backward()")
 
 
-def refuse_state(model: nn.Module) -> None:
-    """Make ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
+def refuse_state(owner: nn.Module | Optimizer) -> None:
+    """Make ``owner.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
 
-    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def refuse(_: nn.Module | Optimizer, prefix: str = "", keep_vars: bool = False) -> None:
         if not keep_vars:  # which asks for the parameters themselves
             raise RuntimeError(
-                "state_dict() would hold this rank's shards: call full_state_dict() of the "
-                "strategy on all ranks for whole weights, load_full_state_dict() to load them"
+                "state_dict() would hold this rank's shards: on all ranks, call full_state_dict() "
+                "of the strategy for whole weights, full_optimizer_state(optimizer) for their "
+                "state, and load_full_state_dict() or load_full_optimizer_state() to load them"
             )
 
-    for module in model.modules():
-        if any(axes_of(p) for p in module.parameters()):
-            module.register_state_dict_pre_hook(refuse)
+    parts = [owner]
+    if isinstance(owner, nn.Module):
+        parts = [m for m in owner.modules() if any(map(axes_of, m.parameters()))]
+    for part in parts:
+        part.register_state_dict_pre_hook(refuse)
 
 
 # ---------------------------------------------------------------------- when gradients arrive
@@ -334,9 +336,11 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         strategy.check_finished("optimizer.step()")
     check_shared(parameters)
     shards = [p for p in parameters if axes_of(p)]
-    if any(p.shape != full_shape(p) for p in shards):
+    if any(p.shape != region_of(p).shape for p in shards):
         check_elementwise(optimizer)
-        check_state(optimizer)
+        if not hasattr(optimizer, "refuses_state"):
+            optimizer.refuses_state = True
+            refuse_state(optimizer)
     check_unchanged(shards)
     gradients = [p.grad for p in shards if p.grad is not None]
     if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
@@ -344,28 +348,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "GradScaler.step() without strategy.unscale_(scaler, optimizer): ranks look for an "
             "overflow in their own shards, and would skip different steps"
         )
-
-
-def check_state(optimizer: Optimizer) -> None:
-    """Refuse ``state_dict()`` of an optimizer that steps shards, and a state that it was not given.
-
-    Raises `RuntimeError` for a state of other shapes than the shards'.
-    """
-    words = "call full_optimizer_state(optimizer) and load_full_optimizer_state of the strategy"
-
-    def refuse(_: Optimizer) -> None:
-        raise RuntimeError(f"state_dict() would be of this rank's shards: {words}")
-
-    def check(_: Optimizer) -> None:
-        for p, state in optimizer.state.items():
-            shapes = {v.shape for k, v in state.items() if k not in SCALARS and torch.is_tensor(v)}
-            if shapes - {p.shape, torch.Size()}:
-                raise RuntimeError(f"the optimizer's state is not of this rank's shards: {words}")
-
-    if not hasattr(optimizer, "checks_state"):
-        check(optimizer)
-        optimizer.register_state_dict_pre_hook(refuse)
-        optimizer.checks_state = optimizer.register_load_state_dict_post_hook(check)
 
 
 def check_shared(parameters: Sequence[nn.Parameter]) -> None:
@@ -381,10 +363,8 @@ def check_shared(parameters: Sequence[nn.Parameter]) -> None:
 
 def _called_by_scaler() -> bool:
     """True if the step comes out of ``GradScaler.step(optimizer)``."""
-    frame = sys._getframe(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
-        frame = frame.f_back
-    return frame is not None
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any(isinstance(caller, GradScaler) for caller in callers)
 
 
 register_optimizer_step_pre_hook(_before_step)
@@ -427,10 +407,4 @@ def share_counts(model: nn.Module, *axes: Axis) -> None:
 
 def sum_over(*axes: Axis) -> Callable[[Tensor], Tensor]:
     """Return a function that adds up a tensor over all ranks of `axes`, one axis at a time."""
-
-    def total(tensor: Tensor) -> Tensor:
-        for axis in axes:
-            tensor = all_reduce(tensor, axis)
-        return tensor
-
-    return total
+    return lambda tensor: reduce(all_reduce, axes, tensor)
