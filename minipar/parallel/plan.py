@@ -205,35 +205,28 @@ class Plan:
         if num_stages <= config.num_layers:
             num_stages = self.make_schedule().num_stages
         if num_stages > config.num_layers:
-            yield (
-                f"schedule={self.schedule} on pp={self.pp} cuts the model into {num_stages} "
-                f"stages, each with a layer, and there are num_layers={config.num_layers}"
-            )
+            cut = f"on pp={self.pp} cuts the model into {num_stages} stages, each with a layer"
+            yield f"schedule={self.schedule} {cut}, and there are num_layers={config.num_layers}"
         if config.moe is not None and self.make_schedule().copies > 1:
-            yield (
-                f"schedule={self.schedule} has two copies of every router, and each copy would "
-                f"balance its own tokens alone"
-            )
+            yield f"schedule={self.schedule} has two copies of every router, each balanced alone"
 
     def _problems_of_gradients(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules that keep gradients from being silently wrong."""
         is_tp_sum = self.sequence_parallel or self.tp > config.num_kv_heads or config.qk_norm
         if self.zero and is_tp_sum and config.vocab_size % self.tp:
             yield (
-                f"zero={self.zero} shards all parameters of a rank in a row, and tp sums gradients "
-                f"shard by shard; tp={self.tp} does not divide vocab_size={config.vocab_size}, so "
-                f"shards would begin elsewhere on every rank; pad the vocabulary to "
-                f"{-(-config.vocab_size // self.tp) * self.tp} words"
+                f"tp={self.tp} does not divide vocab_size={config.vocab_size}, so shards of "
+                f"zero={self.zero} would begin elsewhere on each rank of tp, which sums them; pad "
+                f"the vocabulary to {-(-config.vocab_size // self.tp) * self.tp} words"
             )
         if self.zero == 3 and self.pp > 1:
             schedule = self.make_schedule()
             is_simple = schedule.copies == 1 and not schedule.splits_backward
             if config.tie_embeddings or not is_simple:
                 yield (
-                    f"zero=3 gathers weights for a whole backward, and reduces gradients before "
-                    f"ranks of pp with the same weights sum them: with pp={self.pp} it needs one "
-                    f"copy of the model, a schedule of F and B (this is {self.schedule}), and "
-                    f"tie_embeddings=False (this is {config.tie_embeddings})"
+                    f"zero=3 with pp={self.pp} needs a schedule of F and B with one copy of the "
+                    f"model (this is {self.schedule}), and tie_embeddings=False (this is "
+                    f"{config.tie_embeddings}): it reduces gradients after each whole backward"
                 )
 
 

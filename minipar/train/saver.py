@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -35,7 +35,7 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
 from minipar.model.hf import write_json
-from minipar.parallel.base.shards import Part, Region
+from minipar.parallel.base.shards import Region
 from minipar.train.checkpoint import (
     ALONE,
     FORMAT,
@@ -45,6 +45,14 @@ from minipar.train.checkpoint import (
     map_tensors,
     step_of,
 )
+
+
+class Part(NamedTuple):
+    """A rank's part of a tensor: `numbers` [k], and their place in the tensor."""
+
+    numbers: Tensor
+    region: Region
+
 
 Parts = Mapping[str, Mapping[str, Part]]  # by kind, "weights" or "state", and name
 

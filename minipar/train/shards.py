@@ -17,9 +17,9 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
 from minipar.parallel.base.masters import master_of
-from minipar.parallel.base.shards import Part, Region, copies_axis, is_part, piece_of, region_of
+from minipar.parallel.base.shards import Region, copies_axis, is_part, piece_of, region_of
 from minipar.parallel.compose import Composed
-from minipar.train.saver import Saver, deal
+from minipar.train.saver import Part, Saver, deal
 
 
 def save(strategy: Composed, saver: Saver, step: int, state: dict[str, Any]) -> None:

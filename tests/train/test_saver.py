@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm.mesh import Axis, Mesh
-from minipar.parallel.base.shards import Part, Region
+from minipar.parallel.base.shards import Region
 from minipar.ranks.launch import RankError
 from minipar.train import saver
 from minipar.train.checkpoint import available, load, step_of
-from minipar.train.saver import Saver
+from minipar.train.saver import Part, Saver
 from tests.train.runs import assert_is, names, some
 
 

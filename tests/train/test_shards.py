@@ -17,12 +17,12 @@ from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
 from minipar.parallel import compose
-from minipar.parallel.base.shards import Part, Region
+from minipar.parallel.base.shards import Region
 from minipar.parallel.plan import Plan
 from minipar.train import setup, shards
 from minipar.train.checkpoint import CheckpointError, Stored, load
 from minipar.train.optim import make_optimizer
-from minipar.train.saver import Saver
+from minipar.train.saver import Part, Saver
 from minipar.train.step import train_step
 
 # 61 words do not divide by 2 or 4, and with tp=4 two ranks have the same heads of k and v.

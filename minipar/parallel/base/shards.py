@@ -326,13 +326,6 @@ class Region(NamedTuple):
         return whole
 
 
-class Part(NamedTuple):
-    """A rank's part of a tensor: `numbers` [k], and their place in the tensor."""
-
-    numbers: Tensor
-    region: Region
-
-
 def _place(offset: Sequence[int], box: Tensor) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(offset, box.shape, strict=True))
 
