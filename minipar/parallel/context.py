@@ -113,10 +113,8 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
     """
     per_rank, length = ORDERS[order], q.shape[2]
     if mask is not None and mask.shape[2:] != (length, length * axis.size):
-        raise ValueError(
-            f"a mask of shape {tuple(mask.shape)} is not for {length} tokens per rank: it must be "
-            f"[B, 1, {length}, {length * axis.size}], as context.shard_batch cuts it"
-        )
+        shape = f"[B, 1, {length}, {length * axis.size}], as context.shard_batch cuts it"
+        raise ValueError(f"a mask of shape {tuple(mask.shape)} does not fit: it must be {shape}")
     width = length // per_rank
     rows = [slice(i * width, (i + 1) * width) for i in range(per_rank * axis.size)]
     shown = None

@@ -39,9 +39,8 @@ def check_sizes(config: LlamaConfig, n: int, name: str = "tp", experts: bool = F
     if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
         check_divides(name, n, "intermediate_size", config.intermediate_size)
     if config.num_kv_heads % n and n % config.num_kv_heads:
-        raise ValueError(
-            f"{name}={n} neither divides num_kv_heads={config.num_kv_heads} nor is a multiple of it"
-        )
+        heads = f"num_kv_heads={config.num_kv_heads}"
+        raise ValueError(f"{name}={n} neither divides {heads} nor is a multiple of it")
     if experts and config.moe is None:
         raise ValueError(f"{name}={n} cuts experts, and this Llama has none (moe=None)")
     if experts:

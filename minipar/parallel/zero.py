@@ -124,10 +124,8 @@ class Bucket(Row):
                 if type(p) is OnItsWay:
                     p.__class__ = nn.Parameter
         if self.shard._version != self.version:
-            raise RuntimeError(
-                "this rank's slice of the weights was written to, and no other rank has it: write "
-                "into the parameters of the model, alike on all ranks"
-            )
+            how = "write into the parameters of the model, alike on all ranks"
+            raise RuntimeError(f"this rank alone has written into its slice of the weights: {how}")
 
 
 @torch.compiler.disable
@@ -318,10 +316,10 @@ def apply(
     trainable = {p: name for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     if trainable.keys() != optimizer.bucket_of.keys():
         missing = [name for p, name in trainable.items() if p not in optimizer.bucket_of]
-        raise ValueError(
-            f"optimizer= must hold all trainable parameters only; it lacks {missing[:3] or 'none'}"
-        )
-    make = {1: Stage1, 2: Stage2}[stage]
+        lacks = f"it lacks {missing[:3] or 'none'}"
+        raise ValueError(f"optimizer= must hold all trainable parameters and no others; {lacks}")
+    if stage not in (1, 2):
+        raise ValueError(f"stage={stage} must be 1 or 2; the third stage of ZeRO is fsdp.apply")
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     order = [trainable[p] for p in optimizer.bucket_of]
@@ -329,4 +327,4 @@ def apply(
         raise ValueError("optimizer= has parameters in another order on each rank, as of a set")
     if working_dtype is not None:
         keep_slices(model, optimizer.buckets, working_dtype)
-    return make(model, optimizer, average)
+    return (Stage1 if stage == 1 else Stage2)(model, optimizer, average)

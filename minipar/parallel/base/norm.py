@@ -88,10 +88,8 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
     for param in parameters:
         noted = getattr(param, "reduced", None)
         if noted is not None and param.grad is not None and noted != param.grad._version:
-            raise RuntimeError(
-                "shards of gradients have changed since finish_backward(): clip them by "
-                "strategy.clip_grad_norm_; after a change of each number alone, call note_reduced()"
-            )
+            how = "clip by strategy.clip_grad_norm_; call note_reduced() after a change of your own"
+            raise RuntimeError(f"shards of gradients changed after finish_backward(): {how}")
 
 
 def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:
@@ -101,8 +99,6 @@ def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:
     """
     names = {axis.name for axis in axes_of(param) if axis.size > 1}
     if unknown := names - {axis.name for axis in axes}:
-        raise ValueError(
-            f"a gradient of shape {tuple(param.shape)} is cut over {', '.join(sorted(unknown))}; "
-            "name each such axis in axes= on all ranks"
-        )
+        over = ", ".join(sorted(unknown))
+        raise ValueError(f"a gradient is cut over {over}; name each such axis in axes= of all")
     return tuple(int(axis.name in names) for axis in axes)

@@ -73,10 +73,9 @@ def copies_axis(p: Tensor, axis: Axis | None) -> Axis | None:
         sharing = spread.size // getattr(p, "spread_outside", 1) * copies.size
         if sharing != axis.size:
             raise ValueError(
-                f"experts are spread over {spread.name}={spread.size} with copies={copies.size}, "
-                f"so {sharing} ranks share their gradients, but data is over "
-                f"{axis.name}={axis.size}; let both be the same ranks: copies=mesh.dp and data "
-                f'over mesh.joint("dp", "ep")'
+                f"experts over {spread.name} have copies={copies.size}, so {sharing} ranks share "
+                f"their gradients, but data is over {axis.name}={axis.size}; let both be the same "
+                f'ranks: copies=mesh.dp and data over mesh.joint("dp", "ep")'
             )
     return copies
 

@@ -95,9 +95,8 @@ def validate(schedule: Schedule) -> None:
         for stage in schedule.path(i):
             has = [kind for kind in COMPUTE for _ in range(count[Action(stage, kind, i)])]
             if has not in (["F", "B"], ["F", "I", "W"]):
-                raise ValueError(
-                    f"stage {stage} has {' '.join(has) or 'nothing'} for microbatch {i}, and needs "
-                    f"F B or F I W: the optimizer would step without a part of the gradient"
-                )
+                why = "needs F B or F I W: the optimizer would step without a part of the gradient"
+                has = " ".join(has) or "nothing"
+                raise ValueError(f"stage {stage} has {has} for microbatch {i}, and {why}")
     for _ in advance(schedule):
         pass  # until all have ended
