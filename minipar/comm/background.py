@@ -42,7 +42,8 @@ class Background:
             self._at = max(self._at, self._after._at)
         on_stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
         try:
-            with clock.beside(self._at), torch.inference_mode(self._is_inference), on_stream:
+            with torch.inference_mode(self._is_inference), on_stream:
+                clock.beside(self._at)
                 self._work()
                 self._at = clock.now()
         except BaseException as error:  # raised by `wait`

@@ -209,7 +209,7 @@ class LinkGroup(dist.ProcessGroup):
         """
         *args, opts = args
         pieces = args[piece : piece + 1]
-        device.synchronize()  # sleep until the device has computed the tensors
+        clock.catch_up()  # sleep until the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
@@ -312,7 +312,7 @@ class LinkGroup(dist.ProcessGroup):
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
         self._raise_if_stopped()
-        device.synchronize()  # sleep until the device has computed the tensors
+        clock.catch_up()  # sleep until the device has computed the tensors
         end, src, dst = cell
         other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
         num_bytes = _num_bytes(tensors)
