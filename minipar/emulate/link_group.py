@@ -9,6 +9,7 @@ import math
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partialmethod
@@ -24,7 +25,7 @@ from torch.futures import Future
 from minipar.comm import clock
 from minipar.comm.collectives import stands_for, wire_bytes
 from minipar.emulate import device, link, strict
-from minipar.emulate.link_calls import Calls, Cell, Transfer
+from minipar.emulate.link_calls import Calls, Transfer
 from minipar.emulate.operations import tensors as tensors_in
 
 
@@ -44,31 +45,30 @@ class LinkWork(dist.Work):
 
     The link carries the data from `t_start` on. `waits` has the times at which this rank called
     `wait`, or `is_completed` returned True. Times are in seconds of `time.monotonic`. `num_bytes`
-    counts the bytes that this rank sends, as `collectives.wire_bytes` does.
+    counts the bytes that this rank sends, as `collectives.wire_bytes` does. `peer` is the group's
+    rank at the other end of a message.
     """
 
     def __init__(
         self,
         verb: str,
         num_bytes: int,
-        result: Any,
-        run: Callable[[float], Transfer],
-        latency: float = 0.0,
-        hold: strict.Handle | None = None,
+        t_issue: float,
+        hold: strict.Handle,
+        result: list[Tensor],
+        peer: int | None = None,
     ) -> None:
         super().__init__()
-        self.verb, self.num_bytes = verb, num_bytes
-        self.peer: int | None = None  # the group's rank at the other end of a message
-        self.t_issue, self.t_start, self.t_end = clock.now(), None, None
+        self.verb, self.num_bytes, self.peer = verb, num_bytes, peer
+        self.t_issue, self.t_start, self.t_end = t_issue, None, None
         self.waits: list[float] = []
-        self.run = run  # ``run(t)`` does the real operation; rank and link are ready at time t
-        self.latency = latency  # the last seconds, in which the link can carry the next operation
         self._hold, self._result, self._error = hold, result, None
-        self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
+        self._done, self.ended = threading.Event(), Future()
 
-    def finish(self, error: Exception | None = None) -> None:
+    def finish(self, error: Exception | None) -> None:
         """Mark as done; wake the threads that wait."""
-        self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
+        self._error, self.t_end = error, self.t_end or time.monotonic()
+        self._hold.travelling = None  # it has arrived
         for observe in link.observers:
             observe(self)
         self._done.set()
@@ -77,7 +77,7 @@ class LinkWork(dist.Work):
     @property
     def times(self) -> tuple[float, float]:
         """Return start and end on the wire, once done."""
-        return (self.t_issue if self.t_start is None else self.t_start), self.t_end
+        return self.t_start or self.t_issue, self.t_end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until done, or until the timeout of the group; raise the operation's error."""
@@ -89,39 +89,20 @@ class LinkWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        if not self._done.is_set():
-            return False
-        self.waits.append(time.monotonic())  # as a loop that asks until it is done
-        if self._error is None:
-            self.result()  # after True, the caller may read the result
-        return True
+        # After True, the caller may read the result, as if it had waited.
+        return self._done.is_set() and (self._error is not None or self.wait())
 
     def exception(self) -> Exception | None:
         return self._error
 
-    def result(self) -> Any:
-        with self._lock:
-            hold, self._hold = self._hold, None
-        if self._error is not None:
-            if hold is not None:
-                hold.drop()
-            raise self._error
-        if hold is not None:
-            hold.settle()
+    def result(self) -> list[Tensor]:
+        self._hold.settle(self._error)
         return self._result
 
     def get_future(self) -> Future:
         # With Future.set_exception, C++ sees the exception as a *value*: DDP reads a tensor from it
         # and crashes. Only a callback that raises makes the future fail in C++ too.
         return self.ended.then(lambda _: self.result())
-
-
-def _held(name: str, args: Any, read: list, written: list) -> tuple[Any, strict.Handle | None]:
-    """Return the tensors to move, and the handle that finds races, if there is one."""
-    if not strict.is_on():
-        return args, None
-    hold = strict.Handle(name, args, read, written)
-    return hold.travelling, hold
 
 
 # ---------------------------------------------------------------------- the process group
@@ -138,8 +119,8 @@ class LinkGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._calls = Calls(options.store, rank, size)
         self._lanes: dict[Any, queue.SimpleQueue] = {}
-        self._pending: set[LinkWork] = set()
-        self._lock, self._stopped = threading.RLock(), threading.Event()
+        self.moving: set[LinkWork] = set()  # what has started on the wire and has not ended yet
+        self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def getBackendName(self) -> str:
         return "link"
@@ -148,36 +129,48 @@ class LinkGroup(dist.ProcessGroup):
         """End the threads. Operations that have not begun, or are asleep, raise `RuntimeError`."""
         with self._lock:
             self._stopped.set()
-            for works in self._lanes.values():
-                works.put(None)
+            for jobs in self._lanes.values():
+                jobs.put(None)
 
-    @property
-    def moving(self) -> bool:
-        """True if an operation has started on the wire and has not ended yet."""
-        with self._lock:
-            return any(work.t_start is not None for work in self._pending)
+    def _raise_if_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise RuntimeError("the process group was destroyed")
 
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
-    def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
+    def _enqueue(
+        self,
+        lane: Any,
+        work: LinkWork,
+        move: Callable[[], Any],
+        posted: Callable[[], list[Transfer]],
+        latency: float = 0.0,
+    ) -> LinkWork:
+        """Let the thread of a lane wait for gloo in `move`, and then sleep.
+
+        In the last seconds, `latency`, the link can carry the next operation.
+        """
         with self._lock:
-            self._raise_if_stopped(work.verb)
+            self._raise_if_stopped()
             if lane not in self._lanes:
-                works = self._lanes[lane] = queue.SimpleQueue()
-                thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
+                jobs = self._lanes[lane] = queue.SimpleQueue()
+                thread = threading.Thread(target=self._work_off, args=(jobs,), daemon=True)
                 thread.name = f"link {self.group_name} {lane}"
                 thread.start()
-            self._pending.add(work)
-            self._lanes[lane].put(work)
+            self._lanes[lane].put((work, move, posted, latency))
         return work
 
-    def _work_off(self, works: queue.SimpleQueue) -> None:
+    def _work_off(self, jobs: queue.SimpleQueue) -> None:
         free = 0.0  # when the link can carry the next operation
-        while (work := works.get()) is not None:
+        while (job := jobs.get()) is not None:
+            work, move, posted, latency = job
             try:
                 self._raise_if_stopped()
-                work.t_start, duration, _ = work.run(max(work.t_issue, free))
-                end = work.t_start + duration
-                free = end - work.latency
+                move()
+                starts, seconds, _ = zip(*posted(), strict=True)  # of all ranks
+                work.t_start = max(free, *starts)
+                self.moving.add(work)
+                end = work.t_start + max(seconds)
+                free = end - latency
                 while (left := end - time.monotonic()) > 0:
                     self._stopped.wait(left)
                     self._raise_if_stopped()
@@ -187,15 +180,9 @@ class LinkGroup(dist.ProcessGroup):
                 failed = error
             except Exception as error:
                 failed = RuntimeError(f"{work.verb} on rank {self.ranks[self.rank()]}: {error}")
-            with self._lock:
-                self._pending.discard(work)
+            self.moving.discard(work)
             work.finish(failed)
-            del work, failed  # an idle lane must not keep tensors alive
-
-    def _raise_if_stopped(self, verb: str = "") -> None:
-        if self._stopped.is_set():
-            where = f"{verb} on rank {self.ranks[self.rank()]}: " * bool(verb)
-            raise RuntimeError(f"{where}the process group was destroyed")
+            del work, move, posted, job, failed  # an idle lane must not keep tensors alive
 
     # -------- collectives
     def _collective(
@@ -213,31 +200,30 @@ class LinkGroup(dist.ProcessGroup):
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
-            sent = sum(flows[0]) - flows[0][rank]
-            whole = _busiest(flows, rank) * size // max(size - 1, 1)
+            sent, received = (sum(there) - there[rank] for there in flows)
+            whole = max(sent, received) * size // max(size - 1, 1)
         else:
             is_split = verb in ("all_gather", "reduce_scatter", "gather", "scatter")
-            whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
+            whole = _num_bytes(pieces) * (size if is_split else 1)
             sent = wire_bytes(verb, whole, size)
         whole, sent = (device.counted(num_bytes, _type_of(args)) for num_bytes in (whole, sent))
-        checks, call = link.checks, stands_for.get() or verb
-        wire, name = link.in_use().between(self.ranks), call.partition("(")[0]
-        seconds = link.seconds(verb, whole, size, wire)
-        everyone = [(0, other, other) for other in range(size)]
-        moved, hold = _held(name, args, *self._read_and_written(verb, args, opts))
+        seconds = link.seconds(verb, whole, size, link.in_use().between(self.ranks))
+        call = stands_for.get() or verb
+        said = self._describe(call, pieces, opts) if link.checks else ""
+        name = call.partition("(")[0]
+        hold = strict.Handle(name, args, *self._read_and_written(verb, args, opts))
+        mine, everyone = Transfer(clock.now(), seconds), [(0, one, one) for one in range(size)]
+        posted = self._calls.post(everyone[rank], mine, everyone)
 
-        def run(ready: float) -> Transfer:
-            if checks:
-                self._compare(self._describe(call, pieces, opts), flows)
-            mine = Transfer(ready, seconds)
-            number = self._calls.post((0, rank, rank), mine)
-            pairs = zip(*moved, strict=True) if each else [moved]
+        def move() -> None:
+            if said:
+                self._compare(said, flows)
+            pairs = zip(*hold.travelling, strict=True) if each else [hold.travelling]
             for work in [getattr(self.inner, gloo)(*pair, opts) for pair in pairs]:
                 work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
-            return self._calls.latest(everyone, number, mine)  # as long as the busiest rank needs
 
-        result = tensors_in(args[:1])
-        return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
+        work = LinkWork(name, sent, mine.start, hold, tensors_in(args[:1]))
+        return self._enqueue("collectives", work, move, posted)
 
     # torch's functional collectives call the coalesced methods. Other methods run on gloo directly.
     allreduce = partialmethod(_collective, "all_reduce", "allreduce")
@@ -279,19 +265,20 @@ class LinkGroup(dist.ProcessGroup):
         """Exchange what each rank is about to call; raise `Mismatch` unless all call the same."""
         width = 300 + 2 * self.size() * 20  # bytes, the same on all ranks
         mine = json.dumps([call[:240], flows]).ljust(width).encode()
-        said = torch.empty(self.size() * width, dtype=torch.uint8)
+        told = torch.empty(self.size() * width, dtype=torch.uint8)
         given = torch.tensor([*mine], dtype=torch.uint8)
-        self.inner._allgather_base(said, given, c10d.AllgatherOptions()).wait()
-        told = [json.loads(bytes(row)) for row in said.view(-1, width).tolist()]
-        ranks_of: dict[str, list[str]] = {}  # by what they called
-        for rank, (text, _) in zip(self.ranks, told, strict=True):
-            ranks_of.setdefault(text, []).append(str(rank))
+        self.inner._allgather_base(told, given, c10d.AllgatherOptions()).wait()
+        rows = (json.loads(bytes(row)) for row in told.view(-1, width).tolist())
+        calls, flows = zip(*rows, strict=True)
+        ranks_of = defaultdict[str, list[str]](list)  # by what they called
+        for rank, text in zip(self.ranks, calls, strict=True):
+            ranks_of[text].append(str(rank))
         if len(ranks_of) > 1:
             who = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} called {text}"
                    for text, ranks in ranks_of.items()]  # fmt: skip
             raise Mismatch(f"the ranks do not agree: {'; '.join(who)}")
-        for src, dst in product(range(self.size()), repeat=2) if flows else ():
-            sent, expected = told[src][1][0][dst], told[dst][1][1][src]
+        for src, dst in product(range(self.size()), repeat=2) if flows[0] else ():
+            sent, expected = flows[src][0][dst], flows[dst][1][src]
             if sent != expected:
                 raise self._wrong_size(src, dst, sent, expected)
 
@@ -300,41 +287,30 @@ class LinkGroup(dist.ProcessGroup):
         return Mismatch(f"rank {self.ranks[src]} sends {sent} bytes to {there}")
 
     # -------- messages: handed to gloo in the caller, else two ranks that send first would hang
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        return self._message("send", (0, self.rank(), peer), tensors, peer, tag)
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        return self._message("recv", (1, peer, self.rank()), tensors, peer, tag)
-
-    def _message(
-        self, verb: str, cell: Cell, tensors: list[Tensor], peer: int, tag: int
-    ) -> LinkWork:
+    def _message(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
         self._raise_if_stopped()
         clock.catch_up()  # sleep until the device has computed the tensors
-        end, src, dst = cell
-        other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
+        is_send, rank = verb == "send", self.rank()
+        here, there = (0, 1) if is_send else (1, 0)
+        src, dst = (rank, peer) if is_send else (peer, rank)
+        wire = link.in_use().between((self.ranks[src], self.ranks[dst]))
         num_bytes = _num_bytes(tensors)
-        wire, counted = link.in_use().between(pair), device.counted(num_bytes, _type_of(tensors))
+        counted = device.counted(num_bytes, _type_of(tensors))
         mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
-        number = self._calls.post(cell, mine)
-        other = self._calls.read(other_end, number)  # the rank that posts second sees both sizes
-        if link.checks and other is not None and other.num_bytes != num_bytes:
-            sizes = num_bytes, int(other.num_bytes)
-            raise self._wrong_size(src, dst, *(sizes if verb == "send" else sizes[::-1]))
-        ends = (tensors, []) if verb == "send" else ([], tensors)
-        moved, hold = _held(verb, tensors, *ends)
-        inner = getattr(self.inner, verb)(moved, peer, tag)
+        posted = self._calls.post((here, src, dst), mine, [(there, src, dst)])
+        sizes = [int(part.num_bytes) for part in posted()]  # who posts second sees both
+        if link.checks and len(set(sizes)) > 1:
+            raise self._wrong_size(src, dst, *(sizes if is_send else sizes[::-1]))
+        hold = strict.Handle(verb, tensors, *((tensors, []) if is_send else ([], tensors)))
+        inner = getattr(self.inner, verb)(hold.travelling, peer, tag)
+        sent = wire_bytes(verb, counted, 2)
+        work = LinkWork(verb, sent, mine.start, hold, tensors, peer)
+        return self._enqueue((verb, peer), work, inner.wait, posted, wire.latency)
 
-        def run(ready: float) -> Transfer:
-            inner.wait()
-            return self._calls.latest([other_end], number, mine._replace(start=ready))
-
-        work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, wire.latency, hold)
-        work.t_issue = mine.start  # the same time that the other rank reads
-        work.peer = peer
-        return self._enqueue((verb, peer), work)
+    send = partialmethod(_message, "send")
+    recv = partialmethod(_message, "recv")
 
 
 def _num_bytes(values: Sequence[Any]) -> int:
@@ -353,8 +329,3 @@ def _flows(size: int, output: Tensor, given: Tensor, *splits: list[int]) -> list
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         flows.append([row * count for count in counts or [len(tensor) // size] * size])
     return flows
-
-
-def _busiest(flows: list[list[int]], rank: int) -> int:
-    """Return the bytes that `rank` sends to others or gets from them, whichever is more."""
-    return max(sum(there) - there[rank] for there in flows)
