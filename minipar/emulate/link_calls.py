@@ -20,7 +20,7 @@ class Transfer(NamedTuple):
 
 
 Cell = tuple[int, int, int]
-"""(end, src, dst) of a message from src to dst: end 0 is the sender's end, end 1 the receiver's.
+"""(is_recv, rank, peer) of a message that `rank` sends to `peer`, or receives from `peer`.
 (0, rank, rank) is for the collectives of `rank`."""
 
 

@@ -9,7 +9,6 @@ import math
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partialmethod
@@ -49,17 +48,13 @@ class LinkWork(dist.Work):
     rank at the other end of a message.
     """
 
+    peer: int | None = None
+
     def __init__(
-        self,
-        verb: str,
-        num_bytes: int,
-        t_issue: float,
-        hold: strict.Handle,
-        result: list[Tensor],
-        peer: int | None = None,
+        self, verb: str, num_bytes: int, t_issue: float, hold: strict.Handle, result: list[Tensor]
     ) -> None:
         super().__init__()
-        self.verb, self.num_bytes, self.peer = verb, num_bytes, peer
+        self.verb, self.num_bytes = verb, num_bytes
         self.t_issue, self.t_start, self.t_end = t_issue, None, None
         self.waits: list[float] = []
         self._hold, self._result, self._error = hold, result, None
@@ -138,16 +133,12 @@ class LinkGroup(dist.ProcessGroup):
 
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(
-        self,
-        lane: Any,
-        work: LinkWork,
-        move: Callable[[], Any],
-        posted: Callable[[], list[Transfer]],
-        latency: float = 0.0,
+        self, lane: Any, work: LinkWork, move: Callable[[], list[Transfer]], latency: float = 0.0
     ) -> LinkWork:
-        """Let the thread of a lane wait for gloo in `move`, and then sleep.
+        """Let the thread of a lane move the data, and sleep until the link would have done so.
 
-        In the last seconds, `latency`, the link can carry the next operation.
+        `move` returns the parts of all ranks. During the last seconds, `latency`, the link can
+        carry the next operation.
         """
         with self._lock:
             self._raise_if_stopped()
@@ -156,17 +147,16 @@ class LinkGroup(dist.ProcessGroup):
                 thread = threading.Thread(target=self._work_off, args=(jobs,), daemon=True)
                 thread.name = f"link {self.group_name} {lane}"
                 thread.start()
-            self._lanes[lane].put((work, move, posted, latency))
+            self._lanes[lane].put((work, move, latency))
         return work
 
     def _work_off(self, jobs: queue.SimpleQueue) -> None:
         free = 0.0  # when the link can carry the next operation
         while (job := jobs.get()) is not None:
-            work, move, posted, latency = job
+            work, move, latency = job
             try:
                 self._raise_if_stopped()
-                move()
-                starts, seconds, _ = zip(*posted(), strict=True)  # of all ranks
+                starts, seconds, _ = zip(*move(), strict=True)
                 work.t_start = max(free, *starts)
                 self.moving.add(work)
                 end = work.t_start + max(seconds)
@@ -182,7 +172,7 @@ class LinkGroup(dist.ProcessGroup):
                 failed = RuntimeError(f"{work.verb} on rank {self.ranks[self.rank()]}: {error}")
             self.moving.discard(work)
             work.finish(failed)
-            del work, move, posted, job, failed  # an idle lane must not keep tensors alive
+            del work, move, job, failed  # an idle lane must not keep tensors alive
 
     # -------- collectives
     def _collective(
@@ -195,7 +185,7 @@ class LinkGroup(dist.ProcessGroup):
         the link carries all pairs as one transfer.
         """
         *args, opts = args
-        pieces = args[piece : piece + 1]
+        pieces = tensors_in(args[piece : piece + 1])
         clock.catch_up()  # sleep until the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
@@ -204,9 +194,10 @@ class LinkGroup(dist.ProcessGroup):
             whole = max(sent, received) * size // max(size - 1, 1)
         else:
             is_split = verb in ("all_gather", "reduce_scatter", "gather", "scatter")
-            whole = _num_bytes(pieces) * (size if is_split else 1)
+            whole = sum(tensor.nbytes for tensor in pieces) * (size if is_split else 1)
             sent = wire_bytes(verb, whole, size)
-        whole, sent = (device.counted(num_bytes, _type_of(args)) for num_bytes in (whole, sent))
+        dtype = str(pieces[0].dtype)[6:] if pieces else ""
+        whole, sent = (device.counted(num_bytes, dtype) for num_bytes in (whole, sent))
         seconds = link.seconds(verb, whole, size, link.in_use().between(self.ranks))
         call = stands_for.get() or verb
         said = self._describe(call, pieces, opts) if link.checks else ""
@@ -215,15 +206,16 @@ class LinkGroup(dist.ProcessGroup):
         mine, everyone = Transfer(clock.now(), seconds), [(0, one, one) for one in range(size)]
         posted = self._calls.post(everyone[rank], mine, everyone)
 
-        def move() -> None:
+        def move() -> list[Transfer]:
             if said:
                 self._compare(said, flows)
             pairs = zip(*hold.travelling, strict=True) if each else [hold.travelling]
             for work in [getattr(self.inner, gloo)(*pair, opts) for pair in pairs]:
                 work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
+            return posted()
 
         work = LinkWork(name, sent, mine.start, hold, tensors_in(args[:1]))
-        return self._enqueue("collectives", work, move, posted)
+        return self._enqueue("collectives", work, move)
 
     # torch's functional collectives call the coalesced methods. Other methods run on gloo directly.
     allreduce = partialmethod(_collective, "all_reduce", "allreduce")
@@ -251,11 +243,11 @@ class LinkGroup(dist.ProcessGroup):
             return [[], tensors_in(args)] if fills else [tensors_in(args), []]
         return [tensors_in(args[1:2]), tensors_in(args[:1])]
 
-    def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
+    def _describe(self, verb: str, pieces: list[Tensor], opts: Any) -> str:
         """Return this call in words: the same on all ranks if they agree."""
-        kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in tensors_in(pieces)]
+        kinds = [strict.kind(tensor) for tensor in pieces]
         if verb == "all_to_all":  # shapes may differ
-            kinds = [kind.split()[0] for kind in kinds[:1]]
+            kinds = [kinds[0].split()[0]]
         operation = f"({opts.reduceOp.op.name.lower()})" if hasattr(opts, "reduceOp") else ""
         tensors = f" of {', '.join(kinds)}" if kinds else ""
         root = f" at rank {self.ranks[opts.rootRank]}" if hasattr(opts, "rootRank") else ""
@@ -270,12 +262,11 @@ class LinkGroup(dist.ProcessGroup):
         self.inner._allgather_base(told, given, c10d.AllgatherOptions()).wait()
         rows = (json.loads(bytes(row)) for row in told.view(-1, width).tolist())
         calls, flows = zip(*rows, strict=True)
-        ranks_of = defaultdict[str, list[str]](list)  # by what they called
-        for rank, text in zip(self.ranks, calls, strict=True):
-            ranks_of[text].append(str(rank))
-        if len(ranks_of) > 1:
-            who = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} called {text}"
-                   for text, ranks in ranks_of.items()]  # fmt: skip
+        who = []
+        for text in dict.fromkeys(calls):
+            ranks = [str(self.ranks[i]) for i, other in enumerate(calls) if other == text]
+            who.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} called {text}")
+        if len(who) > 1:
             raise Mismatch(f"the ranks do not agree: {'; '.join(who)}")
         for src, dst in product(range(self.size()), repeat=2) if flows[0] else ():
             sent, expected = flows[src][0][dst], flows[dst][1][src]
@@ -292,34 +283,29 @@ class LinkGroup(dist.ProcessGroup):
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
         self._raise_if_stopped()
         clock.catch_up()  # sleep until the device has computed the tensors
-        is_send, rank = verb == "send", self.rank()
-        here, there = (0, 1) if is_send else (1, 0)
-        src, dst = (rank, peer) if is_send else (peer, rank)
-        wire = link.in_use().between((self.ranks[src], self.ranks[dst]))
-        num_bytes = _num_bytes(tensors)
-        counted = device.counted(num_bytes, _type_of(tensors))
+        is_recv, rank = int(verb == "recv"), self.rank()
+        num_bytes, dtype = tensors[0].nbytes, str(tensors[0].dtype)[6:]
+        counted = device.counted(num_bytes, dtype)
+        wire = link.in_use().between((self.ranks[rank], self.ranks[peer]))
         mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
-        posted = self._calls.post((here, src, dst), mine, [(there, src, dst)])
-        sizes = [int(part.num_bytes) for part in posted()]  # who posts second sees both
+        posted = self._calls.post((is_recv, rank, peer), mine, [(1 - is_recv, peer, rank)])
+        sizes = [int(part.num_bytes) for part in posted()]  # the rank that posts second sees both
         if link.checks and len(set(sizes)) > 1:
-            raise self._wrong_size(src, dst, *(sizes if is_send else sizes[::-1]))
-        hold = strict.Handle(verb, tensors, *((tensors, []) if is_send else ([], tensors)))
+            src, dst = (peer, rank) if is_recv else (rank, peer)
+            raise self._wrong_size(src, dst, *(sizes[::-1] if is_recv else sizes))
+        hold = strict.Handle(verb, tensors, *(([], tensors) if is_recv else (tensors, [])))
         inner = getattr(self.inner, verb)(hold.travelling, peer, tag)
-        sent = wire_bytes(verb, counted, 2)
-        work = LinkWork(verb, sent, mine.start, hold, tensors, peer)
-        return self._enqueue((verb, peer), work, inner.wait, posted, wire.latency)
+
+        def move() -> list[Transfer]:
+            inner.wait()
+            return posted()
+
+        work = LinkWork(verb, wire_bytes(verb, counted, 2), mine.start, hold, tensors)
+        work.peer = peer
+        return self._enqueue((verb, peer), work, move, wire.latency)
 
     send = partialmethod(_message, "send")
     recv = partialmethod(_message, "recv")
-
-
-def _num_bytes(values: Sequence[Any]) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(values))
-
-
-def _type_of(values: Sequence[Any]) -> str:
-    """Return the type of the first tensor in `values`: "float32"."""
-    return next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors_in(values)), "")
 
 
 def _flows(size: int, output: Tensor, given: Tensor, *splits: list[int]) -> list[list[int]]:

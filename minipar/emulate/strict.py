@@ -80,11 +80,7 @@ class Handle:
     """
 
     def __init__(
-        self,
-        what: str,
-        args: Any = (),
-        read: Sequence[Tensor] = (),
-        written: Sequence[Tensor] = (),
+        self, what: str, args: Any = (), read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
     ) -> None:
         self._watch, self._read, self._written, self.travelling = _flying, [], [], args
         if _flying is None:
@@ -100,7 +96,7 @@ class Handle:
         for tensor in written:
             tensor.detach().copy_(_poison(tensor))
         self.what = f"{what}{_call_site()}"
-        self._kinds = dict.fromkeys(map(_kind, [*read, *written]))
+        self._kinds = dict.fromkeys(map(kind, [*read, *written]))
         _flying.add(self)
 
     def __str__(self) -> str:
@@ -127,7 +123,7 @@ class Handle:
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
         if freed or not torch.equal(_bytes(tensor), _bytes(before)):
             raise Race(
-                f"{self.what}: its tensor of {_kind(tensor)} was "
+                f"{self.what}: its tensor of {kind(tensor)} was "
                 f"{'freed' if freed else 'written to'} before `wait` had returned, and {why} until "
                 f"then; wait first, or use another buffer"
             )
@@ -148,7 +144,8 @@ class _Threads(Tap):
 _threads = _Threads()
 
 
-def _kind(tensor: Tensor) -> str:
+def kind(tensor: Tensor) -> str:
+    """Return dtype and shape in words: "float32 (4, 2)"."""
     return f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
 
 

@@ -116,7 +116,6 @@ def test_neighbours_talk_over_the_same_card_at_the_same_time():
 @pytest.mark.parametrize(
     "call, word",
     [
-        (lambda: Topology(2, 4, cards_per_node=3), "cards_per_node=3 must divide the 4 ranks"),
         (lambda: link.use("NVLink-4"), "no link 'NVLink-4'; there are none, 1gbe, 10gbe"),
         (lambda: link.parse("1gbe*fast"), "could not convert string to float: 'fast'"),
         (lambda: LINKS["1gbe"].scaled(0), "factor"),
@@ -373,7 +372,7 @@ def test_time_runs_from_the_last_call(ranks, verb, duration):
 
 @on_ranks(2)
 def test_a_topology_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="= 6 ranks, but there are 2"):
+    with pytest.raises(ValueError, match="has 6 ranks, but there are 2"):
         link.use(Topology(2, 3))
 
 
