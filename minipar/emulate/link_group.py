@@ -24,7 +24,7 @@ from torch.futures import Future
 from minipar.comm import clock
 from minipar.comm.collectives import stands_for, wire_bytes
 from minipar.emulate import device, link, strict
-from minipar.emulate.link_calls import Calls, Transfer
+from minipar.emulate.link_calls import Calls, Part
 from minipar.emulate.operations import tensors as tensors_in
 
 
@@ -133,7 +133,7 @@ class LinkGroup(dist.ProcessGroup):
 
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
     def _enqueue(
-        self, lane: Any, work: LinkWork, move: Callable[[], list[Transfer]], latency: float = 0.0
+        self, lane: Any, work: LinkWork, move: Callable[[], list[Part]], latency: float = 0.0
     ) -> LinkWork:
         """Let the thread of a lane move the data, and sleep until the link would have done so.
 
@@ -144,9 +144,7 @@ class LinkGroup(dist.ProcessGroup):
             self._raise_if_stopped()
             if lane not in self._lanes:
                 jobs = self._lanes[lane] = queue.SimpleQueue()
-                thread = threading.Thread(target=self._work_off, args=(jobs,), daemon=True)
-                thread.name = f"link {self.group_name} {lane}"
-                thread.start()
+                threading.Thread(target=self._work_off, args=(jobs,), daemon=True).start()
             self._lanes[lane].put((work, move, latency))
         return work
 
@@ -203,10 +201,10 @@ class LinkGroup(dist.ProcessGroup):
         said = self._describe(call, pieces, opts) if link.checks else ""
         name = call.partition("(")[0]
         hold = strict.Handle(name, args, *self._read_and_written(verb, args, opts))
-        mine, everyone = Transfer(clock.now(), seconds), [(0, one, one) for one in range(size)]
-        posted = self._calls.post(everyone[rank], mine, everyone)
+        t_issue, everyone = clock.now(), [(0, one, one) for one in range(size)]
+        posted = self._calls.post(everyone[rank], (t_issue, seconds, 0), everyone)
 
-        def move() -> list[Transfer]:
+        def move() -> list[Part]:
             if said:
                 self._compare(said, flows)
             pairs = zip(*hold.travelling, strict=True) if each else [hold.travelling]
@@ -214,7 +212,7 @@ class LinkGroup(dist.ProcessGroup):
                 work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
             return posted()
 
-        work = LinkWork(name, sent, mine.start, hold, tensors_in(args[:1]))
+        work = LinkWork(name, sent, t_issue, hold, tensors_in(args[:1]))
         return self._enqueue("collectives", work, move)
 
     # torch's functional collectives call the coalesced methods. Other methods run on gloo directly.
@@ -287,20 +285,21 @@ class LinkGroup(dist.ProcessGroup):
         num_bytes, dtype = tensors[0].nbytes, str(tensors[0].dtype)[6:]
         counted = device.counted(num_bytes, dtype)
         wire = link.in_use().between((self.ranks[rank], self.ranks[peer]))
-        mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
-        posted = self._calls.post((is_recv, rank, peer), mine, [(1 - is_recv, peer, rank)])
-        sizes = [int(part.num_bytes) for part in posted()]  # the rank that posts second sees both
+        t_issue, seconds = clock.now(), link.seconds(verb, counted, 2, wire)
+        here, there = (is_recv, rank, peer), (1 - is_recv, peer, rank)
+        posted = self._calls.post(here, (t_issue, seconds, num_bytes), [there])
+        sizes = [int(size) for *_, size in posted()]  # the rank that posts second sees both
         if link.checks and len(set(sizes)) > 1:
             src, dst = (peer, rank) if is_recv else (rank, peer)
             raise self._wrong_size(src, dst, *(sizes[::-1] if is_recv else sizes))
         hold = strict.Handle(verb, tensors, *(([], tensors) if is_recv else (tensors, [])))
         inner = getattr(self.inner, verb)(hold.travelling, peer, tag)
 
-        def move() -> list[Transfer]:
+        def move() -> list[Part]:
             inner.wait()
             return posted()
 
-        work = LinkWork(verb, wire_bytes(verb, counted, 2), mine.start, hold, tensors)
+        work = LinkWork(verb, wire_bytes(verb, counted, 2), t_issue, hold, tensors)
         work.peer = peer
         return self._enqueue((verb, peer), work, move, wire.latency)
 
