@@ -81,7 +81,7 @@ class Device:
 def use(device: Device | None) -> None:
     """Compute on `device` from now on, inside of `running`; None: on the real device."""
     if clock.device is not None:
-        clock.device.close()
+        calls.taps.remove(clock.device)
     clock.device = None if device is None else _Player(device)
 
 
@@ -111,8 +111,11 @@ def running() -> Iterator[None]:
     if clock.device is None:
         yield
         return
-    clock.device.num_steps = 0  # an earlier call may have failed inside of a step
-    with clock.recording(), operations.fused_norms(), clock.device:
+    player = clock.device
+    player.num_steps = 0  # an earlier call may have failed inside of a step
+    before = register_optimizer_step_pre_hook(player.enter_step)
+    after = register_optimizer_step_post_hook(player.leave_step)
+    with before, after, clock.recording(), operations.fused_norms(), player:
         yield
 
 
@@ -127,16 +130,7 @@ class _Player(TorchDispatchMode, calls.Tap):
         self.stepping = 0.0  # seconds of an optimizer step, until its first operation
         self.known: dict[Any, float] = {}
         gc.freeze()  # a garbage collection over all imported modules would delay the rank
-        self.hooks = [
-            register_optimizer_step_pre_hook(self._enter_optimizer),
-            register_optimizer_step_post_hook(self._leave_optimizer),
-        ]
         calls.taps.insert(0, self)  # first: later taps see the bytes of the declared model
-
-    def close(self) -> None:
-        calls.taps.remove(self)
-        for hook in self.hooks:
-            hook.remove()
 
     def begin(self, call: calls.Call) -> None:
         call.num_bytes = counted(call.num_bytes, call.dtype)
@@ -161,12 +155,12 @@ class _Player(TorchDispatchMode, calls.Tap):
         self.at += self.known[key] * self.slowdown
         return result
 
-    def _enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.num_steps += 1
         if self.num_steps == 1 and not clock.is_paused:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             step = operations.step_of(stepped, list(optimizer.state.values()))
             self.stepping = operations.seconds_of(step, self.device)
 
-    def _leave_optimizer(self, *_: Any) -> None:
+    def leave_step(self, *_: Any) -> None:
         self.num_steps -= 1

@@ -48,8 +48,7 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
     num_out = sum(argument.is_out for argument in op._schema.arguments)  # they come last
     a, given = made[0], given[: len(given) - num_out]
     if name in _PRODUCTS:
-        a, b = given[-2:]
-        work = "product"
+        (a, b), work = given[-2:], "product"
         shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
     elif name == "_grouped_mm":  # per expert: its rows @ its weights, or the weights' gradient
         (a, b), work = given[:2], "product"
