@@ -173,16 +173,15 @@ class LinkGroup(dist.ProcessGroup):
             del work, move, job, failed  # an idle lane must not keep tensors alive
 
     # -------- collectives
-    def _collective(
-        self, verb: str, gloo: str, *args: Any, piece: int = 0, each: bool = False
-    ) -> LinkWork:
+    def _collective(self, verb: str, gloo: str, *args: Any, piece: int = 0) -> LinkWork:
         """Call gloo's method `gloo`, in the time of `verb` in the cost model.
 
         The last of `args` are gloo's options. ``args[piece]`` is the part of one rank: its shape is
-        the same on all ranks. With `each`, arguments are lists: gloo is called once per pair, and
-        the link carries all pairs as one transfer.
+        the same on all ranks. If a call is coalesced, arguments are lists: gloo is called once per
+        pair, and the link carries all pairs as one transfer.
         """
         *args, opts = args
+        is_coalesced = gloo.endswith("_base") and isinstance(args[0], list)
         pieces = tensors_in(args[piece : piece + 1])
         clock.catch_up()  # sleep until the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
@@ -207,7 +206,7 @@ class LinkGroup(dist.ProcessGroup):
         def move() -> list[Part]:
             if said:
                 self._compare(said, flows)
-            pairs = zip(*hold.travelling, strict=True) if each else [hold.travelling]
+            pairs = zip(*hold.travelling, strict=True) if is_coalesced else [hold.travelling]
             for work in [getattr(self.inner, gloo)(*pair, opts) for pair in pairs]:
                 work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
             return posted()
@@ -222,13 +221,11 @@ class LinkGroup(dist.ProcessGroup):
     gather = partialmethod(_collective, "gather", "gather", piece=1)
     scatter = partialmethod(_collective, "scatter", "scatter")
     allgather = partialmethod(_collective, "all_gather", "allgather", piece=1)
-    _gathers = partialmethod(_collective, "all_gather", "_allgather_base", piece=1)
-    all_gather_single = _gathers
-    all_gather_single_coalesced = partialmethod(_gathers, each=True)
+    all_gather_single = partialmethod(_collective, "all_gather", "_allgather_base", piece=1)
+    all_gather_single_coalesced = all_gather_single
     reduce_scatter = partialmethod(_collective, "reduce_scatter", "reduce_scatter")
-    _reduces = partialmethod(_collective, "reduce_scatter", "_reduce_scatter_base")
-    reduce_scatter_single = _reduces
-    reduce_scatter_single_coalesced = partialmethod(_reduces, each=True)
+    reduce_scatter_single = partialmethod(_collective, "reduce_scatter", "_reduce_scatter_base")
+    reduce_scatter_single_coalesced = reduce_scatter_single
     all_to_all_single = partialmethod(_collective, "all_to_all", "alltoall_base", piece=1)
 
     def barrier(self, opts: Any) -> LinkWork:
