@@ -6,7 +6,6 @@ waits nor the kernels of the thread delay the rest of the rank.
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,22 +32,21 @@ class Background:
             self._stream = torch.cuda.Stream(on) if after is None else after._stream
             self._stream.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._call, self._ended = Call(name), threading.Event()
-        self._call.begin(lambda: self._thread.start() or self._ended)
+        self._call = Call(name)
+        self._call.begin(self._thread.start)
 
     def _run(self) -> None:
         if self._after is not None:
             self._after._thread.join()
             self._at = max(self._at, self._after._at)
-        on_stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
         try:
-            with clock.beside(self._at), torch.inference_mode(self._is_inference), on_stream:
+            with torch.inference_mode(self._is_inference), torch.cuda.stream(self._stream):
+                clock.beside(self._at)
                 self._work()
                 self._at = clock.now()
         except BaseException as error:  # raised by `wait`
             self._error = error
         self._work = self._after = None
-        self._ended.set()
 
     def wait(self) -> None:
         """Block until the work is done; raise its error."""

@@ -1,19 +1,21 @@
 """The clock of this rank: the machine's clock, unless an emulated device installs its own."""
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 device: Any = None
-"""The clock of an emulated device, with the methods below. One of its seconds takes `slowdown`
-seconds of the machine."""
+"""An emulated device: its clock stands `at` a time, and one of its seconds takes `slowdown` seconds
+of the machine. A thread may have a clock of its own, which stands at `beside.at`."""
+is_paused = False
 
 
 def now() -> float:
     """Return seconds on the scale of `time.monotonic`."""
-    return time.monotonic() if device is None else device.now()
+    return time.monotonic() if device is None else getattr(device.beside, "at", device.at)
 
 
 def stamp(on: torch.device) -> Any:
@@ -42,19 +44,40 @@ def synchronise(device: torch.device) -> None:
 def reach(end: float) -> None:
     """Move a device's clock on to `end`: this rank has waited until then."""
     if device is not None:
-        device.reach(end)
+        clock_of = device.beside if hasattr(device.beside, "at") else device
+        clock_of.at = max(clock_of.at, end)
 
 
-def beside(start: float) -> AbstractContextManager:
-    """Give this thread a clock of its own in the body, starting at `start`."""
-    return nullcontext() if device is None else device.beside(start)
+def beside(start: float) -> None:
+    """Give this thread a clock of its own, from `start` on: its compute takes no time."""
+    if device is not None:
+        device.beside.at = start
 
 
-def paused() -> AbstractContextManager:
-    """Compute in the body without using time of a device."""
-    return nullcontext() if device is None else device.paused()
+@contextmanager
+def paused() -> Iterator[None]:
+    """Compute in the body without using time of a device; bytes count as they are.
+
+    Use it to set up, warm up and check, on all ranks that communicate in it.
+    """
+    global is_paused
+    before, is_paused = is_paused, True
+    try:
+        yield
+    finally:
+        is_paused = before
 
 
-def recording() -> AbstractContextManager:
-    """Record in the body; at its end, wait until the machine's clock has reached the device's."""
-    return nullcontext() if device is None else device.recording()
+@contextmanager
+def recording() -> Iterator[None]:
+    """Begin the body at the machine's time; at its end, sleep until the device's time."""
+    if device is not None:
+        device.at = max(device.at, time.monotonic())
+    yield
+    catch_up()
+
+
+def catch_up() -> None:
+    """Sleep until the machine's clock has reached the device's."""
+    while (ahead := now() - time.monotonic()) > 0:
+        time.sleep(ahead)

@@ -78,7 +78,6 @@ class All:
         for buffer, arrived in self.landings:
             if arrived is not buffer:
                 buffer.copy_(arrived)
-        self.landings = ()
 
     @property
     def ended(self) -> torch.futures.Future:

@@ -92,15 +92,14 @@ class _Lane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def start(self, source: Tensor, destination: Tensor) -> Pending:
-        both = [source, destination]
-        submit = partial(self._thread.submit, self._copy, both, source.nbytes, time.monotonic())
+        both, called = [source, destination], time.monotonic()
         call = Call(self._name, HOST, source.nbytes, peers=())
-        call.begin(lambda: _Work(submit()))
+        call.begin(lambda: _Work(self._thread.submit(self._copy, both, called)))
         return Pending(call.work, destination, None, call)
 
-    def _copy(self, both: list[Tensor], num_bytes: int, called: float) -> tuple[float, float]:
+    def _copy(self, both: list[Tensor], called: float) -> tuple[float, float]:
         """Copy, and sleep until PCIe would have been done; return the start and the end."""
-        start = max(called, self._free)
+        start, num_bytes = max(called, self._free), both[0].nbytes
         both[1].copy_(both[0])
         both.clear()  # free the tensors: the thread holds this list longer than the caller waits
         now, end, pcie = time.monotonic(), start, self._pcie

@@ -29,7 +29,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minipar.comm import calls, clock
+from minipar.comm.clock import paused as paused
 from minipar.emulate import operations
 
 
@@ -62,10 +63,9 @@ class Device:
         fixed = {"product": 1, "attention": 2, "bytes": 0}[work.work]  # batch and heads stay
         sides = (side * self.magnify for side in work.shape[fixed : fixed + 3])
         shape = (*work.shape[:fixed], *sides, *work.shape[fixed + 3 :])
-        if work.dtype != "float32" or work.op == "step":
-            return work._replace(shape=shape, num_bytes=self.counted(work.num_bytes))
+        dtype = "bfloat16" if work.dtype == "float32" else work.dtype
         num_bytes = self.counted(work.num_bytes, work.dtype)
-        return work._replace(shape=shape, dtype="bfloat16", num_bytes=num_bytes)
+        return work._replace(shape=shape, dtype=dtype, num_bytes=num_bytes)
 
     def counted(self, num_bytes: float, dtype: str = "") -> int:
         """Return the bytes of the declared model for `num_bytes` of ours, in tensors of `dtype`."""
@@ -81,8 +81,8 @@ class Device:
 def use(device: Device | None) -> None:
     """Compute on `device` from now on, inside of `running`; None: on the real device."""
     if clock.device is not None:
-        clock.device.close()
-    clock.device = None if device is None else _Clock(device)
+        calls.taps.remove(clock.device)
+    clock.device = None if device is None else _Player(device)
 
 
 def current() -> Device | None:
@@ -92,7 +92,7 @@ def current() -> Device | None:
 
 def playing() -> Device | None:
     """Return the device that is emulated here, unless it is paused."""
-    return None if clock.device is None or clock.device.is_paused else current()
+    return None if clock.is_paused else current()
 
 
 def label(link: str) -> str:
@@ -100,116 +100,49 @@ def label(link: str) -> str:
     return link if current() is None else f"Emulated {current()}; {link}. Times are the GPU's."
 
 
-def running() -> Any:
-    """Make each operation of the body take its time; wait for the device at the end."""
-    return nullcontext() if clock.device is None else clock.device.running()
-
-
-def paused() -> Any:
-    """Compute in the body without taking time of the device; bytes count as they are.
-
-    Use it to set up, warm up and check, on all ranks that communicate in it.
-    """
-    return clock.paused()
-
-
-def now() -> float:
-    """Return the time of the declared device in seconds; take the difference of two calls."""
-    return clock.now() / (1.0 if current() is None else current().slowdown)
-
-
-def synchronize() -> None:
-    """Sleep until the device has done all its work."""
-    if clock.device is not None and clock.device.is_main:
-        clock.device.come_true()
-
-
 def counted(num_bytes: int, dtype: str = "") -> int:
     """Return the bytes of the declared model for bytes of ours, in tensors of `dtype`."""
     return num_bytes if playing() is None else playing().counted(num_bytes, dtype)
 
 
-class _Clock(TorchDispatchMode, calls.Tap):
-    """The clock of a rank, which moves with every operation that torch dispatches."""
+@contextmanager
+def running() -> Iterator[None]:
+    """Make each operation of the body take its time; wait for the device at the end."""
+    if clock.device is None:
+        yield
+        return
+    player = clock.device
+    player.num_steps = 0  # an earlier call may have failed inside of a step
+    before = register_optimizer_step_pre_hook(player.enter_step)
+    after = register_optimizer_step_post_hook(player.leave_step)
+    with before, after, clock.recording(), operations.fused_norms(), player:
+        yield
+
+
+class _Player(TorchDispatchMode, calls.Tap):
+    """Moves the clock of a rank with every operation that torch dispatches."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device, self.slowdown = device, device.slowdown
-        self.at, self.thread = time.monotonic(), threading.local()
-        self.is_paused, self.is_inside = False, 0  # open optimizer steps, which may be nested
+        self.at, self.beside = time.monotonic(), threading.local()  # as `clock.device` has to
+        self.num_steps = 0  # open optimizer steps, which may be nested
         self.stepping = 0.0  # seconds of an optimizer step, until its first operation
         self.known: dict[Any, float] = {}
         gc.freeze()  # a garbage collection over all imported modules would delay the rank
-        self.hooks = [
-            register_optimizer_step_pre_hook(self._enter_optimizer),
-            register_optimizer_step_post_hook(self._leave_optimizer),
-        ]
         calls.taps.insert(0, self)  # first: later taps see the bytes of the declared model
-
-    def close(self) -> None:
-        calls.taps.remove(self)
-        for hook in self.hooks:
-            hook.remove()
 
     def begin(self, call: calls.Call) -> None:
         call.num_bytes = counted(call.num_bytes, call.dtype)
 
-    # -------- a clock
-    @property
-    def is_main(self) -> bool:
-        return getattr(self.thread, "at", None) is None
-
-    def now(self) -> float:
-        return self.at if self.is_main else self.thread.at
-
-    def reach(self, end: float) -> None:
-        clock_of = self if self.is_main else self.thread
-        clock_of.at = max(clock_of.at, end)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
-
-    @contextmanager
-    def beside(self, start: float) -> Iterator[None]:
-        """Give this thread a clock: its waits do not delay the rank; its compute takes no time."""
-        self.thread.at = start
-        try:
-            yield
-        finally:
-            self.thread.at = None
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Begin the body at the machine's time; at the end, sleep until the clock's time."""
-        self.at = max(self.at, time.monotonic())
-        yield
-        self.come_true()
-
-    def come_true(self) -> None:
-        """Sleep until the clock's time."""
-        while (ahead := self.at - time.monotonic()) > 0:
-            time.sleep(ahead)
-
-    # -------- operations
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self.is_paused, self.is_inside = False, 0  # an earlier call may have failed inside
-        with self.recording(), operations.fused_norms(), self:
-            yield
-
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
-        if self.is_paused or op.namespace == "c10d" or operations.is_view(op):
+        if clock.is_paused or op.namespace == "c10d" or operations.is_view(op):
             return result
         if torch.is_inference_mode_enabled():  # torch then dispatches a linear layer as one op
             raise RuntimeError("an emulated device needs torch.no_grad(), not inference_mode()")
-        if self.is_inside:  # charge the optimizer's whole step at its first operation
+        if self.num_steps:  # charge the optimizer's whole step at its first operation
             self.at += self.stepping * self.slowdown
             self.stepping = 0.0
             return result
@@ -222,12 +155,12 @@ class _Clock(TorchDispatchMode, calls.Tap):
         self.at += self.known[key] * self.slowdown
         return result
 
-    def _enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.is_inside += 1
-        if self.is_inside == 1 and not self.is_paused:
+    def enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.num_steps += 1
+        if self.num_steps == 1 and not clock.is_paused:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            num_bytes = operations.bytes_of_step(stepped, list(optimizer.state.values()))
-            self.stepping = self.device.sheet.seconds_of_bytes(self.device.counted(num_bytes))
+            step = operations.step_of(stepped, list(optimizer.state.values()))
+            self.stepping = operations.seconds_of(step, self.device)
 
-    def _leave_optimizer(self, *_: Any) -> None:
-        self.is_inside = max(0, self.is_inside - 1)
+    def leave_step(self, *_: Any) -> None:
+        self.num_steps -= 1

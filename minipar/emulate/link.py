@@ -96,18 +96,13 @@ class Topology:
     inter: Link = LINKS["ib-ndr"]
     cards_per_node: int | None = None
 
-    def __post_init__(self) -> None:
-        cards, ranks = self.cards_per_node, self.ranks_per_node
-        if cards is not None and (cards < 1 or ranks % cards):
-            raise ValueError(f"cards_per_node={cards} must divide the {ranks} ranks of a node")
-
     def between(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link of these global ranks, while the ranks beside them send too."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         on_node, cards = nodes.count(nodes[0]), self.cards_per_node or self.ranks_per_node
         if on_node == len(nodes):
             return self.intra
-        groups = max(1, self.ranks_per_node // cards // on_node)  # groups that share one card
+        groups = max(1, self.ranks_per_node / cards / on_node)  # groups that share one card
         return replace(self.inter, bandwidth=self.inter.bandwidth / groups)
 
     def scaled(self, factor: float) -> "Topology":
@@ -174,8 +169,7 @@ def use(link: Link | Topology | str) -> Link | Topology:
     if isinstance(link, Topology) and dist.is_initialized():
         asked, world = link.nodes * link.ranks_per_node, dist.get_world_size()
         if asked != world:
-            shape = f"{link.nodes} nodes x {link.ranks_per_node} ranks_per_node = {asked} ranks"
-            raise ValueError(f"{shape}, but there are {world}")
+            raise ValueError(f"{link} has {asked} ranks, but there are {world}")
     _link = link
     return link
 

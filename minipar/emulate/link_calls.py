@@ -4,23 +4,15 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-import numpy as np
+import torch
 import torch.distributed as dist
 
-
-class Transfer(NamedTuple):
-    """Start of an operation, or of one rank's part, and the seconds that the wire needs."""
-
-    start: float
-    seconds: float
-    num_bytes: int = 0  # of a message
-
-
+Part = Sequence[float]
+"""One rank's part of an operation: time of the call, seconds on the wire, bytes of a message."""
 Cell = tuple[int, int, int]
-"""(end, src, dst) of a message from src to dst: end 0 is the sender's end, end 1 the receiver's.
+"""(is_recv, rank, peer) of a message that `rank` sends to `peer`, or receives from `peer`.
 (0, rank, rank) is for the collectives of `rank`."""
 
 
@@ -31,34 +23,32 @@ class Calls:
     other ranks of the call have posted. Shared memory costs microseconds, gloo milliseconds.
     """
 
-    SLOTS, FIELDS = 256, 4  # calls that one rank may be ahead of another; numbers per cell
+    SLOTS, FIELDS = 1024, 4  # calls that one rank may be ahead of another; numbers per call
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        shape = 2, size, size, self.SLOTS, self.FIELDS
         if rank == 0:
             with tempfile.NamedTemporaryFile(prefix="minipar-link-", delete=False) as file:
-                file.truncate(8 * math.prod(shape))
-            store.set("calls", file.name)
+                store.set("calls", file.name)
         path = store.get("calls").decode()  # a local file: all ranks of a link are on this machine
-        self._numbers, self._posted = np.memmap(path, "f8", "r+", shape=shape), Counter[Cell]()
+        shape = 2, size, size, self.SLOTS, self.FIELDS
+        table = torch.from_file(path, shared=True, size=math.prod(shape), dtype=torch.float64)
+        self._table, self._posted = table.numpy().reshape(shape), Counter[Cell]()
         if store.add("calls opened", 1) == size:
             os.unlink(path)  # all ranks have mapped the file, so they no longer need its name
 
-    def post(self, cell: Cell, mine: Transfer) -> int:
-        """Post that this rank is ready for the cell's next operation; return the call's number."""
+    def post(self, cell: Cell, mine: Part, others: Sequence[Cell]) -> Callable[[], list[Part]]:
+        """Post this rank's part of the cell's next operation.
+
+        Return a function: it returns this part, and the parts that `others` have posted so far.
+        """
         self._posted[cell] += 1
-        call = self._posted[cell]
-        numbers = self._numbers[cell][call % self.SLOTS]
-        numbers[1:] = mine
-        numbers[0] = call  # written last: now the other numbers are valid
-        return call
+        number = self._posted[cell]
+        slot = number % self.SLOTS
+        self._table[cell][slot, 1:] = mine
+        self._table[cell][slot, 0] = number  # written last: now the other numbers are valid
 
-    def read(self, cell: Cell, call: int) -> Transfer | None:
-        """Return the transfer posted for `call`, or None if the cell's rank has not called yet."""
-        number, *transfer = self._numbers[cell][call % self.SLOTS].tolist()
-        return Transfer(*transfer) if number == call else None
+        def posted() -> list[Part]:
+            rows = [self._table[other][slot].tolist() for other in others]
+            return [mine, *(row[1:] for row in rows if row[0] == number)]
 
-    def latest(self, cells: Sequence[Cell], call: int, mine: Transfer) -> Transfer:
-        """Return the latest start and the longest transfer, of `mine` and all posted transfers."""
-        posted = [mine, *filter(None, (self.read(cell, call) for cell in cells))]
-        return Transfer(*map(max, zip(*posted, strict=True)))
+        return posted

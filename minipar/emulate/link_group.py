@@ -24,7 +24,7 @@ from torch.futures import Future
 from minipar.comm import clock
 from minipar.comm.collectives import stands_for, wire_bytes
 from minipar.emulate import device, link, strict
-from minipar.emulate.link_calls import Calls, Cell, Transfer
+from minipar.emulate.link_calls import Calls, Part
 from minipar.emulate.operations import tensors as tensors_in
 
 
@@ -44,31 +44,26 @@ class LinkWork(dist.Work):
 
     The link carries the data from `t_start` on. `waits` has the times at which this rank called
     `wait`, or `is_completed` returned True. Times are in seconds of `time.monotonic`. `num_bytes`
-    counts the bytes that this rank sends, as `collectives.wire_bytes` does.
+    counts the bytes that this rank sends, as `collectives.wire_bytes` does. `peer` is the group's
+    rank at the other end of a message.
     """
 
+    peer: int | None = None
+
     def __init__(
-        self,
-        verb: str,
-        num_bytes: int,
-        result: Any,
-        run: Callable[[float], Transfer],
-        latency: float = 0.0,
-        hold: strict.Handle | None = None,
+        self, verb: str, num_bytes: int, t_issue: float, hold: strict.Handle, result: list[Tensor]
     ) -> None:
         super().__init__()
         self.verb, self.num_bytes = verb, num_bytes
-        self.peer: int | None = None  # the group's rank at the other end of a message
-        self.t_issue, self.t_start, self.t_end = clock.now(), None, None
+        self.t_issue, self.t_start, self.t_end = t_issue, None, None
         self.waits: list[float] = []
-        self.run = run  # ``run(t)`` does the real operation; rank and link are ready at time t
-        self.latency = latency  # the last seconds, in which the link can carry the next operation
         self._hold, self._result, self._error = hold, result, None
-        self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
+        self._done, self.ended = threading.Event(), Future()
 
-    def finish(self, error: Exception | None = None) -> None:
+    def finish(self, error: Exception | None) -> None:
         """Mark as done; wake the threads that wait."""
-        self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
+        self._error, self.t_end = error, self.t_end or time.monotonic()
+        self._hold.travelling = None  # it has arrived
         for observe in link.observers:
             observe(self)
         self._done.set()
@@ -77,7 +72,7 @@ class LinkWork(dist.Work):
     @property
     def times(self) -> tuple[float, float]:
         """Return start and end on the wire, once done."""
-        return (self.t_issue if self.t_start is None else self.t_start), self.t_end
+        return self.t_start or self.t_issue, self.t_end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until done, or until the timeout of the group; raise the operation's error."""
@@ -89,39 +84,20 @@ class LinkWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        if not self._done.is_set():
-            return False
-        self.waits.append(time.monotonic())  # as a loop that asks until it is done
-        if self._error is None:
-            self.result()  # after True, the caller may read the result
-        return True
+        # After True, the caller may read the result, as if it had waited.
+        return self._done.is_set() and (self._error is not None or self.wait())
 
     def exception(self) -> Exception | None:
         return self._error
 
-    def result(self) -> Any:
-        with self._lock:
-            hold, self._hold = self._hold, None
-        if self._error is not None:
-            if hold is not None:
-                hold.drop()
-            raise self._error
-        if hold is not None:
-            hold.settle()
+    def result(self) -> list[Tensor]:
+        self._hold.settle(self._error)
         return self._result
 
     def get_future(self) -> Future:
         # With Future.set_exception, C++ sees the exception as a *value*: DDP reads a tensor from it
         # and crashes. Only a callback that raises makes the future fail in C++ too.
         return self.ended.then(lambda _: self.result())
-
-
-def _held(name: str, args: Any, read: list, written: list) -> tuple[Any, strict.Handle | None]:
-    """Return the tensors to move, and the handle that finds races, if there is one."""
-    if not strict.is_on():
-        return args, None
-    hold = strict.Handle(name, args, read, written)
-    return hold.travelling, hold
 
 
 # ---------------------------------------------------------------------- the process group
@@ -138,8 +114,8 @@ class LinkGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._calls = Calls(options.store, rank, size)
         self._lanes: dict[Any, queue.SimpleQueue] = {}
-        self._pending: set[LinkWork] = set()
-        self._lock, self._stopped = threading.RLock(), threading.Event()
+        self.moving: set[LinkWork] = set()  # what has started on the wire and has not ended yet
+        self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def getBackendName(self) -> str:
         return "link"
@@ -148,36 +124,41 @@ class LinkGroup(dist.ProcessGroup):
         """End the threads. Operations that have not begun, or are asleep, raise `RuntimeError`."""
         with self._lock:
             self._stopped.set()
-            for works in self._lanes.values():
-                works.put(None)
+            for jobs in self._lanes.values():
+                jobs.put(None)
 
-    @property
-    def moving(self) -> bool:
-        """True if an operation has started on the wire and has not ended yet."""
-        with self._lock:
-            return any(work.t_start is not None for work in self._pending)
+    def _raise_if_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise RuntimeError("the process group was destroyed")
 
     # -------- lanes: a thread for collectives, and one per peer and direction for messages
-    def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
+    def _enqueue(
+        self, lane: Any, work: LinkWork, move: Callable[[], list[Part]], latency: float = 0.0
+    ) -> LinkWork:
+        """Let the thread of a lane move the data, and sleep until the link would have done so.
+
+        `move` returns the parts of all ranks. During the last seconds, `latency`, the link can
+        carry the next operation.
+        """
         with self._lock:
-            self._raise_if_stopped(work.verb)
+            self._raise_if_stopped()
             if lane not in self._lanes:
-                works = self._lanes[lane] = queue.SimpleQueue()
-                thread = threading.Thread(target=self._work_off, args=(works,), daemon=True)
-                thread.name = f"link {self.group_name} {lane}"
-                thread.start()
-            self._pending.add(work)
-            self._lanes[lane].put(work)
+                jobs = self._lanes[lane] = queue.SimpleQueue()
+                threading.Thread(target=self._work_off, args=(jobs,), daemon=True).start()
+            self._lanes[lane].put((work, move, latency))
         return work
 
-    def _work_off(self, works: queue.SimpleQueue) -> None:
+    def _work_off(self, jobs: queue.SimpleQueue) -> None:
         free = 0.0  # when the link can carry the next operation
-        while (work := works.get()) is not None:
+        while (job := jobs.get()) is not None:
+            work, move, latency = job
             try:
                 self._raise_if_stopped()
-                work.t_start, duration, _ = work.run(max(work.t_issue, free))
-                end = work.t_start + duration
-                free = end - work.latency
+                starts, seconds, _ = zip(*move(), strict=True)
+                work.t_start = max(free, *starts)
+                self.moving.add(work)
+                end = work.t_start + max(seconds)
+                free = end - latency
                 while (left := end - time.monotonic()) > 0:
                     self._stopped.wait(left)
                     self._raise_if_stopped()
@@ -187,57 +168,51 @@ class LinkGroup(dist.ProcessGroup):
                 failed = error
             except Exception as error:
                 failed = RuntimeError(f"{work.verb} on rank {self.ranks[self.rank()]}: {error}")
-            with self._lock:
-                self._pending.discard(work)
+            self.moving.discard(work)
             work.finish(failed)
-            del work, failed  # an idle lane must not keep tensors alive
-
-    def _raise_if_stopped(self, verb: str = "") -> None:
-        if self._stopped.is_set():
-            where = f"{verb} on rank {self.ranks[self.rank()]}: " * bool(verb)
-            raise RuntimeError(f"{where}the process group was destroyed")
+            del work, move, job, failed  # an idle lane must not keep tensors alive
 
     # -------- collectives
-    def _collective(
-        self, verb: str, gloo: str, *args: Any, piece: int = 0, each: bool = False
-    ) -> LinkWork:
+    def _collective(self, verb: str, gloo: str, *args: Any, piece: int = 0) -> LinkWork:
         """Call gloo's method `gloo`, in the time of `verb` in the cost model.
 
         The last of `args` are gloo's options. ``args[piece]`` is the part of one rank: its shape is
-        the same on all ranks. With `each`, arguments are lists: gloo is called once per pair, and
-        the link carries all pairs as one transfer.
+        the same on all ranks. If a call is coalesced, arguments are lists: gloo is called once per
+        pair, and the link carries all pairs as one transfer.
         """
         *args, opts = args
-        pieces = args[piece : piece + 1]
-        device.synchronize()  # sleep until the device has computed the tensors
+        is_coalesced = gloo.endswith("_base") and isinstance(args[0], list)
+        pieces = tensors_in(args[piece : piece + 1])
+        clock.catch_up()  # sleep until the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), []
         if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
-            sent = sum(flows[0]) - flows[0][rank]
-            whole = _busiest(flows, rank) * size // max(size - 1, 1)
+            sent, received = (sum(there) - there[rank] for there in flows)
+            whole = max(sent, received) * size // max(size - 1, 1)
         else:
             is_split = verb in ("all_gather", "reduce_scatter", "gather", "scatter")
-            whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
+            whole = sum(tensor.nbytes for tensor in pieces) * (size if is_split else 1)
             sent = wire_bytes(verb, whole, size)
-        whole, sent = (device.counted(num_bytes, _type_of(args)) for num_bytes in (whole, sent))
-        checks, call = link.checks, stands_for.get() or verb
-        wire, name = link.in_use().between(self.ranks), call.partition("(")[0]
-        seconds = link.seconds(verb, whole, size, wire)
-        everyone = [(0, other, other) for other in range(size)]
-        moved, hold = _held(name, args, *self._read_and_written(verb, args, opts))
+        dtype = str(pieces[0].dtype)[6:] if pieces else ""
+        whole, sent = (device.counted(num_bytes, dtype) for num_bytes in (whole, sent))
+        seconds = link.seconds(verb, whole, size, link.in_use().between(self.ranks))
+        call = stands_for.get() or verb
+        said = self._describe(call, pieces, opts) if link.checks else ""
+        name = call.partition("(")[0]
+        hold = strict.Handle(name, args, *self._read_and_written(verb, args, opts))
+        t_issue, everyone = clock.now(), [(0, one, one) for one in range(size)]
+        posted = self._calls.post(everyone[rank], (t_issue, seconds, 0), everyone)
 
-        def run(ready: float) -> Transfer:
-            if checks:
-                self._compare(self._describe(call, pieces, opts), flows)
-            mine = Transfer(ready, seconds)
-            number = self._calls.post((0, rank, rank), mine)
-            pairs = zip(*moved, strict=True) if each else [moved]
+        def move() -> list[Part]:
+            if said:
+                self._compare(said, flows)
+            pairs = zip(*hold.travelling, strict=True) if is_coalesced else [hold.travelling]
             for work in [getattr(self.inner, gloo)(*pair, opts) for pair in pairs]:
                 work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
-            return self._calls.latest(everyone, number, mine)  # as long as the busiest rank needs
+            return posted()
 
-        result = tensors_in(args[:1])
-        return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
+        work = LinkWork(name, sent, t_issue, hold, tensors_in(args[:1]))
+        return self._enqueue("collectives", work, move)
 
     # torch's functional collectives call the coalesced methods. Other methods run on gloo directly.
     allreduce = partialmethod(_collective, "all_reduce", "allreduce")
@@ -246,13 +221,11 @@ class LinkGroup(dist.ProcessGroup):
     gather = partialmethod(_collective, "gather", "gather", piece=1)
     scatter = partialmethod(_collective, "scatter", "scatter")
     allgather = partialmethod(_collective, "all_gather", "allgather", piece=1)
-    _gathers = partialmethod(_collective, "all_gather", "_allgather_base", piece=1)
-    all_gather_single = _gathers
-    all_gather_single_coalesced = partialmethod(_gathers, each=True)
+    all_gather_single = partialmethod(_collective, "all_gather", "_allgather_base", piece=1)
+    all_gather_single_coalesced = all_gather_single
     reduce_scatter = partialmethod(_collective, "reduce_scatter", "reduce_scatter")
-    _reduces = partialmethod(_collective, "reduce_scatter", "_reduce_scatter_base")
-    reduce_scatter_single = _reduces
-    reduce_scatter_single_coalesced = partialmethod(_reduces, each=True)
+    reduce_scatter_single = partialmethod(_collective, "reduce_scatter", "_reduce_scatter_base")
+    reduce_scatter_single_coalesced = reduce_scatter_single
     all_to_all_single = partialmethod(_collective, "all_to_all", "alltoall_base", piece=1)
 
     def barrier(self, opts: Any) -> LinkWork:
@@ -265,11 +238,11 @@ class LinkGroup(dist.ProcessGroup):
             return [[], tensors_in(args)] if fills else [tensors_in(args), []]
         return [tensors_in(args[1:2]), tensors_in(args[:1])]
 
-    def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
+    def _describe(self, verb: str, pieces: list[Tensor], opts: Any) -> str:
         """Return this call in words: the same on all ranks if they agree."""
-        kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in tensors_in(pieces)]
+        kinds = [strict.kind(tensor) for tensor in pieces]
         if verb == "all_to_all":  # shapes may differ
-            kinds = [kind.split()[0] for kind in kinds[:1]]
+            kinds = [kinds[0].split()[0]]
         operation = f"({opts.reduceOp.op.name.lower()})" if hasattr(opts, "reduceOp") else ""
         tensors = f" of {', '.join(kinds)}" if kinds else ""
         root = f" at rank {self.ranks[opts.rootRank]}" if hasattr(opts, "rootRank") else ""
@@ -279,19 +252,19 @@ class LinkGroup(dist.ProcessGroup):
         """Exchange what each rank is about to call; raise `Mismatch` unless all call the same."""
         width = 300 + 2 * self.size() * 20  # bytes, the same on all ranks
         mine = json.dumps([call[:240], flows]).ljust(width).encode()
-        said = torch.empty(self.size() * width, dtype=torch.uint8)
+        told = torch.empty(self.size() * width, dtype=torch.uint8)
         given = torch.tensor([*mine], dtype=torch.uint8)
-        self.inner._allgather_base(said, given, c10d.AllgatherOptions()).wait()
-        told = [json.loads(bytes(row)) for row in said.view(-1, width).tolist()]
-        ranks_of: dict[str, list[str]] = {}  # by what they called
-        for rank, (text, _) in zip(self.ranks, told, strict=True):
-            ranks_of.setdefault(text, []).append(str(rank))
-        if len(ranks_of) > 1:
-            who = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} called {text}"
-                   for text, ranks in ranks_of.items()]  # fmt: skip
+        self.inner._allgather_base(told, given, c10d.AllgatherOptions()).wait()
+        rows = (json.loads(bytes(row)) for row in told.view(-1, width).tolist())
+        calls, flows = zip(*rows, strict=True)
+        who = []
+        for text in dict.fromkeys(calls):
+            ranks = [str(self.ranks[i]) for i, other in enumerate(calls) if other == text]
+            who.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} called {text}")
+        if len(who) > 1:
             raise Mismatch(f"the ranks do not agree: {'; '.join(who)}")
-        for src, dst in product(range(self.size()), repeat=2) if flows else ():
-            sent, expected = told[src][1][0][dst], told[dst][1][1][src]
+        for src, dst in product(range(self.size()), repeat=2) if flows[0] else ():
+            sent, expected = flows[src][0][dst], flows[dst][1][src]
             if sent != expected:
                 raise self._wrong_size(src, dst, sent, expected)
 
@@ -300,50 +273,35 @@ class LinkGroup(dist.ProcessGroup):
         return Mismatch(f"rank {self.ranks[src]} sends {sent} bytes to {there}")
 
     # -------- messages: handed to gloo in the caller, else two ranks that send first would hang
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        return self._message("send", (0, self.rank(), peer), tensors, peer, tag)
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
-        return self._message("recv", (1, peer, self.rank()), tensors, peer, tag)
-
-    def _message(
-        self, verb: str, cell: Cell, tensors: list[Tensor], peer: int, tag: int
-    ) -> LinkWork:
+    def _message(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
         if tag:
             raise ValueError(f"{verb}, {tag=}: an emulated link numbers messages without a tag")
         self._raise_if_stopped()
-        device.synchronize()  # sleep until the device has computed the tensors
-        end, src, dst = cell
-        other_end, pair = (1 - end, src, dst), (self.ranks[src], self.ranks[dst])
-        num_bytes = _num_bytes(tensors)
-        wire, counted = link.in_use().between(pair), device.counted(num_bytes, _type_of(tensors))
-        mine = Transfer(clock.now(), link.seconds(verb, counted, 2, wire), num_bytes)
-        number = self._calls.post(cell, mine)
-        other = self._calls.read(other_end, number)  # the rank that posts second sees both sizes
-        if link.checks and other is not None and other.num_bytes != num_bytes:
-            sizes = num_bytes, int(other.num_bytes)
-            raise self._wrong_size(src, dst, *(sizes if verb == "send" else sizes[::-1]))
-        ends = (tensors, []) if verb == "send" else ([], tensors)
-        moved, hold = _held(verb, tensors, *ends)
-        inner = getattr(self.inner, verb)(moved, peer, tag)
+        clock.catch_up()  # sleep until the device has computed the tensors
+        is_recv, rank = int(verb == "recv"), self.rank()
+        num_bytes, dtype = tensors[0].nbytes, str(tensors[0].dtype)[6:]
+        counted = device.counted(num_bytes, dtype)
+        wire = link.in_use().between((self.ranks[rank], self.ranks[peer]))
+        t_issue, seconds = clock.now(), link.seconds(verb, counted, 2, wire)
+        here, there = (is_recv, rank, peer), (1 - is_recv, peer, rank)
+        posted = self._calls.post(here, (t_issue, seconds, num_bytes), [there])
+        sizes = [int(size) for *_, size in posted()]  # the rank that posts second sees both
+        if link.checks and len(set(sizes)) > 1:
+            src, dst = (peer, rank) if is_recv else (rank, peer)
+            raise self._wrong_size(src, dst, *(sizes[::-1] if is_recv else sizes))
+        hold = strict.Handle(verb, tensors, *(([], tensors) if is_recv else (tensors, [])))
+        inner = getattr(self.inner, verb)(hold.travelling, peer, tag)
 
-        def run(ready: float) -> Transfer:
+        def move() -> list[Part]:
             inner.wait()
-            return self._calls.latest([other_end], number, mine._replace(start=ready))
+            return posted()
 
-        work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, wire.latency, hold)
-        work.t_issue = mine.start  # the same time that the other rank reads
+        work = LinkWork(verb, wire_bytes(verb, counted, 2), t_issue, hold, tensors)
         work.peer = peer
-        return self._enqueue((verb, peer), work)
+        return self._enqueue((verb, peer), work, move, wire.latency)
 
-
-def _num_bytes(values: Sequence[Any]) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(values))
-
-
-def _type_of(values: Sequence[Any]) -> str:
-    """Return the type of the first tensor in `values`: "float32"."""
-    return next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors_in(values)), "")
+    send = partialmethod(_message, "send")
+    recv = partialmethod(_message, "recv")
 
 
 def _flows(size: int, output: Tensor, given: Tensor, *splits: list[int]) -> list[list[int]]:
@@ -353,8 +311,3 @@ def _flows(size: int, output: Tensor, given: Tensor, *splits: list[int]) -> list
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         flows.append([row * count for count in counts or [len(tensor) // size] * size])
     return flows
-
-
-def _busiest(flows: list[list[int]], rank: int) -> int:
-    """Return the bytes that `rank` sends to others or gets from them, whichever is more."""
-    return max(sum(there) - there[rank] for there in flows)

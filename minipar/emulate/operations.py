@@ -34,7 +34,7 @@ class Work(NamedTuple):
     work: str  # "product", "attention", or "bytes"
     # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # of the result; an optimizer step has none
     num_bytes: int  # read and written
 
 
@@ -48,8 +48,7 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
     num_out = sum(argument.is_out for argument in op._schema.arguments)  # they come last
     a, given = made[0], given[: len(given) - num_out]
     if name in _PRODUCTS:
-        a, b = given[-2:]
-        work = "product"
+        (a, b), work = given[-2:], "product"
         shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
     elif name == "_grouped_mm":  # per expert: its rows @ its weights, or the weights' gradient
         (a, b), work = given[:2], "product"
@@ -62,18 +61,13 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         causal = any(arg is True for arg in args)
         a, k = given[1:3] if "backward" in name else given[:2]
         work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
-    num_bytes = _num_read(name, given, made, args) + sum(t.nbytes for t in made)
-    return Work(name, work, tuple(shape), str(a.dtype).removeprefix("torch."), num_bytes)
-
-
-def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> int:
-    """Return the bytes that an operation reads of the tensors `given`."""
-    num_bytes = sum(t.nbytes for t in given)
+    num_read, num_made = (sum(t.nbytes for t in some) for some in (given, made))
     if name in _LOOKUPS:
-        return num_bytes - given[0].nbytes + sum(t.nbytes for t in made)
+        num_read += num_made - given[0].nbytes
     if name in _UNREAD:
-        return num_bytes - sum(t.nbytes for t in tensors(args[_UNREAD[name]]))
-    return num_bytes
+        num_read -= sum(t.nbytes for t in tensors(args[_UNREAD[name]]))
+    dtype = str(a.dtype).removeprefix("torch.")
+    return Work(name, work, tuple(shape), dtype, num_read + num_made)
 
 
 def seconds_of(work: Any, device: Any) -> float:
@@ -90,14 +84,10 @@ def seconds_of(work: Any, device: Any) -> float:
     return device.seconds_of_bytes(work.num_bytes)
 
 
-def step_of(work: Work, num_bytes: int) -> Work:
-    """Return the work of a whole optimizer step; it replaces `work`, the first operation."""
-    return Work("step", "bytes", (), work.dtype, num_bytes)
-
-
-def bytes_of_step(parameters: Sequence[Tensor], state: Any) -> int:
-    """Return the bytes of a step, which reads weights, gradients, state; writes weights, state."""
-    return 3 * sum(p.nbytes for p in parameters) + 2 * sum(t.nbytes for t in tensors(state))
+def step_of(parameters: Sequence[Tensor], state: Any) -> Work:
+    """Return the work of a step, which reads weights, gradients, state; writes weights, state."""
+    num_bytes = 3 * sum(p.nbytes for p in parameters) + 2 * sum(t.nbytes for t in tensors(state))
+    return Work("step", "bytes", (), "", num_bytes)
 
 
 def tensors(tree: Any) -> list[Tensor]:

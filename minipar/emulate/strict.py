@@ -71,25 +71,20 @@ def paused() -> Iterator[None]:
         _flying = before
 
 
-def is_on() -> bool:
-    """True if `watching` is open on this rank."""
-    return _flying is not None
-
-
 class Handle:
     """An operation, or work in a thread, for which nobody has waited yet.
 
     An operation reads some tensors of its `args` and fills others. Gloo moves the copies in
-    `travelling` instead of `args`. The outputs are NaN until `settle` puts the results in.
+    `travelling` instead of `args`. The outputs are NaN until `settle` puts the results in. Outside
+    of `watching`, gloo moves `args`, and `settle` checks nothing.
     """
 
     def __init__(
-        self,
-        what: str,
-        args: Any = (),
-        read: Sequence[Tensor] = (),
-        written: Sequence[Tensor] = (),
+        self, what: str, args: Any = (), read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
     ) -> None:
+        self._watch, self._read, self._written, self.travelling = _flying, [], [], args
+        if _flying is None:
+            return
         copies: dict[int, Tensor] = {}
         self.travelling = tree_map_only(
             Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.detach().clone()), args
@@ -101,23 +96,26 @@ class Handle:
         for tensor in written:
             tensor.detach().copy_(_poison(tensor))
         self.what = f"{what}{_call_site()}"
-        self._kinds = dict.fromkeys(map(_kind, [*read, *written]))
-        self._watch = _flying
+        self._kinds = dict.fromkeys(map(kind, [*read, *written]))
         _flying.add(self)
 
     def __str__(self) -> str:
         return ", ".join([self.what, *self._kinds])
 
-    def drop(self) -> None:
-        """Forget the operation: its caller has waited, or is told that it has failed."""
-        self._watch.discard(self)
+    def settle(self, error: Exception | None = None) -> None:
+        """Check that nobody touched the tensors, and put the results in. Raises `Race`.
 
-    def settle(self) -> None:
-        """Check that nobody touched the tensors, and put the results in. Raises `Race`."""
-        self.drop()
-        for tensor, before in self._read:
+        If the operation has failed, raise its `error` instead. A second call does nothing else.
+        """
+        if self._watch is not None:
+            self._watch.discard(self)
+        read, written = self._read, self._written
+        self._read = self._written = []
+        if error is not None:
+            raise error
+        for tensor, before in read:
             self._check(tensor, before, "it is sent from there")
-        for tensor, arrived in self._written:
+        for tensor, arrived in written:
             self._check(tensor, _poison(arrived), "it arrives there")
             tensor.detach().copy_(arrived)
 
@@ -125,7 +123,7 @@ class Handle:
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
         if freed or not torch.equal(_bytes(tensor), _bytes(before)):
             raise Race(
-                f"{self.what}: its tensor of {_kind(tensor)} was "
+                f"{self.what}: its tensor of {kind(tensor)} was "
                 f"{'freed' if freed else 'written to'} before `wait` had returned, and {why} until "
                 f"then; wait first, or use another buffer"
             )
@@ -135,18 +133,19 @@ class _Threads(Tap):
     """Watch work in threads (`comm.background`): this rank must wait for it."""
 
     def begin(self, call: Call) -> None:
-        if call.axis is None and is_on() and self not in call.notes:
+        if call.axis is None and self not in call.notes:
             call.notes[self] = Handle(call.verb)
 
     def end(self, call: Call) -> None:
         if self in call.notes:
-            call.notes[self].drop()
+            call.notes[self].settle()
 
 
 _threads = _Threads()
 
 
-def _kind(tensor: Tensor) -> str:
+def kind(tensor: Tensor) -> str:
+    """Return dtype and shape in words: "float32 (4, 2)"."""
     return f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
 
 

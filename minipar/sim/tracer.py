@@ -99,7 +99,7 @@ class Tracer(TorchDispatchMode, Tap):
         self.unawaited: set[int] = set()
         self.holdings = weakref.WeakKeyDictionary[torch.UntypedStorage, _Holding]()
         self.known: dict[Any, _Known] = {}
-        self.stepped = 0  # bytes that the optimizer will read and write
+        self.stepped: operations.Work | None = None  # what the optimizer has yet to do
         self.is_counting = False  # memory
 
     def begin_segment(self, family: str) -> Segment:
@@ -129,7 +129,7 @@ class Tracer(TorchDispatchMode, Tap):
             if kind == "optimizer":  # a fused one holds nothing in between
                 holding.category = ""
         if work is not None and kind == "optimizer":
-            work, self.stepped = operations.step_of(work, self.stepped), 0
+            work, self.stepped = self.stepped, None
         if work is not None and work.num_bytes:
             self.segment.events.append(Compute(kind, where, work))
         return result
@@ -221,7 +221,7 @@ class Tracer(TorchDispatchMode, Tap):
                 self.label("optimizer", getattr(p, "master", None))
         state = _on_meta([list(entries.values()) for entries in optimizer.state.values()])
         self.label("optimizer", *state)
-        self.stepped = operations.bytes_of_step(stepped, state)
+        self.stepped = operations.step_of(stepped, state)
 
     def close(self) -> None:
         """Give the events of memory their categories, which are known by now."""

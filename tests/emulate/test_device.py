@@ -185,7 +185,8 @@ def test_float32_stands_for_bf16():
     add = work._replace(op="add", work="bytes", shape=())
     assert operations.seconds_of(add, emulated) == 384
     assert operations.seconds_of(add._replace(dtype="bfloat16"), emulated) == 768
-    assert operations.seconds_of(operations.step_of(add, 768), emulated) == 768
+    step = operations.step_of([torch.empty(64)], {"exp_avg": torch.empty(64)})
+    assert operations.seconds_of(step, emulated) == 3 * 256 + 2 * 256
     sizes = [emulated.counted(100, dtype) for dtype in ("float32", "bfloat16", "uint8", "int64")]
     assert sizes == [50, 100, 100, 100]
 
