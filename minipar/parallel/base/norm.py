@@ -89,7 +89,7 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
         noted = getattr(param, "reduced", None)
         if noted is not None and param.grad is not None and noted != param.grad._version:
             how = "clip by strategy.clip_grad_norm_; call note_reduced() after a change of your own"
-            raise RuntimeError(f"shards of gradients changed after finish_backward(): {how}")
+            raise RuntimeError(f"shards of gradients have changed since finish_backward(): {how}")
 
 
 def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:
