@@ -31,7 +31,7 @@ class PlanConfig:
     gpus: int = 8
     """Devices in all."""
     hardware: str = "h100-ndr"
-    """A machine's name, or a .toml file of `minipar calibrate`."""
+    """A machine's name, or a .toml file with numbers of your own: see book/planner.md."""
     seq: int = 0
     """Tokens of a sequence; 0: as many as the model can see, 8192 at most."""
     global_batch: int = 512

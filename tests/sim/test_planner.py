@@ -306,6 +306,24 @@ def test_bad_input_is_one_line(capfd, words, message):
     assert code == 2 and message in err and err.count("\n") == 1
 
 
+NO_NETWORK = """
+[node.mine]
+device = "h100"
+gpus = [8, "counted"]
+inside = "nvlink4"
+between = "none"
+"""
+
+
+def test_a_network_that_nobody_named_is_refused_where_a_plan_needs_it(tmp_path):
+    """Mutant: placeholder numbers, by which plans are ranked without a word."""
+    (tmp_path / "mine.toml").write_text(NO_NETWORK, encoding="utf-8")
+    inside = replace(SMALL, hardware=str(tmp_path / "mine.toml"))
+    assert planner.answer(inside)[1]
+    with pytest.raises(ValueError, match="mine has no network between its nodes, as nobody has"):
+        planner.answer(replace(inside, gpus=16))
+
+
 def test_words_that_no_candidate_has_are_said():
     """Mutant: the smallest plan of none."""
     with pytest.raises(NothingFits, match="no legal plan for 8 devices: .* leave no candidate"):
