@@ -253,26 +253,17 @@ def _kinds(config: LlamaConfig) -> list[tuple[float, LlamaConfig]]:
 
 @cache
 def _cut(config: LlamaConfig, parts: int, greedy: bool = False) -> tuple[int, ...]:
-    """Return the layers of each stage that make the slowest one fastest; the last has the head.
+    """Return the layers of each stage: by `stages.balance`, which makes the slowest one fastest.
 
     `greedy`: a stage takes layers until it exceeds its share of the cost, as nanotron does.
-    Otherwise `stages.balance` cuts, for layers that are alike.
     """
-    if parts == 1:
-        return (config.num_layers,)
-    *_, layer, head = stages.estimate_costs(config)
-    if greedy:
-        counts, share = [0] * parts, (config.num_layers * layer + head) / parts
-        stage = 0
-        for n in range(1, config.num_layers + 1):
-            counts[stage] += 1
-            stage += n * layer > share * (stage + 1)
-        return tuple(counts)
-
-    def slowest(last: int) -> tuple[float, int]:
-        return max(-(-(config.num_layers - last) // (parts - 1)), last + head / layer), -last
-
-    last = min(range(1, config.num_layers - parts + 2), key=slowest)
-    each, more = divmod(config.num_layers - last, parts - 1)
-    # Early stages hold more microbatches: fewer layers there.
-    return (*([each] * (parts - 1 - more)), *([each + 1] * more), last)
+    costs = stages.estimate_costs(config)
+    if not greedy:
+        return stages.balance(costs, parts)
+    counts, cost = [0] * parts, 0.0
+    stage = 0
+    for layer in costs[1:-1]:
+        counts[stage] += 1
+        cost += layer
+        stage += cost > sum(costs) / parts * (stage + 1)
+    return tuple(counts)
