@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,17 +72,17 @@ def model_config(name: str) -> LlamaConfig:
 
 def fixed(text: str, flag: str = "--fix") -> dict[str, Any]:
     """Return the words of a plan that a flag has, and microbatch. Raises `ValueError`."""
-    words = [word.partition("=") for word in text.replace(" ", "").split(",") if word]
-    own = {name: whole_number(value) for name, _, value in words if name == "microbatch"}
-    if not all(own.values()):
-        raise ValueError(f"{flag} {text}: microbatch must be 1 or more")
-    plan = Plan.parse(",".join("".join(word) for word in words if word[0] not in own))
-    names = {word[0].replace("-", "_") for word in words} - own.keys()
-    for field in fields(plan):
-        allowed, value = get_args(field.type), getattr(plan, field.name)
-        if allowed and value not in allowed:
-            raise ValueError(f"{flag} {field.name}={value}: use {', '.join(map(str, allowed))}")
-    return own | {name: getattr(plan, name) for name in names}
+    found: dict[str, Any] = {}
+    for word in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = word.partition("=")
+        name = name.replace("-", "_")
+        is_size = name == "microbatch"
+        found[name] = whole_number(value) if is_size else getattr(Plan.parse(word), name)
+        allowed = get_args(Plan.__annotations__.get(name))
+        if (allowed and found[name] not in allowed) or (is_size and not found[name]):
+            good = ", ".join(map(str, allowed)) or "1 or more"
+            raise ValueError(f"{flag} {name}={value}: use {good}")
+    return found
 
 
 def base_of(config: PlanConfig) -> Job:
@@ -101,8 +101,7 @@ def base_of(config: PlanConfig) -> Job:
     software = hardware.software(config.software)
     machine = hardware.load(config.hardware)
     dtype = "bf16" if "bf16" in machine.device.peak else "fp16"
-    plan = Plan(precision="bf16" if dtype == "bf16" else "fp16")
-    return Job(model, plan, machine, software, seq, dtype=dtype)
+    return Job(model, Plan(precision=dtype), machine, software, seq, dtype=dtype)
 
 
 def explained(base: Job, config: PlanConfig) -> Job:

@@ -127,10 +127,9 @@ def in_flight(job: Job) -> list[set[tuple[float, float]]]:
     weight gradients only.
     """
     p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
-    if name in ALL_FORWARDS_FIRST:
-        return [{(m, 0)}] * p
-    # After 4 p microbatches the schedule repeats itself.
-    return _count(name, p, min(m, 4 * p + m % p), job.chunks if name in LOOPED else None)
+    if name not in ALL_FORWARDS_FIRST:
+        m = min(m, 4 * p + m % p)  # then the schedule repeats itself
+    return _count(name, p, m, job.chunks if name in LOOPED else None)
 
 
 @cache

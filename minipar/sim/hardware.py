@@ -50,10 +50,9 @@ class Device:
     name: str
     processors: float
     tile: float  # a product is cut into tiles of `tile` x `tile` outputs, one per processor
-    memory: float  # bytes that a process sees; the next three take some of them:
-    context: float  # bytes of CUDA itself
-    nccl: float  # bytes per process group
-    fragmentation: float  # share of the rest
+    memory: float  # bytes that a process sees
+    taken: float  # bytes of them that CUDA itself and a process group take
+    fragmentation: float  # share of the rest that the allocator cannot use
     memory_bandwidth: float
     memory_efficiency: float  # share of the bandwidth that elementwise operations reach
     launch: float  # seconds of an operation that does nothing
@@ -65,8 +64,7 @@ class Device:
 
     def usable_memory(self) -> float:
         """Return the bytes left for tensors beside a process group."""
-        left = self.memory - self.context - self.nccl
-        return max(0.0, left * (1 - self.fragmentation))
+        return max(0.0, (self.memory - self.taken) * (1 - self.fragmentation))
 
     def ceiling_of(self, dtype: str) -> float:
         """Return the FLOP/s of the best product: measured, or the peak at the share of bf16.
@@ -279,20 +277,16 @@ def software(name: str) -> Software:
 
 
 @cache
-def networks() -> dict[str, Network]:
-    """Return all networks by name."""
-    return {key[1]: _make(*key, _built_in()) for key in _built_in() if key[0] == "network"}
-
-
-@cache
 def machines() -> dict[str, Machine]:
     """Return the machines that have names: each node, and each with each network between nodes."""
     known, found = _built_in(), {}
-    nodes = [_make(*key, known) for key in known if key[0] == "node"]
+    nodes, networks = (
+        [_make(*key, known) for key in known if key[0] == kind] for kind in ("node", "network")
+    )
     inside = {"none", *(node.inside.name for node in nodes)}
     for node in nodes:
         found[node.name] = node
-        for network in networks().values():
+        for network in networks:
             if network.name not in inside:
                 name = f"{node.name}-{network.name.removeprefix('ib-')}"
                 found[name] = replace(node, name=name, between=network)

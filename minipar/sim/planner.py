@@ -42,7 +42,6 @@ REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 PRICED = {"dispatch": ("all_to_all", "paired"), "context": ("ring",)}
 NEAR = 1 + ERROR
 """Plans that take at most this many times as long as the fastest are ties: see `ERROR`."""
-NOT_VARIED = "tp_overlap, context, dispatch and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows the progress of an iteration
 Wanted = Callable[["Ranked"], bool]
@@ -395,7 +394,7 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
         "Why:\n" + "\n".join(f"  {line}" for line in why),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
         "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(simple.job).items()),
-        f"Only --fix varies {NOT_VARIED}.",
+        "Only --fix varies tp_overlap, context, dispatch and most schedules.",
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:6]
 

@@ -129,8 +129,8 @@ class Row(dict[str, str]):
 def _run(row: Row) -> Run:
     framework, dtype = row.get("framework", "").lower(), row.get("dtype") or "bf16"
     family = next((v for k, v in FAMILIES.items() if k in framework), "any")
-    machine = _machine(row.get("device", ""), family, row.number("inter_gbps_per_gpu", 0),
-                       row.whole("gpus_per_node", 0, 0), row.get("intra", ""))  # fmt: skip
+    gbits, gpus = row.number("inter_gbps_per_gpu", 0), row.whole("gpus_per_node", 0, 0)
+    machine = _machine(row.get("device", ""), family, gbits, gpus)
     if "fp8" in machine.device.peak and family == "megatron" and "deepspeed" not in framework:
         family = "megatron-core"  # its successor, on devices that have 8 bits
     if dtype in ("fp8", "fp4") and family == "any":
@@ -228,13 +228,12 @@ def _with_batch(row: Row, job: Job) -> Job:
 
 
 @cache
-def _machine(device: str, family: str, gbits: float, gpus: int, inside: str) -> hardware.Machine:
-    """Return the machine of a device; `inside` is its network inside of a node, if we know it."""
+def _machine(device: str, family: str, gbits: float, gpus: int) -> hardware.Machine:
+    """Return the machine of a device, as it is usual but for what a table says."""
     name = DEVICES.get(device, device)
     if family == "nanotron" and f"{name}-efa-busy" in hardware.machines():
         name = f"{name}-efa-busy"  # a table of the same cluster tells more than its bandwidth
     machine = hardware.load(name)
-    machine = replace(machine, inside=hardware.networks().get(inside, machine.inside))
     if gbits:
         ports = replace(machine.between, bandwidth=gbits * 1e9 / 8, shared=0.0)
         machine = replace(machine, between=ports)
