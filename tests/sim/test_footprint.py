@@ -64,8 +64,6 @@ def test_whole_experts_keep_as_much_as_a_rank_has_tokens(word, share):
     kept = [footprint.activations(one)["mlp"] for one in (alone, cut, whole)]
     rows = 2 * 2 * 8192 * 2 * 4096  # of two experts, which a rank has whole where they are cut
     assert kept[1:] == pytest.approx([(kept[0] - rows) / 4 + rows, kept[0] * share])
-    more = footprint._put_off(whole) - footprint._put_off(cut)
-    assert more == pytest.approx(2 * 8192 * 3 * 3 * 14_336 * (share - 1 / 4))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "looped_bfs"])
