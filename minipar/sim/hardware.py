@@ -245,7 +245,7 @@ def type_name(dtype: str) -> str:
 _FOLDER = resources.files("minipar.sim") / "machines"
 _PARTS = {"device": Device, "network": Network, "software": Software, "node": Machine}
 _REFERS = {"device": "device", "inside": "network", "between": "network"}
-Known = dict[tuple[str, str], dict[str, Any]]  # tables by kind and name
+Known = dict[str, dict[str, dict[str, Any]]]  # tables by kind and name
 
 
 def load(name: str | Path) -> Machine:
@@ -264,9 +264,9 @@ def load(name: str | Path) -> Machine:
         others = f"the nearest names are {', '.join(near)}; a .toml describes others"
         raise ValueError(f"no machine {name!r}: {others}")
     try:
-        own = _read(Path(name))
-        (node,) = [key[1] for key in own if key[0] == "node"]
-        return _make("node", node, _built_in() | own)
+        own = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        (node,) = own.get("node", {})
+        return _make("node", node, {k: v | own.get(k, {}) for k, v in _built_in().items()})
     except (AttributeError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is not a machine: {one_line(error)}") from None
 
@@ -280,9 +280,8 @@ def software(name: str) -> Software:
 def machines() -> dict[str, Machine]:
     """Return the machines that have names: each node, and each with each network between nodes."""
     known, found = _built_in(), {}
-    nodes, networks = (
-        [_make(*key, known) for key in known if key[0] == kind] for kind in ("node", "network")
-    )
+    nodes = [_make("node", name, known) for name in known["node"]]
+    networks = [_make("network", name, known) for name in known["network"]]
     inside = {"none", *(node.inside.name for node in nodes)}
     for node in nodes:
         found[node.name] = node
@@ -296,13 +295,8 @@ def machines() -> dict[str, Machine]:
 @cache
 def _built_in() -> Known:
     files = ("devices", "networks", "nodes", "software")
-    return {k: v for name in files for k, v in _read(_FOLDER / f"{name}.toml").items()}
-
-
-def _read(path: Any) -> Known:
-    found = tomllib.loads(path.read_text(encoding="utf-8"))
-    found.pop("sources", None)
-    return {(kind, name): table for kind in found for name, table in found[kind].items()}
+    texts = ((_FOLDER / f"{name}.toml").read_text(encoding="utf-8") for name in files)
+    return {k: v for text in texts for k, v in tomllib.loads(text).items() if k != "sources"}
 
 
 def _make(kind: str, name: str, known: Known) -> Any:
@@ -324,10 +318,9 @@ def _make(kind: str, name: str, known: Known) -> Any:
 
 def _table(kind: str, name: str, known: Known) -> dict[str, Any]:
     """Return the table of that name, with everything that the table it is `like` has."""
-    if (kind, name) not in known:
-        there = ", ".join(n for k, n in known if k == kind)
-        raise ValueError(f"no {kind} {name!r}; there are {there}")
-    table = dict(known[kind, name])
+    if name not in known[kind]:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(known[kind])}")
+    table = dict(known[kind][name])
     if (like := table.pop("like", None)) is None:
         return table
     return _table(kind, like, _built_in() if like == name else known) | table

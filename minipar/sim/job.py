@@ -75,10 +75,9 @@ class Job:
         """Return the seconds of a step at the peak, with the causal half of attention or all."""
         c = self.config
         flops = c.flops_per_token(self.seq_len, causal)
-        if not self.gated:
-            active = 1 if c.moe is None else c.moe.top_k + c.moe.num_shared
-            width = c.intermediate_size if c.moe is None else c.moe.expert_size
-            flops -= 6 * c.num_layers * c.hidden_size * active * width
+        if not self.gated:  # two matrices of three
+            layers = (c.layer_parts(n, active=True) for n in range(c.num_layers))
+            flops -= 2 * sum(parts["mlp"] for parts in layers)
         peak = self.machine.device.peak[self.dtype]
         return flops * self.tokens_of_step / self.plan.num_ranks / peak
 
@@ -199,28 +198,21 @@ class Job:
         return looped * (1 - filled) if name == "interleaved_zb" else looped
 
     # ------------------------------------------------------------------ nodes
-    def spread(self, inner: int, size: int, stage: int | None = None) -> int:
-        """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart.
-
-        With `stage`, only the groups of this stage of the pipeline count.
-        """
+    def spread(self, inner: int, size: int) -> int:
+        """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart."""
         gpus, ranks, block = self.machine.gpus, self.plan.num_ranks, inner * size
         if ranks <= gpus or gpus % block == 0:
             return 1
         if inner >= gpus:  # each is on a node of its own
             return size
-        each = ranks // self.plan.pp
-        first, last = (0, ranks) if stage is None else (stage * each, (stage + 1) * each)
         # After lcm(gpus, block) ranks, the places of groups on nodes repeat.
-        groups = range(first, min(last, first + math.lcm(gpus, block)), block)
+        groups = range(0, min(ranks, math.lcm(gpus, block)), block)
         starts = (a + b for a, b in itertools.product(groups, range(inner)))
         return max((start + block - inner) // gpus - start // gpus for start in starts) + 1
 
-    def collective(
-        self, verb: str, num_bytes: float, inner: int, size: int, stage: int | None = None
-    ) -> float:
+    def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
         """Return the seconds of a collective of the ranks that `spread` describes."""
-        nodes = self.spread(inner, size, stage)
+        nodes = self.spread(inner, size)
         return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 

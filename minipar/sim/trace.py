@@ -157,10 +157,7 @@ def trace(
     """
     plan.check(config)
     if plan.dispatch == "paired":
-        raise ValueError(
-            f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
-            f"runs two at once; take dispatch=overlapped, which cannot be faster"
-        )
+        raise ValueError(f"plan {plan}: dispatch=paired runs two actions at once; a trace has one")
     alike: dict[Any, list[int]] = defaultdict(list)
     for place, kind in enumerate(_kinds(config, plan)):
         alike[kind].append(place)
@@ -229,9 +226,7 @@ def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int
     count, done = actor.plan.microbatches, [tracer.begin_segment("before")]
 
     def run(model: nn.Module, *args: Any, **options: Any) -> Tensor:
-        def begin(*_: Any) -> None:
-            done.append(tracer.begin_segment("microbatch"))
-
+        begin = lambda *_: done.append(tracer.begin_segment("microbatch"))  # noqa: E731
         hook = model.register_forward_pre_hook(begin, prepend=True)
         total = forward_backward(model, *args, **options)
         hook.remove()

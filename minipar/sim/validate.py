@@ -136,9 +136,6 @@ def _run(row: Row) -> Run:
     if dtype in ("fp8", "fp4") and family == "any":
         family = "compiled"  # as torchao's products of few bits have to be
     plan, ep = _plan(row)
-    if "torchtitan" in framework and plan.pp > 1 and plan.zero == 3:
-        # Its default in a pipeline: weights stay gathered, and gradients go once a step.
-        plan = replace(plan, zero=1)
     job = Job(
         _config(row), plan, machine, hardware.software(family), row.whole("seq", 0), 1,
         hardware.type_name(dtype), gated=bool(row.whole("gated", row.get("kind") != "gpt", 0)),
@@ -151,10 +148,7 @@ def _run(row: Row) -> Run:
     if not seconds and status == "ok":
         raise ValueError("no step_seconds above 0, and no tokens_per_s_per_gpu; TFLOP/s alone are "
                          "not scored, as their definitions differ")  # fmt: skip
-    unit = 1e9
-    if source.startswith("torchtitan"):  # it prints the GiB that its allocator has reserved
-        unit = 2**30 * (1 - machine.device.fragmentation)
-    memory = row.number("memory_gb", 0) * unit
+    memory = 1e9 * row.number("memory_gb", 0)
     return Run(row.get("row_id", "?"), source, row.get("split", ""), job, seconds, memory, status)
 
 
@@ -168,15 +162,11 @@ def _config(row: Row) -> LlamaConfig:
                         normalise=chosen > 1)  # fmt: skip
     elif row.get("kind") == "moe" or whole("ep") > 1:
         raise ValueError("a mixture needs experts=, how many there are")
-    head_dim = whole("head_dim", max(1, width // heads))
-    config = LlamaConfig(
+    return LlamaConfig(
         whole("vocab", 50_000), width, ffn, whole("layers", 0), heads, whole("kv_heads", heads),
-        head_dim + head_dim % 2, max_seq_len=whole("seq", 0),
+        whole("head_dim", max(1, width // heads)), max_seq_len=whole("seq", 0),
         tie_embeddings=bool(whole("tied", 0, 0)), moe=moe,
     )  # fmt: skip
-    if head_dim % 2 and row.get("kind") == "gpt":  # it has no RoPE, which needs an even width
-        object.__setattr__(config, "head_dim", head_dim)
-    return config
 
 
 def _plan(row: Row) -> tuple[Plan, int]:
