@@ -119,14 +119,14 @@ def _reductions(job: Job, stage: int, forward: float, backward: float) -> float:
 
 def _sharded_layer(job: Job, forward: float, backward: float) -> float:
     """Return what ZeRO 3 adds to a layer: waits for weights and gradients, and copies of them."""
-    sizes, tables = job.parameters, max(map(job.num_tables, range(job.plan.pp)))
-    numbers = sizes.layer + tables * sizes.table / max(job.layers)
+    fullest = max(map(job.numbers, range(job.plan.pp)))
+    numbers, experts = (number / max(job.layers) for number in fullest)
     gather, reduce = (
-        _over_dp(job, verb, width, (numbers, sizes.experts), math.inf)[0]
+        _over_dp(job, verb, width, (numbers, experts), math.inf)[0]
         for verb, width in (("all_gather", 2), ("reduce_scatter", 4))
     )
     waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-    return waits + _touch(job, job.software.copies * sizes.layer)
+    return waits + _touch(job, job.software.copies * job.parameters.layer)
 
 
 def _over_dp(

@@ -160,11 +160,9 @@ class Job:
         """Return the parameters of a rank of the pipeline, and how many of them are experts'."""
         sizes, copies = self.parameters, 2 if self.plan.schedule == "dualpipe" else 1
         layers = copies * self.layers[stage]
-        return layers * sizes.layer + self.num_tables(stage) * sizes.table, layers * sizes.experts
-
-    def num_tables(self, stage: int) -> int:
-        """Return how many tables a rank of the pipeline has; a tied one counts once."""
-        return sum(self.tables(stage)) - (self.plan.pp == 1 and self.config.tie_embeddings)
+        # A tied table counts once.
+        tables = sum(self.tables(stage)) - (self.plan.pp == 1 and self.config.tie_embeddings)
+        return layers * sizes.layer + tables * sizes.table, layers * sizes.experts
 
     def tables(self, stage: int) -> tuple[bool, bool]:
         """Return whether a rank of the pipeline has the embedding, and the head."""
@@ -218,17 +216,14 @@ class Job:
 
 def _layer_parameters(job: Job) -> dict[str, float]:
     c, moe, matrices = job.config, job.config.moe, 2 + job.gated
-    own = float(c.layer_parameters())
-    found = {"experts": 0.0, "shared": 0.0}
-    if moe is None:
-        own -= (3 - matrices) * c.intermediate_size * c.hidden_size
-    else:
-        one = moe.expert_size * c.hidden_size
-        own -= 3 * (moe.num_experts + moe.num_shared) * one
-        cut = job.experts_cut
-        found["experts"] = matrices * moe.num_experts * one / (job.experts_over * cut)
-        found["shared"] = matrices * moe.num_shared * one / cut
-    return found | {"own": own / job.plan.tp}
+    parts, found = c.layer_parts(), {"experts": 0.0, "shared": 0.0}
+    mlp = parts["mlp"] * matrices / 3
+    if moe is not None:
+        mlp = moe.num_experts * c.hidden_size  # the router
+        one = matrices * moe.expert_size * c.hidden_size / job.experts_cut
+        found["experts"] = moe.num_experts * one / job.experts_over
+        found["shared"] = moe.num_shared * one
+    return found | {"own": (parts["attention"] + mlp + parts["norm"]) / job.plan.tp}
 
 
 @cache
