@@ -13,13 +13,9 @@ from minipar.parallel.plan import Plan
 from minipar.sim import hardware
 from minipar.sim.job import Job
 
-LARGER = {
-    "llama-3-70b": dict(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64),
-    "llama-3-405b": dict(
-        hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128
-    ),
-}
-"""The fields in which these models differ from llama-3-8b."""
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
+LARGER = {"llama-3-70b": (8192, 28_672, 80, 64), "llama-3-405b": (16_384, 53_248, 126, 128)}
+"""The sizes in which these models differ from llama-3-8b."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,8 @@ def model_config(name: str) -> LlamaConfig:
     if name in PRESETS:
         return PRESETS[name]
     if name in LARGER:
-        return replace(PRESETS["llama-3-8b"], head_dim=128, **LARGER[name])
+        sizes = dict(zip(SIZES, LARGER[name], strict=True))
+        return replace(PRESETS["llama-3-8b"], head_dim=128, **sizes)
     path = Path(name)
     if path.is_file() and path.name != "config.json":
         raise ValueError(f"--model {name}: name a config.json, or the folder that it is in")

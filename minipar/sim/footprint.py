@@ -25,8 +25,6 @@ from minipar.sim.memory import MASTER_ADAM, llama_activations
 
 HEADROOM = 0.78
 """Share of a device that a plan may fill: two fuller runs took four and eight times as long."""
-WAITING = 4
-"""Bytes of a logit that the loss keeps for its backward, at most: what softmax returns, float32."""
 ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
@@ -73,7 +71,7 @@ def _memory_of(job: Job, stage: int, parts: dict[str, float]) -> dict[str, float
     held["activations"] = most + stored - kept
     # In other schedules the last stage runs a microbatch's backward right after its forward.
     waiting = plan.microbatches - 1 if plan.schedule in ALL_FORWARDS_FIRST else 0
-    logit = software.logits + waiting * min(WAITING, software.logits)
+    logit = software.logits + waiting * min(4, software.logits)  # what softmax returns, float32
     held["logits"] = logit * job.tokens * c.vocab_size / plan.tp * has_head
     return held
 
@@ -109,7 +107,7 @@ def in_flight(job: Job) -> list[set[tuple[float, float]]]:
     """Return pairs of what each rank of the pipeline keeps at once, in microbatches, in any order.
 
     A pair counts the microbatches that wait for backward, and the microbatches that wait for their
-    weight gradients only.
+    weight gradients only. Raises `ValueError` where there is no such schedule.
     """
     p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
     if name not in ALL_FORWARDS_FIRST:
@@ -119,10 +117,7 @@ def in_flight(job: Job) -> list[set[tuple[float, float]]]:
 
 @cache
 def _count(name: str, p: int, m: int, v: int | None) -> list[set[tuple[float, float]]]:
-    try:
-        schedule, found = make(name, p, m, v), []
-    except ValueError:  # no schedule: `Plan.problem` says why
-        return [{(p, 0)}] * p
+    schedule, found = make(name, p, m, v), []
     v = len(schedule.stages_on(0)) // schedule.copies
     for row in schedule.actions:
         live = owed = 0

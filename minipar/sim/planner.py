@@ -30,8 +30,7 @@ from minipar.text import aligned
 CAN: dict[str, dict[str, tuple]] = {
     "nanotron": {"zero": (0, 1), "schedule": ("1f1b",), "cp": (1,), "ep": (1,)},
     "llm-foundry": {"zero": (2, 3), "tp": (1,), "pp": (1,), "cp": (1,), "ep": (1,)},
-    "megatron": {"zero": (0, 1)},
-    "megatron-core": {"zero": (0, 1)},
+    **dict.fromkeys(("megatron", "megatron-core"), {"zero": (0, 1)}),
 }
 """Values of a plan's words that software can carry out, where it cannot carry out all."""
 STAGES_PER_RANK = (2, 3, 5, 8)
@@ -135,9 +134,6 @@ def candidates(
         if pp > base.config.num_layers or tp > base.config.num_heads:
             continue
         if ep > 1 and (moe is None or moe.num_experts % ep):
-            continue
-        pads = base.software.name in REPLAYED or cp == 1  # other software does not
-        if not pads and base.seq_len % (2 * cp):
             continue
         mine = global_batch // dp
         is_sized = fix.keys() & {"microbatch", "microbatches"}

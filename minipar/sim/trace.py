@@ -45,6 +45,10 @@ from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import forward_backward, train_step
 
+DISTINCT = 4
+"""Microbatches that may differ: the first two, one that may be repeated, and the last."""
+Programs = dict[int, list[Segment]]  # by place on pp
+
 
 # ---------------------------------------------------------------------- what is found
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Trace:
         now, highest = Counter(self.held), Counter(self.held)
         most = total = now.total()
         for event in self.events():
-            if type(event) is Memory:
-                now[event.category] += event.num_bytes
+            if type(event) is Memory and event.holding.category:
+                now[event.holding.category] += event.num_bytes
                 total += event.num_bytes
                 if total > most:
                     most, highest = total, now.copy()
@@ -210,15 +214,7 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
     finally:
         gc.unfreeze()
         taps.remove(tracer)
-    tracer.close()
     return {place: Trace(tuple(program), held) for place, program in programs.items()}
-
-
-DISTINCT = 4
-"""Microbatches that may differ: the first two, one that may be repeated, and the last."""
-
-
-Programs = dict[int, list[Segment]]  # by place
 
 
 def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:

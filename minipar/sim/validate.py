@@ -295,7 +295,6 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
 def report(runs: Sequence[Run]) -> str:
     """Return the table of errors by source and split, the aims, and the worst rows."""
     lines = []
-    good = [run for run in runs if run.status == "ok"]
     runs, name = sorted(runs, key=lambda run: run.status != "ok"), attrgetter("source", "split")
     for (source, split), group in groupby(sorted(runs, key=name), key=name):
         every = list(group)
@@ -326,7 +325,7 @@ def report(runs: Sequence[Run]) -> str:
                 f"correlation {rank:.2f}, lowest {lowest:.2f}"
             )
     for name, few, aim in (("up to 64 devices", True, 8), ("on more", False, 15)):
-        if some := [r for r in good if (r.gpus <= 64) == few]:
+        if some := [r for r in runs if r.status == "ok" and (r.gpus <= 64) == few]:
             found = _spread(_errors(some))
             lines.append(f"all {len(some)} rows {name}: {found}   aim: median {aim}%")
     return "\n".join(lines)

@@ -91,13 +91,6 @@ def test_software_is_only_asked_for_what_it_can_do(software, word, values):
     assert alone.best()  # llm-foundry's FSDP on one device is no ZeRO
 
 
-@pytest.mark.parametrize(("software", "found"), [("megatron", {1, 2}), ("any", {1, 2, 4, 8})])
-def test_other_software_does_not_pad_sequences(software, found):
-    """Mutant: cp=4 for 2044 tokens, which are no 8 chunks."""
-    base = planner.base_of(replace(SMALL, software=software, seq=2044))
-    assert {job.plan.cp for job in planner.candidates(base, 8, 64)} == found
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "fix",
