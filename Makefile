@@ -78,8 +78,6 @@ bench: $(READY) ## compare our data parallel with PyTorch's own; ARGS=fsdp compa
 gpu-check: $(READY) ## parity, speed, memory and overlap on this machine's GPUs
 	MINIPAR_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/law/test_law.py -k equals_one_device
 	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
-	rm -f notebooks/assets/measured/gpu_machine.toml
-	$(BIN)/minipar calibrate --ranks 1 --out notebooks/assets/measured/gpu_machine.toml
 
 # Check style and the direction of imports.
 lint: $(READY)

@@ -27,7 +27,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # module:function, and what i
         "hang": ("cli.looking:hang", "who keeps this hanging job waiting?"),
         "prove": ("cli.looking:prove", "is your parallel training equal to one device?"),
         "plan": ("cli.looking:plan", "which plan would train this model fastest there?"),
-        "calibrate": ("sim.calibrate:run", "measure this machine, for `minipar plan`"),
     },
     "Measure ours beside PyTorch's own": {
         "bench compression": ("lab.bench.compression:run", "every way to send less"),

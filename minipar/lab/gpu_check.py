@@ -4,8 +4,8 @@ First `make` runs the rows of tests/law/table.py on CUDA tensors. Then this file
 train` does: on one GPU, then by a plan of every kind on all GPUs (or on two ranks that share one).
 It writes rows to ``notebooks/assets/measured/gpu.json``. A row says tokens/s, FLOP/s, peak memory,
 and how much of the communication that NCCL reports is hidden. A run saves its model once, in
-``runs/``, and deletes it: Llama 3.2 1B takes 20 GB of disk. Last, `make` calibrates the machine.
-Notebook 13 simulates the steps of one GPU.
+``runs/``, and deletes it: Llama 3.2 1B takes 20 GB of disk. Notebook 13 simulates the steps of one
+GPU.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,13 +13,9 @@ from minipar.parallel.plan import Plan
 from minipar.sim import hardware
 from minipar.sim.job import Job
 
-LARGER = {
-    "llama-3-70b": dict(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64),
-    "llama-3-405b": dict(
-        hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128
-    ),
-}
-"""The fields in which these models differ from llama-3-8b."""
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
+LARGER = {"llama-3-70b": (8192, 28_672, 80, 64), "llama-3-405b": (16_384, 53_248, 126, 128)}
+"""The sizes in which these models differ from llama-3-8b."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class PlanConfig:
     gpus: int = 8
     """Devices in all."""
     hardware: str = "h100-ndr"
-    """A machine's name, or a .toml file of `minipar calibrate`."""
+    """A machine's name, or a .toml file with numbers of your own: see book/planner.md."""
     seq: int = 0
     """Tokens of a sequence; 0: as many as the model can see, 8192 at most."""
     global_batch: int = 512
@@ -60,7 +56,8 @@ def model_config(name: str) -> LlamaConfig:
     if name in PRESETS:
         return PRESETS[name]
     if name in LARGER:
-        return replace(PRESETS["llama-3-8b"], head_dim=128, **LARGER[name])
+        sizes = dict(zip(SIZES, LARGER[name], strict=True))
+        return replace(PRESETS["llama-3-8b"], head_dim=128, **sizes)
     path = Path(name)
     if path.is_file() and path.name != "config.json":
         raise ValueError(f"--model {name}: name a config.json, or the folder that it is in")
@@ -72,17 +69,17 @@ def model_config(name: str) -> LlamaConfig:
 
 def fixed(text: str, flag: str = "--fix") -> dict[str, Any]:
     """Return the words of a plan that a flag has, and microbatch. Raises `ValueError`."""
-    words = [word.partition("=") for word in text.replace(" ", "").split(",") if word]
-    own = {name: whole_number(value) for name, _, value in words if name == "microbatch"}
-    if not all(own.values()):
-        raise ValueError(f"{flag} {text}: microbatch must be 1 or more")
-    plan = Plan.parse(",".join("".join(word) for word in words if word[0] not in own))
-    names = {word[0].replace("-", "_") for word in words} - own.keys()
-    for field in fields(plan):
-        allowed, value = get_args(field.type), getattr(plan, field.name)
-        if allowed and value not in allowed:
-            raise ValueError(f"{flag} {field.name}={value}: use {', '.join(map(str, allowed))}")
-    return own | {name: getattr(plan, name) for name in names}
+    found: dict[str, Any] = {}
+    for word in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = word.partition("=")
+        name = name.replace("-", "_")
+        is_size = name == "microbatch"
+        found[name] = whole_number(value) if is_size else getattr(Plan.parse(word), name)
+        allowed = get_args(Plan.__annotations__.get(name))
+        if (allowed and found[name] not in allowed) or (is_size and not found[name]):
+            good = ", ".join(map(str, allowed)) or "1 or more"
+            raise ValueError(f"{flag} {name}={value}: use {good}")
+    return found
 
 
 def base_of(config: PlanConfig) -> Job:
@@ -101,8 +98,7 @@ def base_of(config: PlanConfig) -> Job:
     software = hardware.software(config.software)
     machine = hardware.load(config.hardware)
     dtype = "bf16" if "bf16" in machine.device.peak else "fp16"
-    plan = Plan(precision="bf16" if dtype == "bf16" else "fp16")
-    return Job(model, plan, machine, software, seq, dtype=dtype)
+    return Job(model, Plan(precision=dtype), machine, software, seq, dtype=dtype)
 
 
 def explained(base: Job, config: PlanConfig) -> Job:

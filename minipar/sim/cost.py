@@ -73,7 +73,6 @@ def seconds(job: Job) -> dict[str, float]:
     total["compute"] += m * each[slowest] - sum(total.values())
     bubble = job.bubble(weights / sum(once.values()))
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
-    tie = 0.0
     if plan.pp > 1:
         hops, around = _hops(job)
         # A rank waits for a message from either side, as it posts receives when it needs them.
@@ -84,13 +83,11 @@ def seconds(job: Job) -> dict[str, float]:
         total["pp"] = m * (pace - each[slowest]) + bubble * max(2 * sum(hops), ahead)
         if job.config.tie_embeddings and not all(job.tables(0)):  # the ends sum its gradients
             nodes, table = 1 + (plan.num_ranks > job.machine.gpus), 4 * job.parameters.table
-            tie = message(job.machine, table, nodes, plan.num_ranks // plan.pp)
+            total["pp"] += message(job.machine, table, nodes, plan.num_ranks // plan.pp)
     mine, experts = max(map(job.numbers, range(plan.pp)))  # of the fullest rank
     # Stages reduce their gradients at the same time, and equal stages wait equally long.
-    alike = {(job.numbers(n), job.spread(plan.tp, job.group, n)): n for n in range(plan.pp)}
-    waits = ((_reductions(job, n, *ways), tie * any(job.tables(n))) for n in alike.values())
-    for axis, wait in zip(("dp", "pp"), max(waits, key=sum), strict=True):
-        total[axis] += wait
+    alike = {job.numbers(n): n for n in range(plan.pp)}
+    total["dp"] += max(_reductions(job, n, *ways) for n in alike.values())
     if plan.sequence_parallel and job.experts_cut < plan.tp:
         total["tp"] += _sum_of_whole_experts(job, experts)
     # Adam reads and writes its state, writes a weight, reads a gradient; clipping reads this, too.
@@ -109,12 +106,12 @@ def _reductions(job: Job, stage: int, forward: float, backward: float) -> float:
     if job.group == 1 or plan.zero == 3:
         return 0.0
     numbers, verb = job.numbers(stage), "reduce_scatter" if plan.zero else "all_reduce"
-    reduce, last = _over_dp(job, verb, 4, numbers, job.bucket, stage)
+    reduce, last = _over_dp(job, verb, 4, numbers, job.bucket)
     # No backward is left beside the last call, and no call is ready beside the first backward.
     hidden = (1 - max(software.exposed, last)) * min(reduce, (1 - last) * layers * backward)
     found = (reduce - hidden) * (plan.microbatches if plan.zero == 2 else 1)
     if plan.zero:
-        gather, first = _over_dp(job, "all_gather", 2, numbers, job.bucket, stage)
+        gather, first = _over_dp(job, "all_gather", 2, numbers, job.bucket)
         hidden = (1 - max(software.waited, first)) * min(gather, (1 - first) * layers * forward)
         found += gather - hidden
     return found
@@ -122,20 +119,19 @@ def _reductions(job: Job, stage: int, forward: float, backward: float) -> float:
 
 def _sharded_layer(job: Job, forward: float, backward: float) -> float:
     """Return what ZeRO 3 adds to a layer: waits for weights and gradients, and copies of them."""
-    sizes, tables = job.parameters, max(map(job.num_tables, range(job.plan.pp)))
-    numbers = sizes.layer + tables * sizes.table / max(job.layers)
+    fullest = max(map(job.numbers, range(job.plan.pp)))
+    numbers, experts = (number / max(job.layers) for number in fullest)
     gather, reduce = (
-        _over_dp(job, verb, width, (numbers, sizes.experts), math.inf)[0]
+        _over_dp(job, verb, width, (numbers, experts), math.inf)[0]
         for verb, width in (("all_gather", 2), ("reduce_scatter", 4))
     )
     waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-    return waits + _touch(job, job.software.copies * sizes.layer)
+    return waits + _touch(job, job.software.copies * job.parameters.layer)
 
 
 def _over_dp(
-    job: Job, verb: str, width: float, numbers: tuple[float, float], bucket: float,
-    stage: int | None = None,
-) -> tuple[float, float]:  # fmt: skip
+    job: Job, verb: str, width: float, numbers: tuple[float, float], bucket: float
+) -> tuple[float, float]:
     """Return the seconds of collectives over ranks with the same weights, and the longest's share.
 
     `numbers`: how many numbers to send, and how many of them belong to experts, which fewer ranks
@@ -149,7 +145,7 @@ def _over_dp(
     ):
         if count and size > 1:
             calls = max(1, min(math.ceil(count / bucket), matrices))
-            each = job.collective(verb, width * count / calls, inner, size, stage)
+            each = job.collective(verb, width * count / calls, inner, size)
             found, longest = found + calls * each, max(longest, each)
     return found, longest / found if found else 0.0
 

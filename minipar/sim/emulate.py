@@ -25,10 +25,9 @@ def device(text: str, magnify: float = 1.0) -> devices.Device:
     factors below 1.
     """
     name, slowdown = str(text), 1.0
-    if "/" in name:
-        head, _, last = name.rpartition("/")
-        with suppress(ValueError):  # the last part of a path is not a number
-            name, slowdown = head, float(last)
+    head, _, last = name.rpartition("/")
+    with suppress(ValueError):  # a name, or the last part of a path, is not a number
+        name, slowdown = head, float(last)
     return devices.Device(hardware.load(name).device, slowdown, magnify)
 
 

@@ -25,8 +25,6 @@ from minipar.sim.memory import MASTER_ADAM, llama_activations
 
 HEADROOM = 0.78
 """Share of a device that a plan may fill: two fuller runs took four and eight times as long."""
-WAITING = 4
-"""Bytes of a logit that the loss keeps for its backward, at most: what softmax returns, float32."""
 ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
@@ -42,14 +40,13 @@ def memory(job: Job) -> dict[str, float]:
         is_even = not any(layers / job.chunks % moe.every for layers in job.layers)
         moe = replace(moe, first_dense=0, every=moe.every if is_even else 1)
         job = replace(job, config=replace(job.config, moe=moe))
-    stored = sum(activations(job).values())
-    put_off = sum(share * _put_off(kind) for share, kind in job.kinds)
-    ranks = (_memory_of(job, stage, stored, put_off) for stage in range(job.plan.pp))
+    kept = activations(job)
+    ranks = (_memory_of(job, stage, kept) for stage in range(job.plan.pp))
     return max(ranks, key=lambda held: sum(held.values()))
 
 
-def _memory_of(job: Job, stage: int, stored: float, put_off: float) -> dict[str, float]:
-    """Return the bytes of a rank of the pipeline; `stored` and `put_off` are bytes of a layer."""
+def _memory_of(job: Job, stage: int, parts: dict[str, float]) -> dict[str, float]:
+    """Return the bytes of a rank of the pipeline; `parts` are the activations of a layer."""
     plan, software, c, sizes = job.plan, job.software, job.config, job.parameters
     layers = job.layers[stage]
     mine, experts = job.numbers(stage)
@@ -64,15 +61,17 @@ def _memory_of(job: Job, stage: int, stored: float, put_off: float) -> dict[str,
         "optimizer": MASTER_ADAM.optimizer * (cut if plan.zero else mine),
     }
     inputs = 2 * job.tokens * c.hidden_size / (plan.tp if plan.sequence_parallel else 1)
+    stored = sum(parts.values())
     kept = {"none": stored, "selective": software.kept * stored, "full": inputs}[plan.checkpointing]
-    waits = layers * put_off
+    # The gradients of weights need what was stored, but for what no product multiplies.
+    waits = layers * (stored - parts.get("scores", 0) - parts.get("masks", 0))
     waits += 2 * job.tokens * (c.hidden_size + c.vocab_size / plan.tp) * has_head
     most = max(f * layers * kept + w * waits for f, w in in_flight(job)[stage])
     # Recomputation brings all activations back, of one layer at a time.
     held["activations"] = most + stored - kept
     # In other schedules the last stage runs a microbatch's backward right after its forward.
     waiting = plan.microbatches - 1 if plan.schedule in ALL_FORWARDS_FIRST else 0
-    logit = software.logits + waiting * min(WAITING, software.logits)
+    logit = software.logits + waiting * min(4, software.logits)  # what softmax returns, float32
     held["logits"] = logit * job.tokens * c.vocab_size / plan.tp * has_head
     return held
 
@@ -94,8 +93,9 @@ def _activations_of(job: Job) -> dict[str, float]:
     )  # fmt: skip
     share = software.gathered
     found = {part: share * b + (1 - share) * again[part] for part, b in kept.items()}
-    if not job.gated:  # inputs and results of norms and dropout's masks; no gate
-        found["norms"] = 10 * job.tokens * c.hidden_size / (tp if plan.sequence_parallel else 1)
+    if not job.gated:  # inputs and results of norms, and dropout's masks; no gate
+        stream = job.tokens * c.hidden_size / (tp if plan.sequence_parallel else 1)
+        found |= {"norms": 8 * stream, "masks": 2 * stream}
         if c.moe is None:
             found["mlp"] = 4 * job.tokens * c.intermediate_size / tp
     if not job.flash and plan.checkpointing != "selective":  # softmax's input, output and mask
@@ -103,42 +103,21 @@ def _activations_of(job: Job) -> dict[str, float]:
     return found
 
 
-def _put_off(job: Job) -> float:
-    """Return the bytes that a layer keeps for weight gradients that a schedule puts off.
-
-    These are the inputs of its products, and the gradients of the outputs.
-    """
-    c, moe, plan, tp = job.config, job.config.moe, job.plan, job.plan.tp
-    hidden = c.intermediate_size / tp
-    if moe is not None:
-        hidden = (moe.top_k + moe.num_shared) * moe.expert_size
-        # Whole experts compute the tokens of a rank: its part of a sequence, or all of it.
-        hidden /= tp if job.experts_cut == tp or plan.sequence_parallel else 1
-    whole = 2 * job.software.gathered if plan.sequence_parallel else 2
-    width = c.hidden_size * (whole + (2 - whole) / tp + 2)
-    heads = 2 * (c.num_heads + max(c.num_kv_heads, tp)) * c.head_dim / tp
-    return 2 * job.tokens * (width + heads + (2 + job.gated) * hidden)
-
-
 def in_flight(job: Job) -> list[set[tuple[float, float]]]:
     """Return pairs of what each rank of the pipeline keeps at once, in microbatches, in any order.
 
     A pair counts the microbatches that wait for backward, and the microbatches that wait for their
-    weight gradients only.
+    weight gradients only. Raises `ValueError` where there is no such schedule.
     """
     p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
-    if name in ALL_FORWARDS_FIRST:
-        return [{(m, 0)}] * p
-    # After 4 p microbatches the schedule repeats itself.
-    return _count(name, p, min(m, 4 * p + m % p), job.chunks if name in LOOPED else None)
+    if name not in ALL_FORWARDS_FIRST:
+        m = min(m, 4 * p + m % p)  # then the schedule repeats itself
+    return _count(name, p, m, job.chunks if name in LOOPED else None)
 
 
 @cache
 def _count(name: str, p: int, m: int, v: int | None) -> list[set[tuple[float, float]]]:
-    try:
-        schedule, found = make(name, p, m, v), []
-    except ValueError:  # no schedule: `Plan.problem` says why
-        return [{(p, 0)}] * p
+    schedule, found = make(name, p, m, v), []
     v = len(schedule.stages_on(0)) // schedule.copies
     for row in schedule.actions:
         live = owed = 0

@@ -50,10 +50,9 @@ class Device:
     name: str
     processors: float
     tile: float  # a product is cut into tiles of `tile` x `tile` outputs, one per processor
-    memory: float  # bytes that a process sees; the next three take some of them:
-    context: float  # bytes of CUDA itself
-    nccl: float  # bytes per process group
-    fragmentation: float  # share of the rest
+    memory: float  # bytes that a process sees
+    taken: float  # bytes of them that CUDA itself and a process group take
+    fragmentation: float  # share of the rest that the allocator cannot use
     memory_bandwidth: float
     memory_efficiency: float  # share of the bandwidth that elementwise operations reach
     launch: float  # seconds of an operation that does nothing
@@ -65,8 +64,7 @@ class Device:
 
     def usable_memory(self) -> float:
         """Return the bytes left for tensors beside a process group."""
-        left = self.memory - self.context - self.nccl
-        return max(0.0, left * (1 - self.fragmentation))
+        return max(0.0, (self.memory - self.taken) * (1 - self.fragmentation))
 
     def ceiling_of(self, dtype: str) -> float:
         """Return the FLOP/s of the best product: measured, or the peak at the share of bf16.
@@ -247,7 +245,7 @@ def type_name(dtype: str) -> str:
 _FOLDER = resources.files("minipar.sim") / "machines"
 _PARTS = {"device": Device, "network": Network, "software": Software, "node": Machine}
 _REFERS = {"device": "device", "inside": "network", "between": "network"}
-Known = dict[tuple[str, str], dict[str, Any]]  # tables by kind and name
+Known = dict[str, dict[str, dict[str, Any]]]  # tables by kind and name
 
 
 def load(name: str | Path) -> Machine:
@@ -266,9 +264,9 @@ def load(name: str | Path) -> Machine:
         others = f"the nearest names are {', '.join(near)}; a .toml describes others"
         raise ValueError(f"no machine {name!r}: {others}")
     try:
-        own = _read(Path(name))
-        (node,) = [key[1] for key in own if key[0] == "node"]
-        return _make("node", node, _built_in() | own)
+        own = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        (node,) = own.get("node", {})
+        return _make("node", node, {k: v | own.get(k, {}) for k, v in _built_in().items()})
     except (AttributeError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is not a machine: {one_line(error)}") from None
 
@@ -279,20 +277,15 @@ def software(name: str) -> Software:
 
 
 @cache
-def networks() -> dict[str, Network]:
-    """Return all networks by name."""
-    return {key[1]: _make(*key, _built_in()) for key in _built_in() if key[0] == "network"}
-
-
-@cache
 def machines() -> dict[str, Machine]:
     """Return the machines that have names: each node, and each with each network between nodes."""
     known, found = _built_in(), {}
-    nodes = [_make(*key, known) for key in known if key[0] == "node"]
+    nodes = [_make("node", name, known) for name in known["node"]]
+    networks = [_make("network", name, known) for name in known["network"]]
     inside = {"none", *(node.inside.name for node in nodes)}
     for node in nodes:
         found[node.name] = node
-        for network in networks().values():
+        for network in networks:
             if network.name not in inside:
                 name = f"{node.name}-{network.name.removeprefix('ib-')}"
                 found[name] = replace(node, name=name, between=network)
@@ -302,13 +295,8 @@ def machines() -> dict[str, Machine]:
 @cache
 def _built_in() -> Known:
     files = ("devices", "networks", "nodes", "software")
-    return {k: v for name in files for k, v in _read(_FOLDER / f"{name}.toml").items()}
-
-
-def _read(path: Any) -> Known:
-    found = tomllib.loads(path.read_text(encoding="utf-8"))
-    found.pop("sources", None)
-    return {(kind, name): table for kind in found for name, table in found[kind].items()}
+    texts = ((_FOLDER / f"{name}.toml").read_text(encoding="utf-8") for name in files)
+    return {k: v for text in texts for k, v in tomllib.loads(text).items() if k != "sources"}
 
 
 def _make(kind: str, name: str, known: Known) -> Any:
@@ -330,10 +318,9 @@ def _make(kind: str, name: str, known: Known) -> Any:
 
 def _table(kind: str, name: str, known: Known) -> dict[str, Any]:
     """Return the table of that name, with everything that the table it is `like` has."""
-    if (kind, name) not in known:
-        there = ", ".join(n for k, n in known if k == kind)
-        raise ValueError(f"no {kind} {name!r}; there are {there}")
-    table = dict(known[kind, name])
+    if name not in known[kind]:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(known[kind])}")
+    table = dict(known[kind][name])
     if (like := table.pop("like", None)) is None:
         return table
     return _table(kind, like, _built_in() if like == name else known) | table

@@ -75,10 +75,9 @@ class Job:
         """Return the seconds of a step at the peak, with the causal half of attention or all."""
         c = self.config
         flops = c.flops_per_token(self.seq_len, causal)
-        if not self.gated:
-            active = 1 if c.moe is None else c.moe.top_k + c.moe.num_shared
-            width = c.intermediate_size if c.moe is None else c.moe.expert_size
-            flops -= 6 * c.num_layers * c.hidden_size * active * width
+        if not self.gated:  # two matrices of three
+            layers = (c.layer_parts(n, active=True) for n in range(c.num_layers))
+            flops -= 2 * sum(parts["mlp"] for parts in layers)
         peak = self.machine.device.peak[self.dtype]
         return flops * self.tokens_of_step / self.plan.num_ranks / peak
 
@@ -161,11 +160,9 @@ class Job:
         """Return the parameters of a rank of the pipeline, and how many of them are experts'."""
         sizes, copies = self.parameters, 2 if self.plan.schedule == "dualpipe" else 1
         layers = copies * self.layers[stage]
-        return layers * sizes.layer + self.num_tables(stage) * sizes.table, layers * sizes.experts
-
-    def num_tables(self, stage: int) -> int:
-        """Return how many tables a rank of the pipeline has; a tied one counts once."""
-        return sum(self.tables(stage)) - (self.plan.pp == 1 and self.config.tie_embeddings)
+        # A tied table counts once.
+        tables = sum(self.tables(stage)) - (self.plan.pp == 1 and self.config.tie_embeddings)
+        return layers * sizes.layer + tables * sizes.table, layers * sizes.experts
 
     def tables(self, stage: int) -> tuple[bool, bool]:
         """Return whether a rank of the pipeline has the embedding, and the head."""
@@ -199,44 +196,34 @@ class Job:
         return looped * (1 - filled) if name == "interleaved_zb" else looped
 
     # ------------------------------------------------------------------ nodes
-    def spread(self, inner: int, size: int, stage: int | None = None) -> int:
-        """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart.
-
-        With `stage`, only the groups of this stage of the pipeline count.
-        """
+    def spread(self, inner: int, size: int) -> int:
+        """Return on how many nodes `size` ranks lie, at most, if neighbours are `inner` apart."""
         gpus, ranks, block = self.machine.gpus, self.plan.num_ranks, inner * size
         if ranks <= gpus or gpus % block == 0:
             return 1
         if inner >= gpus:  # each is on a node of its own
             return size
-        each = ranks // self.plan.pp
-        first, last = (0, ranks) if stage is None else (stage * each, (stage + 1) * each)
         # After lcm(gpus, block) ranks, the places of groups on nodes repeat.
-        groups = range(first, min(last, first + math.lcm(gpus, block)), block)
+        groups = range(0, min(ranks, math.lcm(gpus, block)), block)
         starts = (a + b for a, b in itertools.product(groups, range(inner)))
         return max((start + block - inner) // gpus - start // gpus for start in starts) + 1
 
-    def collective(
-        self, verb: str, num_bytes: float, inner: int, size: int, stage: int | None = None
-    ) -> float:
+    def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
         """Return the seconds of a collective of the ranks that `spread` describes."""
-        nodes = self.spread(inner, size, stage)
+        nodes = self.spread(inner, size)
         return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
 
 
 def _layer_parameters(job: Job) -> dict[str, float]:
     c, moe, matrices = job.config, job.config.moe, 2 + job.gated
-    own = float(c.layer_parameters())
-    found = {"experts": 0.0, "shared": 0.0}
-    if moe is None:
-        own -= (3 - matrices) * c.intermediate_size * c.hidden_size
-    else:
-        one = moe.expert_size * c.hidden_size
-        own -= 3 * (moe.num_experts + moe.num_shared) * one
-        cut = job.experts_cut
-        found["experts"] = matrices * moe.num_experts * one / (job.experts_over * cut)
-        found["shared"] = matrices * moe.num_shared * one / cut
-    return found | {"own": own / job.plan.tp}
+    parts, found = c.layer_parts(), {"experts": 0.0, "shared": 0.0}
+    mlp = parts["mlp"] * matrices / 3
+    if moe is not None:
+        mlp = moe.num_experts * c.hidden_size  # the router
+        one = matrices * moe.expert_size * c.hidden_size / job.experts_cut
+        found["experts"] = moe.num_experts * one / job.experts_over
+        found["shared"] = moe.num_shared * one
+    return found | {"own": (parts["attention"] + mlp + parts["norm"]) / job.plan.tp}
 
 
 @cache
@@ -253,26 +240,17 @@ def _kinds(config: LlamaConfig) -> list[tuple[float, LlamaConfig]]:
 
 @cache
 def _cut(config: LlamaConfig, parts: int, greedy: bool = False) -> tuple[int, ...]:
-    """Return the layers of each stage that make the slowest one fastest; the last has the head.
+    """Return the layers of each stage: by `stages.balance`, which makes the slowest one fastest.
 
     `greedy`: a stage takes layers until it exceeds its share of the cost, as nanotron does.
-    Otherwise `stages.balance` cuts, for layers that are alike.
     """
-    if parts == 1:
-        return (config.num_layers,)
-    *_, layer, head = stages.estimate_costs(config)
-    if greedy:
-        counts, share = [0] * parts, (config.num_layers * layer + head) / parts
-        stage = 0
-        for n in range(1, config.num_layers + 1):
-            counts[stage] += 1
-            stage += n * layer > share * (stage + 1)
-        return tuple(counts)
-
-    def slowest(last: int) -> tuple[float, int]:
-        return max(-(-(config.num_layers - last) // (parts - 1)), last + head / layer), -last
-
-    last = min(range(1, config.num_layers - parts + 2), key=slowest)
-    each, more = divmod(config.num_layers - last, parts - 1)
-    # Early stages hold more microbatches: fewer layers there.
-    return (*([each] * (parts - 1 - more)), *([each + 1] * more), last)
+    costs = stages.estimate_costs(config)
+    if not greedy:
+        return stages.balance(costs, parts)
+    counts, cost = [0] * parts, 0.0
+    stage = 0
+    for layer in costs[1:-1]:
+        counts[stage] += 1
+        cost += layer
+        stage += cost > sum(costs) / parts * (stage + 1)
+    return tuple(counts)

@@ -30,8 +30,7 @@ from minipar.text import aligned
 CAN: dict[str, dict[str, tuple]] = {
     "nanotron": {"zero": (0, 1), "schedule": ("1f1b",), "cp": (1,), "ep": (1,)},
     "llm-foundry": {"zero": (2, 3), "tp": (1,), "pp": (1,), "cp": (1,), "ep": (1,)},
-    "megatron": {"zero": (0, 1)},
-    "megatron-core": {"zero": (0, 1)},
+    **dict.fromkeys(("megatron", "megatron-core"), {"zero": (0, 1)}),
 }
 """Values of a plan's words that software can carry out, where it cannot carry out all."""
 STAGES_PER_RANK = (2, 3, 5, 8)
@@ -42,7 +41,6 @@ REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 PRICED = {"dispatch": ("all_to_all", "paired"), "context": ("ring",)}
 NEAR = 1 + ERROR
 """Plans that take at most this many times as long as the fastest are ties: see `ERROR`."""
-NOT_VARIED = "tp_overlap, context, dispatch and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows the progress of an iteration
 Wanted = Callable[["Ranked"], bool]
@@ -136,9 +134,6 @@ def candidates(
         if pp > base.config.num_layers or tp > base.config.num_heads:
             continue
         if ep > 1 and (moe is None or moe.num_experts % ep):
-            continue
-        pads = base.software.name in REPLAYED or cp == 1  # other software does not
-        if not pads and base.seq_len % (2 * cp):
             continue
         mine = global_batch // dp
         is_sized = fix.keys() & {"microbatch", "microbatches"}
@@ -300,8 +295,8 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
     return lines
 
 
-def lost(found: Search, best: Ranked, wanted: Wanted) -> str:
-    """Return in one line why the best of the wanted plans is not the best of all."""
+def lost(found: Search, best: Ranked | None, wanted: Wanted) -> str:
+    """Return in one line why the best of the wanted plans is not the best of all, if any is."""
     if other := found.best(wanted):
         more = {part: s - best.seconds.get(part, 0.0) for part, s in other.seconds.items()}
         part = (max if other.step >= best.step else min)(more, key=more.__getitem__)
@@ -383,19 +378,15 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
         plans = [ranked.as_dict() for ranked in best]
         text = {"plans": plans, "simplest": simple.as_dict(), "others": losers, "why": why}
         return json.dumps(text), best[:6]
-    whole, rest = divmod(config.global_batch, config.gpus)
-    near = " or ".join(str(n * config.gpus) for n in (whole, whole + 1))
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
-        f"{config.global_batch} sequences a step"
-        + f"; for dp over all devices, --global-batch must be {near}"
-        * (whole > 0 and rest > 0),
+        f"{config.global_batch} sequences a step",
         table(best, simple),
         "The simplest, by part:\n" + _by_part(simple),
         "Why:\n" + "\n".join(f"  {line}" for line in why),
         "Others:\n" + "\n".join(f"  {family}: {line}" for family, line in losers.items()),
         "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(simple.job).items()),
-        f"Only --fix varies {NOT_VARIED}.",
+        "Only --fix varies tp_overlap, context, dispatch and most schedules.",
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:6]
 
@@ -421,12 +412,11 @@ def _by_part(ranked: Ranked) -> str:
 
 def _nothing_fits(config: PlanConfig, base: Job, found: Search) -> str:
     """Return why nothing fits, and a number of devices that would help."""
-    if (small := found.smallest()) is None:
-        some = next(iter(found.too_large or found.fit), None)
-        none = "--global-batch, --software and --fix leave no candidate"
-        return f"no legal plan for {config.gpus} devices: {problem(some.job) if some else none}"
-    batch, fix = config.global_batch, fixed(config.fix)
+    why = lost(found, None, lambda _: True)
+    if found.smallest() is None:
+        return f"for these --gpus, --global-batch, --software and --fix, {why}"
     tried = (config.gpus * 2**n for n in range(1, 7))
-    enough = next((n for n in tried if search(base, n, batch, fix).best()), None)
+    asked = config.global_batch, fixed(config.fix)
+    enough = next((n for n in tried if search(base, n, *asked).best()), None)
     change = f"--gpus {enough} would do" if enough else "64 times as many would not do either"
-    return f"nothing fits: the smallest plan, {small}, {small.needs()}; {change}"
+    return f"{why}; {change}"

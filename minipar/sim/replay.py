@@ -207,11 +207,8 @@ class _Stage:
         for key, seconds in self.prices(player.rank, launch):
             player.counts[key] += 1
             number = key, player.counts[key]
-            if number not in self.calls:
-                ranks = key[-1]
-                missing = sum(rank in self.players for rank in ranks) if len(ranks) > 1 else 1
-                self.calls[number] = _Call(missing)
-            call = self.calls[number]
+            played = sum(rank in self.players for rank in key[-1])
+            call = self.calls.setdefault(number, _Call(played))
             call.missing -= 1
             call.ready = max(call.ready, posted)
             call.seconds = max(call.seconds, seconds)

@@ -45,6 +45,10 @@ from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import forward_backward, train_step
 
+DISTINCT = 4
+"""Microbatches that may differ: the first two, one that may be repeated, and the last."""
+Programs = dict[int, list[Segment]]  # by place on pp
+
 
 # ---------------------------------------------------------------------- what is found
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Trace:
         now, highest = Counter(self.held), Counter(self.held)
         most = total = now.total()
         for event in self.events():
-            if type(event) is Memory:
-                now[event.category] += event.num_bytes
+            if type(event) is Memory and event.holding.category:
+                now[event.holding.category] += event.num_bytes
                 total += event.num_bytes
                 if total > most:
                     most, highest = total, now.copy()
@@ -157,10 +161,7 @@ def trace(
     """
     plan.check(config)
     if plan.dispatch == "paired":
-        raise ValueError(
-            f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
-            f"runs two at once; take dispatch=overlapped, which cannot be faster"
-        )
+        raise ValueError(f"plan {plan}: dispatch=paired runs two actions at once; a trace has one")
     alike: dict[Any, list[int]] = defaultdict(list)
     for place, kind in enumerate(_kinds(config, plan)):
         alike[kind].append(place)
@@ -213,15 +214,7 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
     finally:
         gc.unfreeze()
         taps.remove(tracer)
-    tracer.close()
     return {place: Trace(tuple(program), held) for place, program in programs.items()}
-
-
-DISTINCT = 4
-"""Microbatches that may differ: the first two, one that may be repeated, and the last."""
-
-
-Programs = dict[int, list[Segment]]  # by place
 
 
 def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
@@ -229,9 +222,7 @@ def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int
     count, done = actor.plan.microbatches, [tracer.begin_segment("before")]
 
     def run(model: nn.Module, *args: Any, **options: Any) -> Tensor:
-        def begin(*_: Any) -> None:
-            done.append(tracer.begin_segment("microbatch"))
-
+        begin = lambda *_: done.append(tracer.begin_segment("microbatch"))  # noqa: E731
         hook = model.register_forward_pre_hook(begin, prepend=True)
         total = forward_backward(model, *args, **options)
         hook.remove()

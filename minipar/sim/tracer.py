@@ -59,10 +59,18 @@ class Wait(NamedTuple):
     index: int
 
 
+@dataclass(eq=False, slots=True)
+class Holding:
+    """One storage, for as long as it lives. Its category may be known only later; "": none."""
+
+    num_bytes: int
+    category: str = "activations"
+
+
 class Memory(NamedTuple):
     """Bytes that are allocated, or freed where negative."""
 
-    category: str
+    holding: Holding
     num_bytes: int
 
 
@@ -79,14 +87,6 @@ class Segment:
 
 
 # ---------------------------------------------------------------------- the recorder
-@dataclass(eq=False, slots=True)
-class _Holding:
-    """One storage, for as long as it lives. Its category may be known only later."""
-
-    num_bytes: int
-    category: str = "activations"
-
-
 class Tracer(TorchDispatchMode, Tap):
     """Records every operation, collective and storage, in `segment`."""
 
@@ -97,7 +97,7 @@ class Tracer(TorchDispatchMode, Tap):
         self.segment = self.begin_segment("before")
         self.launches: dict[int, tuple[Segment, int]] = {}  # by number: segment, index in it
         self.unawaited: set[int] = set()
-        self.holdings = weakref.WeakKeyDictionary[torch.UntypedStorage, _Holding]()
+        self.holdings = weakref.WeakKeyDictionary[torch.UntypedStorage, Holding]()
         self.known: dict[Any, _Known] = {}
         self.stepped: operations.Work | None = None  # what the optimizer has yet to do
         self.is_counting = False  # memory
@@ -157,19 +157,19 @@ class Tracer(TorchDispatchMode, Tap):
             self.segment.events.append(Wait(family, index))
 
     # memory
-    def hold(self, storage: torch.UntypedStorage) -> _Holding:
+    def hold(self, storage: torch.UntypedStorage) -> Holding:
         """Count a storage from now until its last owner lets go."""
         holding = self.holdings.get(storage)
         if holding is None:
-            holding = self.holdings[storage] = _Holding(0)
+            holding = self.holdings[storage] = Holding(0)
             weakref.finalize(storage, self._resized, holding, 0)
         self._resized(holding, storage.nbytes())
         return holding
 
-    def _resized(self, holding: _Holding, num_bytes: int) -> None:
+    def _resized(self, holding: Holding, num_bytes: int) -> None:
         more, holding.num_bytes = num_bytes - holding.num_bytes, num_bytes
         if more and self.is_counting:
-            self.segment.events.append((holding, more))  # its use is known at the end
+            self.segment.events.append(Memory(holding, more))
 
     def label(self, category: str, *tensors: Tensor | None) -> None:
         """Note what tensors are for; "" leaves them out."""
@@ -222,15 +222,6 @@ class Tracer(TorchDispatchMode, Tap):
         state = _on_meta([list(entries.values()) for entries in optimizer.state.values()])
         self.label("optimizer", *state)
         self.stepped = operations.step_of(stepped, state)
-
-    def close(self) -> None:
-        """Give the events of memory their categories, which are known by now."""
-        for segment in self.segments:
-            segment.events = [
-                Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
-                for e in segment.events
-                if type(e[0]) is not _Holding or e[0].category
-            ]
 
 
 def _on_meta(tree: Any) -> list[Tensor]:

@@ -129,16 +129,13 @@ class Row(dict[str, str]):
 def _run(row: Row) -> Run:
     framework, dtype = row.get("framework", "").lower(), row.get("dtype") or "bf16"
     family = next((v for k, v in FAMILIES.items() if k in framework), "any")
-    machine = _machine(row.get("device", ""), family, row.number("inter_gbps_per_gpu", 0),
-                       row.whole("gpus_per_node", 0, 0), row.get("intra", ""))  # fmt: skip
+    gbits, gpus = row.number("inter_gbps_per_gpu", 0), row.whole("gpus_per_node", 0, 0)
+    machine = _machine(row.get("device", ""), family, gbits, gpus)
     if "fp8" in machine.device.peak and family == "megatron" and "deepspeed" not in framework:
         family = "megatron-core"  # its successor, on devices that have 8 bits
     if dtype in ("fp8", "fp4") and family == "any":
         family = "compiled"  # as torchao's products of few bits have to be
     plan, ep = _plan(row)
-    if "torchtitan" in framework and plan.pp > 1 and plan.zero == 3:
-        # Its default in a pipeline: weights stay gathered, and gradients go once a step.
-        plan = replace(plan, zero=1)
     job = Job(
         _config(row), plan, machine, hardware.software(family), row.whole("seq", 0), 1,
         hardware.type_name(dtype), gated=bool(row.whole("gated", row.get("kind") != "gpt", 0)),
@@ -151,10 +148,7 @@ def _run(row: Row) -> Run:
     if not seconds and status == "ok":
         raise ValueError("no step_seconds above 0, and no tokens_per_s_per_gpu; TFLOP/s alone are "
                          "not scored, as their definitions differ")  # fmt: skip
-    unit = 1e9
-    if source.startswith("torchtitan"):  # it prints the GiB that its allocator has reserved
-        unit = 2**30 * (1 - machine.device.fragmentation)
-    memory = row.number("memory_gb", 0) * unit
+    memory = 1e9 * row.number("memory_gb", 0)
     return Run(row.get("row_id", "?"), source, row.get("split", ""), job, seconds, memory, status)
 
 
@@ -168,15 +162,11 @@ def _config(row: Row) -> LlamaConfig:
                         normalise=chosen > 1)  # fmt: skip
     elif row.get("kind") == "moe" or whole("ep") > 1:
         raise ValueError("a mixture needs experts=, how many there are")
-    head_dim = whole("head_dim", max(1, width // heads))
-    config = LlamaConfig(
+    return LlamaConfig(
         whole("vocab", 50_000), width, ffn, whole("layers", 0), heads, whole("kv_heads", heads),
-        head_dim + head_dim % 2, max_seq_len=whole("seq", 0),
+        whole("head_dim", max(1, width // heads)), max_seq_len=whole("seq", 0),
         tie_embeddings=bool(whole("tied", 0, 0)), moe=moe,
     )  # fmt: skip
-    if head_dim % 2 and row.get("kind") == "gpt":  # it has no RoPE, which needs an even width
-        object.__setattr__(config, "head_dim", head_dim)
-    return config
 
 
 def _plan(row: Row) -> tuple[Plan, int]:
@@ -228,13 +218,12 @@ def _with_batch(row: Row, job: Job) -> Job:
 
 
 @cache
-def _machine(device: str, family: str, gbits: float, gpus: int, inside: str) -> hardware.Machine:
-    """Return the machine of a device; `inside` is its network inside of a node, if we know it."""
+def _machine(device: str, family: str, gbits: float, gpus: int) -> hardware.Machine:
+    """Return the machine of a device, as it is usual but for what a table says."""
     name = DEVICES.get(device, device)
     if family == "nanotron" and f"{name}-efa-busy" in hardware.machines():
         name = f"{name}-efa-busy"  # a table of the same cluster tells more than its bandwidth
     machine = hardware.load(name)
-    machine = replace(machine, inside=hardware.networks().get(inside, machine.inside))
     if gbits:
         ports = replace(machine.between, bandwidth=gbits * 1e9 / 8, shared=0.0)
         machine = replace(machine, between=ports)
@@ -306,7 +295,6 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
 def report(runs: Sequence[Run]) -> str:
     """Return the table of errors by source and split, the aims, and the worst rows."""
     lines = []
-    good = [run for run in runs if run.status == "ok"]
     runs, name = sorted(runs, key=lambda run: run.status != "ok"), attrgetter("source", "split")
     for (source, split), group in groupby(sorted(runs, key=name), key=name):
         every = list(group)
@@ -337,7 +325,7 @@ def report(runs: Sequence[Run]) -> str:
                 f"correlation {rank:.2f}, lowest {lowest:.2f}"
             )
     for name, few, aim in (("up to 64 devices", True, 8), ("on more", False, 15)):
-        if some := [r for r in good if (r.gpus <= 64) == few]:
+        if some := [r for r in runs if r.status == "ok" and (r.gpus <= 64) == few]:
             found = _spread(_errors(some))
             lines.append(f"all {len(some)} rows {name}: {found}   aim: median {aim}%")
     return "\n".join(lines)

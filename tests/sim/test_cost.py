@@ -108,15 +108,6 @@ def test_ranks_fill_one_node_after_the_other(plan, inner, size, nodes):
     assert job(plan).spread(inner, size) == nodes
 
 
-def test_stages_that_lie_inside_a_node_do_not_wait_for_the_others():
-    """Of 4 stages of 6 ranks on nodes of 8, the ends do not. They sum a table meanwhile, and the
-    middle its layers over two nodes. Mutants: all are on two; both sums, one after the other."""
-    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"))
-    one = job(f"dp=6,pp=4,microbatches=8{BF16}", machine=hardware.load("h100-100gbe"), **options)
-    assert [one.spread(1, 6, stage) for stage in range(4)] == [1, 2, 2, 1]
-    assert planner.simulate(one).seconds == pytest.approx(step(one), rel=0.12)
-
-
 def test_a_pipeline_on_a_shared_port_is_replayed_as_it_is_priced():
     """Mutants: its ends do not sum a tied table; replayed messages share a port for all."""
     shape, own = replace(PRESETS["llama-3.2-1b"], num_layers=6), hardware.software("minipar")
