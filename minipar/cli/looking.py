@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from minipar.lab import draw
+from minipar.lab import choosing, draw
 from minipar.lab.draw import hang as draw_hang
 from minipar.observe import hang as observe_hang
 from minipar.observe.spans import clipped, is_ours
@@ -161,7 +161,7 @@ def plan(command: planner.PlanConfig) -> None:
     elif command.out:
         inks = {"bubble": "idle", "host": "copy", "fixed": "optimizer"}
         figure = draw.bars(
-            planner.where_time_goes(plans),
+            choosing.where_time_goes(plans),
             unit="s",
             title=f"{command.model} on {command.gpus} x {command.hardware}: a step's time",
             note="predicted, in closed form",

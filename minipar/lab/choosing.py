@@ -6,6 +6,7 @@
 All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measured here.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from matplotlib.figure import Figure
@@ -65,6 +66,16 @@ def calculator(
 
 
 # ---------------------------------------------------------------------- where the rest goes
+def where_time_goes(plans: Iterable[Ranked]) -> dict[str, dict[str, float]]:
+    """Return the parts of each plan's step that can be seen, by a short name of the plan."""
+    shown = {}
+    for place, r in enumerate(plans, 1):
+        axes = " ".join(f"{axis}{getattr(r.job.plan, axis)}" for axis in r.family)
+        name = f"{place}: {axes} zero{r.job.plan.zero}"
+        shown[name] = {part: s for part, s in r.seconds.items() if s > 0.002 * r.step}
+    return shown
+
+
 def losses(found: Ranked) -> dict[str, float]:
     """Return the seconds of a step at the peak, then what each shortcoming adds, in this order.
 

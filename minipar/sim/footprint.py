@@ -107,7 +107,7 @@ def in_flight(job: Job) -> list[set[tuple[float, float]]]:
     """Return pairs of what each rank of the pipeline keeps at once, in microbatches, in any order.
 
     A pair counts the microbatches that wait for backward, and the microbatches that wait for their
-    weight gradients only. Raises `ValueError` where there is no such schedule.
+    weight gradients only.
     """
     p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
     if name not in ALL_FORWARDS_FIRST:
@@ -117,7 +117,10 @@ def in_flight(job: Job) -> list[set[tuple[float, float]]]:
 
 @cache
 def _count(name: str, p: int, m: int, v: int | None) -> list[set[tuple[float, float]]]:
-    schedule, found = make(name, p, m, v), []
+    try:
+        schedule, found = make(name, p, m, v), []
+    except ValueError:  # no schedule: `Plan.problem` says why
+        return [{(p, 0)}] * p
     v = len(schedule.stages_on(0)) // schedule.copies
     for row in schedule.actions:
         live = owed = 0

@@ -277,15 +277,20 @@ def software(name: str) -> Software:
 
 
 @cache
+def networks() -> dict[str, Network]:
+    """Return all networks by name."""
+    return {name: _make("network", name, _built_in()) for name in _built_in()["network"]}
+
+
+@cache
 def machines() -> dict[str, Machine]:
     """Return the machines that have names: each node, and each with each network between nodes."""
     known, found = _built_in(), {}
     nodes = [_make("node", name, known) for name in known["node"]]
-    networks = [_make("network", name, known) for name in known["network"]]
     inside = {"none", *(node.inside.name for node in nodes)}
     for node in nodes:
         found[node.name] = node
-        for network in networks:
+        for network in networks().values():
             if network.name not in inside:
                 name = f"{node.name}-{network.name.removeprefix('ib-')}"
                 found[name] = replace(node, name=name, between=network)

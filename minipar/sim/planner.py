@@ -334,16 +334,6 @@ def table(plans: Sequence[Ranked], simple: Ranked | None = None) -> str:
     return "\n".join([*aligned(lines), *notes])
 
 
-def where_time_goes(plans: Iterable[Ranked]) -> dict[str, dict[str, float]]:
-    """Return the parts of each plan's step that can be seen, by a short name of the plan."""
-    shown = {}
-    for place, r in enumerate(plans, 1):
-        axes = " ".join(f"{axis}{getattr(r.job.plan, axis)}" for axis in r.family)
-        name = f"{place}: {axes} zero{r.job.plan.zero}"
-        shown[name] = {part: s for part, s in r.seconds.items() if s > 0.002 * r.step}
-    return shown
-
-
 # ---------------------------------------------------------------------- the command
 def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     """Return the text to print, and the plans to draw.

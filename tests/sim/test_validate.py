@@ -73,9 +73,14 @@ def test_memory_is_within_8_percent_in_the_median(runs):
 def test_choices_are_never_below_the_rule_of_thumb(runs):
     """Mutant: a ranking by memory, or by the number of ranks of an axis."""
     for source, cells in (("ultrascale_nanotron_h100", 4), ("zero_bubble", 12)):
-        found = validate.choices([run for run in runs if run.source == source])
-        ours, thumb, rank = np.mean(found, axis=0)
-        assert len(found) == cells and ours >= 0.95 and ours >= thumb and rank > 0.9
+        some = [run for run in runs if run.source == source]
+        found = validate.choices(some)
+        ours, thumb = np.mean(found, axis=0)
+        assert len(found) == cells and ours >= 0.95 and ours >= thumb
+        # Predicted and measured seconds of a token order all runs of a source alike, too.
+        times = np.array([(r.predicted, r.seconds) for r in some])
+        times /= np.array([[r.job.tokens_of_step / r.gpus] for r in some])
+        assert np.corrcoef(times.argsort(0).argsort(0).T)[0, 1] > 0.9
 
 
 def test_what_ran_is_predicted_to_fit(runs):
@@ -103,14 +108,14 @@ def one(tmp_path, columns, cells, good=GOOD):
     return validate.read(path)[0]
 
 
-def test_the_report_has_errors_aims_and_what_would_fit(tmp_path, capsys):
+def test_the_report_has_errors_and_what_would_fit(tmp_path, capsys):
     """70 billion parameters do not fit on 8 devices without ZeRO. Mutant: left out unseen."""
     large = GOOD.replace("a,32,4096,32", "b,80,8192,64").removesuffix("4.5")
     rows = f"{GOOD},3,ok", f"{GOOD},3,ok", f"{large},0,OOM", f"{large},3,OOM"
     said = report(tmp_path, capsys, *rows, f"{GOOD},3,ok", head=f"{HEAD},zero,status")
     for words in (
         "rows left out: 2: not timed, but oom", "here, : 3 rows", "a constant",
-        "aim: mean below", "% of 3 ok, ", "choice of 1 cells", "rule of thumb", "s measured;",
+        "step time", "% of 3 ok, ", "choice of 1 cells", "rule of thumb", "up to 64 devices",
     ):  # fmt: skip
         assert words in said
 
@@ -150,12 +155,13 @@ def test_a_row_that_is_not_understood_is_left_out_counted_and_said(
         ("Megatron-DeepSpeed", "bf16", 1, "megatron", 3),
         ("torchtitan", "bf16", 1, "any", 3),
         ("torchtitan", "fp8", 1, "compiled", 3),
+        ("torchtitan", "bf16", 8, "any", 1),
     ],
 )
 def test_software_is_that_of_the_device_and_the_type(
     tmp_path, framework, dtype, pp, software, zero
 ):
-    """Mutant: Megatron-LM of 2021 on devices that have 8 bits."""
+    """Mutant: torchtitan's FSDP gathers for each microbatch of a pipeline."""
     good = GOOD.replace(",8,8,1,64,", f",8,{8 // pp},1,64,")
     job = one(tmp_path, "pp,framework,dtype,zero", f"{pp},{framework},{dtype},3", good).job
     assert (job.software.name, job.plan.zero) == (software, zero)
@@ -175,6 +181,12 @@ def test_a_schedule_has_its_own_number_of_stages_where_the_table_has_none(tmp_pa
     assert one(tmp_path, "pp,schedule", "8,zb-v", good).job.chunks == 2
 
 
+def test_a_gpt_may_have_an_odd_head_width(tmp_path):
+    """BLOOM's is 225, which RoPE could not turn. Mutants: it is left out, or made even."""
+    config = one(tmp_path, "kind,head_dim", "gpt,225").job.config
+    assert config.head_dim == 225 and config.num_parameters > 0
+
+
 def test_experts_over_ranks_of_tp_too_are_whole(tmp_path):
     """Mutants: cut among those ranks as well; as if they were fewer."""
     good = GOOD.replace(",8,8,1,64,", ",64,8,1,64,")
@@ -185,9 +197,13 @@ def test_experts_over_ranks_of_tp_too_are_whole(tmp_path):
     assert few.parameters.experts == many.parameters.experts
 
 
-def test_memory_and_bandwidth_are_in_the_units_of_the_table(tmp_path):
-    """Mutants: GiB; a share of a port for all of a node."""
-    assert one(tmp_path, "memory_gb", "70").memory == 70e9
+def test_memory_and_bandwidth_are_in_the_units_of_their_source(tmp_path):
+    """torchtitan prints reserved GiB. Mutants: 10^9 bytes; a share of a port for all of a node."""
+    lost = hardware.load("h100").device.fragmentation
+    for source, num_bytes in (("torchtitan_x", 70 * 2**30 * (1 - lost)), ("zero_bubble", 70e9)):
+        run = one(tmp_path, "memory_gb", "70", GOOD.replace("here", source))
+        assert run.source == source
+        assert run.memory == num_bytes
     old = GOOD.replace("h100-sxm", "v100").replace("bf16", "fp16")
     between = one(tmp_path, "inter_gbps_per_gpu", "25", old).job.machine.between
     assert (between.bandwidth, between.shared) == (25e9 / 8, 0)
