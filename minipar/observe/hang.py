@@ -167,8 +167,8 @@ class Report:
     def _whereabouts(self, rank: int) -> str:
         """Return the oldest open call of a rank, or its last one, and its lines of code."""
         recording = self.recordings[rank]
-        # A dump may hold only the open calls, and a status for the ended calls.
-        said = "it has ended all its calls" if recording.last else "it has called nothing"
+        # A dump may hold the open calls alone.
+        said = "it has ended all its calls" if recording.has_turned else "it has called nothing"
         stack: tuple[str, ...] = ()
         if call := recording.first:
             verb, stack = "it waits in" if call.done is False else "its last was", call.stack

@@ -56,9 +56,9 @@ class Watchdog(calls.Tap):
         # Use a new client: a thread that waits at the store holds the lock of its client.
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"watch {name[0]}", store).clone()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._thread.start()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.thread.start()
 
     def begin(self, call: calls.Call) -> None:
         """Note the call, unless no other rank takes part in it."""
@@ -81,16 +81,11 @@ class Watchdog(calls.Tap):
         """Note that the wait is over."""
         self._awaited.pop(call, None)
 
-    def close(self) -> None:
-        """End the watching thread."""
-        self._stop.set()
-        self._thread.join(timeout=5)
-
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
         # The store ends with the process that hosts it. Then no rank is left to answer.
         with suppress(RuntimeError, OSError):
-            while not self._stop.wait(self.pause):
+            while not self.stop.wait(self.pause):
                 alarm, me = f"alarm {self._alarms}", b"%d" % self.rank
                 if self._store.check([alarm]):
                     self._answer()
@@ -117,7 +112,7 @@ class Watchdog(calls.Tap):
         groups = {str(key[:2]): key[:2] for key in [*self._begun]}
         frame = sys._current_frames().get(threading.main_thread().ident)
         stack = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in extract_stack(frame)]
-        told = dict(label=Mesh.label, stack=tuple(reversed(stack)))
+        told = dict(label=Mesh.label, stack=tuple(stack[::-1]))
         return Recording(self.rank, [*chain(*begun), *waits], groups, **told)
 
     def _report(self, alarm: int) -> None:
@@ -125,7 +120,7 @@ class Watchdog(calls.Tap):
         keys = [f"answer {alarm} {rank}" for rank in range(self.size)]
         limit = time.monotonic() + 3 * self.pause + 1
         while not self._store.check(keys) and time.monotonic() < limit:
-            if self._stop.wait(min(0.1, self.pause)):
+            if self.stop.wait(min(0.1, self.pause)):
                 return  # the watch has ended meanwhile
         answered = [rank for rank, key in enumerate(keys) if self._store.check([key])]
         told = {rank: pickle.loads(self._store.get(keys[rank])) for rank in answered}
@@ -154,4 +149,5 @@ def watch(seconds: float, tell: Callable[[str], None] = _print) -> Iterator[None
         yield
     finally:
         calls.taps.remove(watchdog)
-        watchdog.close()
+        watchdog.stop.set()
+        watchdog.thread.join(timeout=5)

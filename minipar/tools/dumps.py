@@ -63,7 +63,8 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
             f"no call of {names([*by_rank])} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
             f"be above 0 when the job starts, such as 2000"
         )
-    mixed = {(g, r.groups[g]) for r in by_rank.values() for g, s in r.last.items() if s is None}
+    # What one rank tells of a group holds for the status of all its ranks.
+    mixed = {(g, r.groups[g]) for r in by_rank.values() for g, last in r.last.items() if not last}
     for r in by_rank.values():
         r.last = {g: last for g, last in r.last.items() if (g, r.groups[g]) not in mixed}
     return by_rank
@@ -93,38 +94,34 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     for name, about in dump.get("pg_config", {}).items():
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
         if name != "":  # gloo's name for the group that was made last
-            groups[printable(name)] = _title(name, about.get("desc")), tuple(ranks)
+            groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
     # torch leaves an empty list out of JSON.
     listed = dump.get("entries", []) if "version" in dump else dump["entries"]
     # A group that was destroyed and made again has another id, and counts from 1 again.
     latest = {values["process_group"][0]: values.get("pg_id") for values in listed}
-    ids: dict[str, str] = {}  # pg_id -> group
     together: dict[tuple, list[Entry]] = defaultdict(list)  # by group and numbers
-    mixed: set[str] = set()  # groups with messages: NCCL counts these in the status as well
     for values in (v for v in listed if v.get("pg_id") == latest[v["process_group"][0]]):
-        name, title = printable(values["process_group"][0]), _title(*values["process_group"])
-        mixed |= {name} if values.get("p2p_seq_id") else set()
-        groups.setdefault(name, (title, ()))
-        ids[printable(values.get("pg_id", ""))] = name
+        name, desc = map(printable, values["process_group"])
+        groups.setdefault(name, (desc, ()))
         at_once = name, values["collective_seq_id"], values.get("p2p_seq_id")
         together[at_once].append(_entry(values, name))
     entries = [entry for calls in together.values() for entry in _joined(calls)]
     first = listed[0].get("record_id", 0) if listed else 0
     status = dump.get("pg_status", {})
-    last = _status(status, ids, groups)
-    mixed |= {group for group, (enqueued, completed) in last.items() if completed > enqueued}
+    last = _status(status, {printable(i): printable(name) for name, i in latest.items()}, groups)
+    # NCCL counts messages as well in the status of a group that has any: it is marked with None.
+    mixed = {name for name, _, messages in together if messages}
+    mixed |= {name for name, (enqueued, completed) in last.items() if completed > enqueued}
     last |= dict.fromkeys(mixed)
     # A dump of open calls alone is empty where all have ended.
     has_ended = not entries and any(int(s["last_enqueued_collective"]) > 0 for s in status.values())
     timed = [v for v in listed if {"time_created_ns", "timeout_ms"} <= v.keys()]
     begin = min((v["time_created_ns"] for v in timed), default=0)
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
+    for name, (desc, ranks) in groups.items():
+        groups[name] = f"group {name}" if desc in ("", "undefined") else desc, ranks
     told = dict(last=last, has_turned=first > 0 or has_ended, when=(begin, end))
     return Recording(rank, entries, groups, **told)
-
-
-def _title(name: str, desc: str | None) -> str:
-    return printable(f"group {name}" if desc in (None, "", "undefined") else desc)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:
