@@ -75,7 +75,7 @@ class Recording:
 class Group:
     """The collectives of one process group, as ``calls[number][rank]``.
 
-    Or messages from one rank to another: each of the two has its own numbers for these.
+    Or messages from its first rank to its second: each of the two has its own numbers for these.
     """
 
     name: str
@@ -230,7 +230,7 @@ def _groups(recordings: dict[int, Recording]) -> list[Group]:
                 known = entry.peer < len(group.ranks)
                 ends = rank, group.ranks[entry.peer] if known else rank
                 way = {"send": ends, "recv": ends[::-1]}.get(entry.verb, tuple(sorted(ends)))
-                pair = Group(group.name, group.key, tuple(sorted({*ends})), is_message=True)
+                pair = Group(group.name, group.key, tuple(dict.fromkeys(way)), is_message=True)
                 group = groups.setdefault((group.key, group.ranks, way), pair)
             group.calls.setdefault(entry.number, {})[rank] = entry
     titles = Counter(group.name for group in groups.values() if not group.is_message)
