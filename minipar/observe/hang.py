@@ -13,7 +13,6 @@ Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. In torch: ``torchfrtrace
 Proved by tests/tools/test_hang.py, on dumps of jobs that hang.
 """
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import chain, permutations
 from typing import NamedTuple
 
-from minipar.observe.spans import Interval
 from minipar.text import FOREIGN, names
 
 MOST_LINES = 8  # of each part of the page
@@ -60,7 +58,6 @@ class Recording:
     # group: the last call enqueued, and the last call completed; of groups whose status is known
     last: dict[str, tuple[int, int]] = field(default_factory=dict)
     has_turned: bool = False  # True if older calls are not in the dump
-    when: Interval = (0.0, math.inf)  # its first call, and when its last one times out; nanoseconds
     label: str = ""  # such as "rank 2 of 4 (dp=1, tp=0)"
     stack: tuple[str, ...] = ()  # where the rank is now, innermost call first
 

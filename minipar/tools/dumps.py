@@ -42,19 +42,19 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     rank, and for a file of an older job, whose calls all timed out before the other files begin.
     Raises it also where no call was recorded.
     """
-    found: dict[int, tuple[Path, Recording]] = {}
+    found: dict[int, tuple[Path, Recording, tuple[float, float]]] = {}
     for path in map(Path, paths):
         for file in sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]:
-            recording = _recording(file)
-            first, _ = found.setdefault(recording.rank, (file, recording))
+            recording, when = _recording(file)
+            first, *_ = found.setdefault(recording.rank, (file, recording, when))
             if first != file:
                 raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
-    begin = max(recording.when[0] for _, recording in found.values())
-    for file, recording in found.values():
-        if recording.when[1] < begin:
+    latest = max(begin for _, _, (begin, _) in found.values())
+    for file, _, (_, end) in found.values():
+        if end < latest:
             raise ValueError(f"{file} is of an older job than others: take it away")
     by_rank = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
@@ -70,7 +70,8 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     return by_rank
 
 
-def _recording(file: Path) -> Recording:
+def _recording(file: Path) -> tuple[Recording, tuple[float, float]]:
+    """Return what a file says; and when its first call began, and its last one is to time out."""
     if not file.exists():
         raise ValueError(f"no such dump: {file}")
     try:
@@ -89,7 +90,7 @@ def _rank_of(name: str) -> int:
     return int(number[1])
 
 
-def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
+def _of_recorder(dump: dict[str, Any], rank: int) -> tuple[Recording, tuple[float, float]]:
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, about in dump.get("pg_config", {}).items():
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
@@ -120,8 +121,8 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
     for name, (desc, ranks) in groups.items():
         groups[name] = f"group {name}" if desc in ("", "undefined") else desc, ranks
-    told = dict(last=last, has_turned=first > 0 or has_ended, when=(begin, end))
-    return Recording(rank, entries, groups, **told)
+    has_turned = first > 0 or has_ended
+    return Recording(rank, entries, groups, last, has_turned), (begin, end)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:
