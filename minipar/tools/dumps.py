@@ -107,7 +107,6 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> tuple[Recording, tuple[floa
         at_once = name, values["collective_seq_id"], values.get("p2p_seq_id")
         together[at_once].append(_entry(values, name))
     entries = [entry for calls in together.values() for entry in _joined(calls)]
-    first = listed[0].get("record_id", 0) if listed else 0
     status = dump.get("pg_status", {})
     last = _status(status, {printable(i): printable(name) for name, i in latest.items()}, groups)
     # NCCL counts messages as well in the status of a group that has any: it is marked with None.
@@ -115,13 +114,13 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> tuple[Recording, tuple[floa
     mixed |= {name for name, (enqueued, completed) in last.items() if completed > enqueued}
     last |= dict.fromkeys(mixed)
     # A dump of open calls alone is empty where all have ended.
-    has_ended = not entries and any(int(s["last_enqueued_collective"]) > 0 for s in status.values())
+    latest_call = max((int(s["last_enqueued_collective"]) for s in status.values()), default=0)
+    has_turned = listed[0].get("record_id", 0) > 0 if listed else latest_call > 0
     timed = [v for v in listed if {"time_created_ns", "timeout_ms"} <= v.keys()]
     begin = min((v["time_created_ns"] for v in timed), default=0)
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
     for name, (desc, ranks) in groups.items():
         groups[name] = f"group {name}" if desc in ("", "undefined") else desc, ranks
-    has_turned = first > 0 or has_ended
     return Recording(rank, entries, groups, last, has_turned), (begin, end)
 
 
