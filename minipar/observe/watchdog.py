@@ -28,24 +28,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
 from traceback import extract_stack
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from minipar.comm import calls
 from minipar.comm.mesh import Mesh
 from minipar.observe.hang import Entry, Recording, explain
-
-
-class Noted(NamedTuple):
-    """A collective or a message of this rank."""
-
-    verb: str
-    axis: tuple[str, tuple[int, ...]]  # its name and ranks
-    number: int  # the first collective of this rank on this axis is 1; messages count apart
-    peers: tuple[int, ...]  # of a message: the ranks of the axis at the other end
-    at: float  # when it began
 
 
 class Watchdog(calls.Tap):
@@ -55,7 +46,8 @@ class Watchdog(calls.Tap):
         self.seconds, self._tell = seconds, tell
         self.pause = min(seconds / 20, 5.0)  # between two looks
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._begun: dict[tuple, Noted] = {}  # the last call by axis, messages apart
+        # By axis, messages apart: which call was the last; an entry for each rank at the other end.
+        self._begun: dict[tuple, tuple[int, list[Entry]]] = {}
         self._awaited: dict[calls.Call, float] = {}  # when this rank began to wait for each call
         self._alarms = 0  # the alarms of all ranks so far
         self._reported: set[calls.Call] = set()  # the calls that were part of the last alarm
@@ -64,9 +56,9 @@ class Watchdog(calls.Tap):
         # Use a new client: a thread that waits at the store holds the lock of its client.
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"watch {name[0]}", store).clone()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._thread.start()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.thread.start()
 
     def begin(self, call: calls.Call) -> None:
         """Note the call, unless no other rank takes part in it."""
@@ -74,9 +66,11 @@ class Watchdog(calls.Tap):
         if axis is None or (peers is not None and not peers):
             return
         key = axis.name, axis.ranks, peers is None  # two meshes may have an axis of one name
-        number = self._begun[key].number + 1 if key in self._begun else 1
-        begun = Noted(call.verb, key[:2], number, tuple(peers or ()), time.monotonic())
-        call.notes[self] = self._begun[key] = begun
+        number = self._begun[key][1][0].number + 1 if key in self._begun else 1
+        group = str(key[:2])
+        entries = [Entry(call.verb, group, number, None, peer=peer) for peer in peers or [None]]
+        call.notes[self] = entries
+        self._begun[key] = call.number, entries
 
     def wait(self, call: calls.Call) -> None:
         """Note that this rank waits."""
@@ -87,16 +81,11 @@ class Watchdog(calls.Tap):
         """Note that the wait is over."""
         self._awaited.pop(call, None)
 
-    def close(self) -> None:
-        """End the watching thread."""
-        self._stop.set()
-        self._thread.join(timeout=5)
-
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
         # The store ends with the process that hosts it. Then no rank is left to answer.
         with suppress(RuntimeError, OSError):
-            while not self._stop.wait(self.pause):
+            while not self.stop.wait(self.pause):
                 alarm, me = f"alarm {self._alarms}", b"%d" % self.rank
                 if self._store.check([alarm]):
                     self._answer()
@@ -118,25 +107,20 @@ class Watchdog(calls.Tap):
     def _recording(self) -> Recording:
         """Return the last call on each axis, the calls that this rank waits in, and where it is."""
         awaited = [call.notes[self] for call in [*self._awaited]]
-        begun = sorted(self._begun.values(), key=lambda noted: noted.at)
-        last = {str(noted.axis): (noted.number, None) for noted in begun if not noted.peers}
-        groups = {str(noted.axis): noted.axis for noted in begun}
-        entries = []
-        for noted in [*(noted for noted in begun if noted not in awaited), *awaited]:
-            done = False if noted in awaited else None  # None: the call may have ended or not
-            for peer in noted.peers or [None]:
-                entries.append(Entry(noted.verb, str(noted.axis), noted.number, done, peer=peer))
+        begun = [noted for _, noted in sorted(self._begun.values()) if noted not in awaited]
+        waits = [replace(entry, done=False) for entry in chain(*awaited)]
+        groups = {str(key[:2]): key[:2] for key in [*self._begun]}
         frame = sys._current_frames().get(threading.main_thread().ident)
         stack = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in extract_stack(frame)]
-        told = dict(label=Mesh.label, stack=tuple(reversed(stack)))
-        return Recording(self.rank, entries, groups, last, **told)
+        told = dict(label=Mesh.label, stack=tuple(stack[::-1]))
+        return Recording(self.rank, [*chain(*begun), *waits], groups, **told)
 
     def _report(self, alarm: int) -> None:
         """Collect the answers of all ranks that answer soon, and tell their report."""
         keys = [f"answer {alarm} {rank}" for rank in range(self.size)]
         limit = time.monotonic() + 3 * self.pause + 1
         while not self._store.check(keys) and time.monotonic() < limit:
-            if self._stop.wait(min(0.1, self.pause)):
+            if self.stop.wait(min(0.1, self.pause)):
                 return  # the watch has ended meanwhile
         answered = [rank for rank, key in enumerate(keys) if self._store.check([key])]
         told = {rank: pickle.loads(self._store.get(keys[rank])) for rank in answered}
@@ -165,4 +149,5 @@ def watch(seconds: float, tell: Callable[[str], None] = _print) -> Iterator[None
         yield
     finally:
         calls.taps.remove(watchdog)
-        watchdog.close()
+        watchdog.stop.set()
+        watchdog.thread.join(timeout=5)

@@ -42,19 +42,19 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     rank, and for a file of an older job, whose calls all timed out before the other files begin.
     Raises it also where no call was recorded.
     """
-    found: dict[int, tuple[Path, Recording]] = {}
+    found: dict[int, tuple[Path, Recording, tuple[float, float]]] = {}
     for path in map(Path, paths):
         for file in sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]:
-            recording = _recording(file)
-            first, _ = found.setdefault(recording.rank, (file, recording))
+            recording, when = _recording(file)
+            first, *_ = found.setdefault(recording.rank, (file, recording, when))
             if first != file:
                 raise ValueError(f"{first} and {file} are both of rank {recording.rank}")
     where = " ".join(map(str, paths))
     if not found:
         raise ValueError(f"no dump of a flight recorder in {where}")
-    begin = max(recording.when[0] for _, recording in found.values())
-    for file, recording in found.values():
-        if recording.when[1] < begin:
+    latest = max(begin for _, _, (begin, _) in found.values())
+    for file, _, (_, end) in found.values():
+        if end < latest:
             raise ValueError(f"{file} is of an older job than others: take it away")
     by_rank = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
@@ -63,10 +63,15 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
             f"no call of {names([*by_rank])} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
             f"be above 0 when the job starts, such as 2000"
         )
+    # What one rank tells of a group holds for the status of all its ranks.
+    mixed = {(g, r.groups[g]) for r in by_rank.values() for g, last in r.last.items() if not last}
+    for r in by_rank.values():
+        r.last = {g: last for g, last in r.last.items() if (g, r.groups[g]) not in mixed}
     return by_rank
 
 
-def _recording(file: Path) -> Recording:
+def _recording(file: Path) -> tuple[Recording, tuple[float, float]]:
+    """Return what a file says; and when its first call began, and its last one is to time out."""
     if not file.exists():
         raise ValueError(f"no such dump: {file}")
     try:
@@ -85,7 +90,7 @@ def _rank_of(name: str) -> int:
     return int(number[1])
 
 
-def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
+def _of_recorder(dump: dict[str, Any], rank: int) -> tuple[Recording, tuple[float, float]]:
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, about in dump.get("pg_config", {}).items():
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
@@ -95,28 +100,28 @@ def _of_recorder(dump: dict[str, Any], rank: int) -> Recording:
     listed = dump.get("entries", []) if "version" in dump else dump["entries"]
     # A group that was destroyed and made again has another id, and counts from 1 again.
     latest = {values["process_group"][0]: values.get("pg_id") for values in listed}
-    ids: dict[str, str] = {}  # pg_id -> group
     together: dict[tuple, list[Entry]] = defaultdict(list)  # by group and numbers
-    mixed: set[str] = set()  # groups with messages: NCCL counts these in the status as well
     for values in (v for v in listed if v.get("pg_id") == latest[v["process_group"][0]]):
         name, desc = map(printable, values["process_group"])
-        mixed |= {name} if values.get("p2p_seq_id") else set()
         groups.setdefault(name, (desc, ()))
-        ids[printable(values.get("pg_id", ""))] = name
         at_once = name, values["collective_seq_id"], values.get("p2p_seq_id")
         together[at_once].append(_entry(values, name))
     entries = [entry for calls in together.values() for entry in _joined(calls)]
-    first = listed[0].get("record_id", 0) if listed else 0
     status = dump.get("pg_status", {})
-    last = _status(status, ids, groups)
-    mixed |= {group for group, (enqueued, completed) in last.items() if completed > enqueued}
+    last = _status(status, {printable(i): printable(name) for name, i in latest.items()}, groups)
+    # NCCL counts messages as well in the status of a group that has any: it is marked with None.
+    mixed = {name for name, _, messages in together if messages}
+    mixed |= {name for name, (enqueued, completed) in last.items() if completed > enqueued}
+    last |= dict.fromkeys(mixed)
     # A dump of open calls alone is empty where all have ended.
-    has_ended = not entries and any(int(s["last_enqueued_collective"]) > 0 for s in status.values())
+    latest_call = max((int(s["last_enqueued_collective"]) for s in status.values()), default=0)
+    has_turned = listed[0].get("record_id", 0) > 0 if listed else latest_call > 0
     timed = [v for v in listed if {"time_created_ns", "timeout_ms"} <= v.keys()]
     begin = min((v["time_created_ns"] for v in timed), default=0)
     end = max((v["time_created_ns"] + 1e6 * v["timeout_ms"] for v in timed), default=math.inf)
-    told = dict(last=last, mixed=mixed, has_turned=first > 0 or has_ended, when=(begin, end))
-    return Recording(rank, entries, groups, **told)
+    for name, (desc, ranks) in groups.items():
+        groups[name] = f"group {name}" if desc in ("", "undefined") else desc, ranks
+    return Recording(rank, entries, groups, last, has_turned), (begin, end)
 
 
 def _status(status: dict, ids: dict[str, str], groups: dict) -> dict[str, tuple[int, int]]:

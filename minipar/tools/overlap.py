@@ -8,7 +8,7 @@ all parts end together, and early ranks wait inside of their parts. Clocks need 
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from operator import add
 from typing import Any
@@ -120,9 +120,8 @@ def _steps(timeline: Timeline) -> list[Part]:
         if len(seconds) == len(timeline.ranks)
     ]
     if len(rows) > 1:
-        fields = ("seconds", "total", "exposed", "calls", "num_bytes")
-        values = (statistics.median(getattr(row, field) for row in rows) for field in fields)
-        rows.insert(0, Part("median", *values))
+        _, *columns = zip(*map(astuple, rows), strict=True)
+        rows.insert(0, Part("median", *map(statistics.median, columns)))
     return rows
 
 

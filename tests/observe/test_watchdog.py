@@ -18,11 +18,10 @@ from tests.on_ranks import on_ranks
 RANKS = 0, 1, 2, 3
 
 
-def noted(rank, *entries, dp=0) -> Recording:
-    """Notes of a rank whose last collective on dp has number `dp`."""
-    last = {"dp": (dp, None)} if dp else {}
+def noted(rank, *entries) -> Recording:
+    """Notes of a rank."""
     label = f"rank {rank} of 4 (dp={rank})"
-    return Recording(rank, list(entries), {"dp": ("dp", RANKS)}, last, label=label, stack=("here",))
+    return Recording(rank, list(entries), {"dp": ("dp", RANKS)}, label=label, stack=("here",))
 
 
 def waits(number, verb="all_reduce", peer=None):
@@ -35,18 +34,18 @@ def begun(number, verb="all_reduce", peer=None):
 
 SAYS = {  # the notes of ranks -> what is said, and the ranks to look at
     "a rank has begun a later call, and waits in nothing; another one has begun none": (
-        [noted(0, waits(3), dp=3), noted(1, begun(5), dp=5), noted(2), noted(3, begun(3), dp=3)],
+        [noted(0, waits(3)), noted(1, begun(5)), noted(2), noted(3, begun(3))],
         ["rank 2 did not come to all_reduce #3 on dp."],
         [2],
     ),
     "messages are no collectives": (
-        [noted(0, waits(1), dp=1), noted(1, begun(5, "send", 0)), *(noted(r, waits(1), dp=1)
+        [noted(0, waits(1)), noted(1, begun(5, "send", 0)), *(noted(r, waits(1))
          for r in (2, 3))],
         ["rank 1 did not come to all_reduce #1 on dp."],
         [1],
     ),
     "all have begun it, and whether it has ended anywhere is unknown": (
-        [noted(0, waits(1), dp=1), *(noted(r, begun(r), dp=r) for r in (1, 2, 3))],
+        [noted(0, waits(1)), *(noted(r, begun(r)) for r in (1, 2, 3))],
         ["All have called all_reduce #1 on dp, and it does not end."],
         [0],
     ),
@@ -55,8 +54,8 @@ SAYS = {  # the notes of ranks -> what is said, and the ranks to look at
          noted(1, waits(4, "exchange", 0), waits(4, "exchange", 2)),
          noted(2, begun(3, "exchange", 1), begun(3, "exchange", 3)),
          noted(3, waits(4, "exchange", 2), waits(4, "exchange", 0))],
-        [f"rank {r} waits in exchange #4 on dp with rank 2, where it is not called, or has left."
-         for r in (1, 3)],
+        [f"rank 2 did not come to exchange #4 on dp of ranks {ranks}, or has left it."
+         for ranks in ("1, 2", "2, 3")],
         [2],
     ),
 }  # fmt: skip
@@ -142,7 +141,7 @@ def test_the_notes_say_what_was_called():
     watching.wait(call)
     watching.rank = 1
     told, (dp, other) = watching._recording(), map(str, [("dp", (4, 6, 8)), ("dp", (4, 5, 6))])
-    assert told.last == {dp: (3, None), other: (1, None)}
+    assert told.groups == {dp: ("dp", (4, 6, 8)), other: ("dp", (4, 5, 6))}
     assert [(e.verb, e.group, e.number, e.done, e.peer) for e in told.entries] == [
         ("all_reduce", dp, 3, None, None),
         ("all_reduce", other, 1, None, None),

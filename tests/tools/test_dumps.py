@@ -109,7 +109,9 @@ def test_a_dump_of_an_older_job_is_refused(tmp_path):
 
 
 UNTOLD = {
-    "with rank 1, of which nothing is known.": {0: dump(waits("send 0->1", 1), members=WORLD)},
+    "Whether rank 1 came to send #1 on default_pg of ranks 0, 1 is unknown.": {
+        0: dump(waits("send 0->1", 1), members=WORLD)
+    },
 }
 
 

@@ -170,6 +170,8 @@ SPLITS = [{"input_split_sizes": a, "output_split_sizes": [1, 2]} for a in ([1, 3
 UNEVEN = [call("_broadcast_oop", 2, "scheduled", size=size) for size in (16, 26, 20)]
 MADE, HASHED = ("35", "tp"), ("a7f3", "tp")
 WORLD = {("0", "default_pg"): [0, 1]}
+QUEUED = waits("all_reduce", 1, "scheduled", group=DP)
+WIDE = WORLD | {DP: [0, 1, 2]}
 BOTH = WORLD | {MADE: [0, 1]}
 NCCL = {  # dumps by rank -> what is said, and the ranks to look at
     "a rank is still in what others have ended": (
@@ -289,6 +291,13 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         ["behind: rank 2, where all_reduce #3 on tp has not begun, as it has on ranks 0, 1."],
         [2],
     ),
+    "what queues up behind a call is no excuse": (
+        many((0,), call("all_to_all", 1), QUEUED, members=WIDE)
+        | many((1,), waits("all_to_all", 1, "scheduled"), QUEUED, members=WIDE),
+        ["behind: rank 1, still in all_to_all #1 on default_pg, which rank 0 ended.",
+         "Whether rank 2 came to all_reduce #1 on dp is unknown."],
+        [1, 2],
+    ),
     "two ranks of a group in which the others wait": (
         many((0,), waits("all_reduce", 7, group=DP), members={DP: [0, 1]})
         | many((1,), waits("all_reduce", 3, group=TP), waits("all_reduce", 7, group=DP),
@@ -312,12 +321,13 @@ NCCL = {  # dumps by rank -> what is said, and the ranks to look at
         {r: dump(*(waits(verb, 1) for verb in verbs), members={("0", "default_pg"): [0, 1, 2]})
          for r, verbs in enumerate((
              ["send 0->1", "recv 0<-1"], ["recv 1<-0", "send 1->0", "send 1->2"], []))},
-        ["rank 1 waits in send #1 on default_pg with rank 2, where it is not called, or has left."],
+        ["rank 2 did not come to send #1 on default_pg of ranks 1, 2, or has left it."],
         [2],
     ),
     "a message to a rank that the dumps do not tell": (
         {0: dump(waits("send 0->5", 1))},
-        ["rank 0 waits in send #1 on default_pg with a rank that the dumps do not tell."],
+        ["All have called send #1 on default_pg of rank 0, and it does not end. Who else is in "
+         "that group, the dumps do not say."],
         [0],
     ),
     "what queues up behind a call is no hang of its own": (
@@ -363,5 +373,5 @@ def test_calls_of_one_group_end_with_its_last_entry(tmp_path, done, end):
     batch = {0: waits("send 0->1", 1, "scheduled"), 1: waits("recv 1<-0", 1, "scheduled")}
     batch = {r: dump(e, call(end, 1, state, p2p_seq_id=1)) for r, e in batch.items()}
     report = told(tmp_path / "dumps", batch)
-    circle = "They wait in a circle: rank 0, which waits for rank 1, which waits for rank 0."
-    assert report.findings == ([] if done else [circle])
+    reached = "All have called send #1 on default_pg of ranks 0, 1, and it does not end."
+    assert report.findings == ([] if done else [reached])

@@ -44,7 +44,8 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
         name = f"rank {rank}" + " · no dump" * (not known)
         y, color = top - 0.4 - ROW * (row + 0.5), INK if known else MUTED
         pen.text(ax, 1.25, y, name, ha="right", size=8, color=color)
-    inks = {"in": EXPOSED, "past": KIND["forward"], "absent": GRID, "unknown": PAPER}
+    ended = KIND["forward"]
+    inks = {"in": EXPOSED, "past": ended, "came": ended, "absent": GRID, "unknown": PAPER}
     for column, number in enumerate(numbers):
         here, x = group.calls[number], 1.35 + wide * column
         pen.text(ax, x + wide / 2, top - 0.25, f"#{number}", ha="center", color=MUTED, size=8)
