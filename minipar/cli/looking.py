@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import traceback
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
+from minipar.comm.mesh import RESERVED
 from minipar.lab import choosing, draw
 from minipar.lab.draw import hang as draw_hang
 from minipar.observe import hang as observe_hang
@@ -22,7 +24,6 @@ from minipar.sim import planner
 from minipar.tools import dumps
 from minipar.tools.overlap import breakdown
 from minipar.tools.prove.compare import RTOL
-from minipar.tools.prove.job import parse_mesh
 from minipar.tools.prove.prove import prove as judge
 from minipar.tools.traces import from_profiler
 from minipar.train.config import check_numbers
@@ -125,6 +126,18 @@ def hang(command: Hang) -> None:
         print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")
     if report.findings:
         sys.exit(1)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return {"dp": 2, "tp": 2} for "dp=2,tp=2". Raises `ValueError` for other text."""
+    sizes = dict(re.findall(r"([A-Za-z_]\w*)=([1-9]\d{0,8})", text))
+    read = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    if not read or read != text.replace(" ", "") or not sizes.keys().isdisjoint(RESERVED):
+        raise ValueError(
+            f"--mesh {text!r} is not axis=size, with new names (none of {', '.join(RESERVED)}) and "
+            f"sizes from 1 up; try dp=2,tp=2"
+        )
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
 def prove(command: Prove) -> None:

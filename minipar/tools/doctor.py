@@ -60,16 +60,11 @@ def network() -> str:
     return f"gloo listens at {where}{cure * where.startswith('127.')}"
 
 
-def probe(size: int) -> float:
-    """Return the sum of the ones of all ranks."""
-    return all_reduce(torch.ones(1), Mesh(dp=size).world).item()
-
-
 def ranks() -> str:
     """Start ranks, and let them talk. Raises `RuntimeError` where they fail, or sum up wrongly."""
     start = time.perf_counter()
     with Ranks(RANKS, timeout=30) as pool:
-        sums = pool.run(probe, RANKS)
+        sums = pool.run(lambda: all_reduce(torch.ones(1), Mesh(dp=RANKS).world).item())
     if set(sums) != {RANKS}:
         raise RuntimeError(f"the sums of {RANKS} ones are {sums}")
     return f"{RANKS} ranks start, sum up and end in {time.perf_counter() - start:.1f} s"

@@ -59,10 +59,8 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
     by_rank = {rank: found[rank][1] for rank in sorted(found)}
     # A rank whose calls have all ended has no entry in a dump of open calls, but it has a status.
     if not any(recording.entries or recording.last for recording in by_rank.values()):
-        raise ValueError(
-            f"no call of {names([*by_rank])} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
-            f"be above 0 when the job starts, such as 2000"
-        )
+        how = "TORCH_FR_BUFFER_SIZE must be above 0 when the job starts, such as 2000"
+        raise ValueError(f"no call of {names([*by_rank])} was recorded in {where}: {how}")
     # What one rank tells of a group holds for the status of all its ranks.
     mixed = {(g, r.groups[g]) for r in by_rank.values() for g, last in r.last.items() if not last}
     for r in by_rank.values():
@@ -72,8 +70,6 @@ def read(paths: Sequence[str | Path]) -> dict[int, Recording]:
 
 def _recording(file: Path) -> tuple[Recording, tuple[float, float]]:
     """Return what a file says; and when its first call began, and its last one is to time out."""
-    if not file.exists():
-        raise ValueError(f"no such dump: {file}")
     try:
         raw = file.read_bytes()
         dump = json.loads(raw) if raw[:1] == b"{" else _Plain(io.BytesIO(raw)).load()

@@ -38,11 +38,7 @@ _ALIKE = re.compile(
 
 
 def verb_of(name: str) -> str | None:
-    """Return the verb of a kernel; "" if the name holds the verb, None if it is no communication.
-
-    >>> verb_of("void vllm::cross_device_reduce_1stage<float, 2>(...)")
-    'all_reduce'
-    """
+    """Return the verb of a kernel; "" if the name holds the verb, None if it is no communication."""
     return next((verb for pattern, verb in _TABLE if pattern.search(name)), None)
 
 

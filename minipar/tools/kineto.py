@@ -69,15 +69,12 @@ def read(document: dict[str, Any]) -> tuple[list[list[Span]], list[str], dict[st
 def _events(listed: list[Any]) -> list[Event]:
     """Return the events that take time and the launches of kernels, in order of their start.
 
-    Raises `ValueError` for the format of torch before 1.13, for a file of several processes, and
-    for a time that is no number.
+    Raises `ValueError` for a file of several processes, and for a time that is no number.
     """
     usual = {"args": {}, "dur": 0, "pid": None, "tid": None, "cat": ""}
     found = []
     for event in (usual | event for event in listed if event.get("ph") == "X"):
         cat, args = event["cat"], event["args"]
-        if cat in ("Kernel", "Operator"):
-            raise ValueError("its categories are those of torch before 1.13, which are not read")
         if cat.endswith(("_runtime", "_driver")) and "correlation" in args:
             cat = "launch"
         if cat in ("launch", *_HOST, *_GPU):

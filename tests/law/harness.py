@@ -32,7 +32,7 @@ from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compose import Composed
 from minipar.parallel.plan import Plan
 from minipar.ranks.backends import compute_device
-from minipar.tools.prove.compare import RTOL, Record, differences
+from minipar.tools.prove.compare import RTOL, Record, differing
 from minipar.train.data import IGNORE, share
 from minipar.train.step import Microbatch, train_step
 
@@ -209,6 +209,15 @@ def muted() -> Iterator[None]:
 
     with mock.patch.object(collectives, "launch", silent):
         yield
+
+
+def differences(found: Record, expected: Record, rtol: float = RTOL) -> Iterator[str]:
+    """Yield each difference in words, in the order of computation."""
+    ours = dict(found.stages())
+    for (stage, step), theirs in expected.stages():
+        at = {None: stage, -1: f"{stage} after training"}.get(step, f"{stage} of step {step}")
+        for name, words in differing(ours[stage, step], theirs, rtol).items():
+            yield f"{at} {name}".rstrip() + f": {words}"
 
 
 def assert_parity(found: Outcome, expected: Outcome, rtol: float = RTOL) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minipar.tools.prove.compare import Record, differences, differing, forms, is_close, join, whole
+from minipar.tools.prove.compare import Record, differing, forms, is_close, join, whole
+from tests.law.harness import differences
 
 SIZES = {"dp": 2, "tp": 2}
 

@@ -4,6 +4,7 @@ import re
 import socket
 
 import pytest
+import torch
 
 from minipar.cli import main
 from minipar.tools import doctor
@@ -44,12 +45,12 @@ def test_the_loopback_is_named_with_its_cure(monkeypatch):
     assert doctor.network() == "gloo listens at eth7"
 
 
-def three(size: int) -> float:
-    return 3.0
+def three(tensor: torch.Tensor, _: object) -> torch.Tensor:
+    return tensor * 3
 
 
 def test_a_wrong_sum_is_no_success(monkeypatch):
     monkeypatch.setattr(doctor, "RANKS", 2)
-    monkeypatch.setattr(doctor, "probe", three)
+    monkeypatch.setattr(doctor, "all_reduce", three)
     with pytest.raises(RuntimeError, match="the sums of 2 ones are"):
         doctor.ranks()

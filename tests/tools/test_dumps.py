@@ -80,7 +80,7 @@ def test_what_is_no_set_of_dumps_is_refused(tmp_path, capfd):
         dated: "which rank wrote",
         "rank_99999999999": "rank_99999999999.*which rank wrote",
         "empty": "no dump of a flight recorder",
-        "nowhere": "no such dump: .*nowhere",
+        "nowhere": "nowhere is not a dump of a flight recorder: .*No such file",
     }.items():
         with pytest.raises(ValueError, match=said):
             dumps.read([tmp_path / name])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from minipar.cli import main
-from minipar.tools.prove.job import WrongFile, parse_mesh, rows
+from minipar.cli.looking import parse_mesh
+from minipar.tools.prove.job import WrongFile, rows
 from minipar.tools.prove.prove import prove
 
 README = Path(__file__).parents[2] / "README.md"

@@ -221,10 +221,9 @@ def _pieces(s: Parting) -> Cause | None:
 def _dealt(s: Parting) -> None:
     """Refuse a weight that has the right numbers in another order: the file may want this."""
     if all(s.found[r].flatten().sort()[0].equal(s.expected.flatten().sort()[0]) for r in s.ranks):
-        raise WrongFile(
-            f"initial weights {s.name} cannot be compared: ranks hold its numbers in an order of "
-            f"their own. If that is meant, gather(name, tensor, mesh) in the file can restore it"
-        )
+        why = "ranks hold its numbers in an order of their own. If that is meant, "
+        why += "gather(name, tensor, mesh) in the file can restore it"
+        raise WrongFile(f"initial weights {s.name} cannot be compared: {why}")
 
 
 # ---------------------------------------------------------------------- gradients, and the loss

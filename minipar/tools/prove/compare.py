@@ -52,15 +52,6 @@ def _number(value: float | None) -> State:
     return {} if value is None else {"": torch.tensor(value, dtype=torch.float64)}
 
 
-def differences(found: Record, expected: Record, rtol: float = RTOL) -> Iterator[str]:
-    """Yield each difference in words, in the order of computation."""
-    ours = dict(found.stages())
-    for (stage, step), theirs in expected.stages():
-        at = {None: stage, -1: f"{stage} after training"}.get(step, f"{stage} of step {step}")
-        for name, words in differing(ours[stage, step], theirs, rtol).items():
-            yield f"{at} {name}".rstrip() + f": {words}"
-
-
 def differing(found: State, expected: State, rtol: float = RTOL) -> dict[str, str]:
     """Return the names of the tensors that differ, in the order of `expected`, and how."""
     numbers = [_largest_finite(t) for t in expected.values() if t is not None]

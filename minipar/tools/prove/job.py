@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from minipar.comm.mesh import RESERVED, Mesh
+from minipar.comm.mesh import Mesh
 
 DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
 """Names of axes on which ranks have samples of their own; dp2 or dp_shard is one, too, not dps."""
@@ -168,15 +168,3 @@ def blamed(file: str) -> Iterator[None]:
         wrong = WrongFile(str(error))
         wrong.report = at + next((line for line in str(error).splitlines() if line.strip()), "")
         raise wrong from error
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Return {"dp": 2, "tp": 2} for "dp=2,tp=2". Raises `ValueError` for other text."""
-    sizes = dict(re.findall(r"([A-Za-z_]\w*)=([1-9]\d{0,8})", text))
-    read = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    if not read or read != text.replace(" ", "") or not sizes.keys().isdisjoint(RESERVED):
-        raise ValueError(
-            f"--mesh {text!r} is not axis=size, with new names (none of {', '.join(RESERVED)}) and "
-            f"sizes from 1 up; try dp=2,tp=2"
-        )
-    return {axis: int(size) for axis, size in sizes.items()}

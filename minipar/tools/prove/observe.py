@@ -74,7 +74,10 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
     torch.set_default_dtype(torch.float64)
     mesh = Mesh() if alone else Mesh(**sizes)
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
-    variables = mock.patch.dict(os.environ, _of_torchrun(mesh))
+    numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(mesh.rank))
+    numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(mesh.size))
+    # What torchrun sets, libraries read.
+    variables = mock.patch.dict(os.environ, numbers, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     # FSDP2's policies ignore the file's arguments, and so cast nothing.
     whole = mock.patch.object(MixedPrecisionPolicy, "__init__", lambda *args, **kwargs: None)
     try:
@@ -85,24 +88,15 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
         torch.set_default_dtype(usual)
 
 
-def _of_torchrun(mesh: Mesh) -> dict[str, str]:
-    """Return the variables that torchrun sets, which libraries read."""
-    rank, size = str(mesh.rank), str(mesh.size)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-
 def _alone(job: Job, sizes: dict[str, int], mesh: Mesh, trial: Trial) -> Seen:
     """Train on one device; then on each share of each microbatch. Refuse what is random."""
     data, device = job.data_axes(sizes), job.on_one_device()
     seen, again = (_Run(device, mesh, t).train() for t in (trial, replace(trial, steps=1)))
     one, other = seen.losses[0], again.losses[0]
     if abs(one - other) > 1e-10 * abs(one):
-        raise WrongFile(
-            f"the loss of one batch is {one:.6g} and then {other:.6g}: what is random, or counts "
-            f"calls, cannot be compared; build() from torch's seed and without dropout, draw "
-            f"batch(seed) from its seed"
-        )
+        why = "what is random, or counts calls, cannot be compared; build() from torch's seed and "
+        why += "without dropout, draw batch(seed) from its seed"
+        raise WrongFile(f"the loss of one batch is {one:.6g} and then {other:.6g}: {why}")
     seen.data, seen.has_whole_batch = data, not callable(job.shares)
     seen.has_uneven = job.uneven is not None
     count = math.prod(sizes[axis] for axis in data)

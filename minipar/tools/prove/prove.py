@@ -46,7 +46,9 @@ class Verdict:
         if (p := self.parting) is not None:
             who = "all ranks"
             if len(p.ranks) < math.prod(self.sizes.values()):
-                who = ", ".join(f"rank {r} ({_at(r, self.sizes)})" for r in p.ranks)
+                places = ((r, coordinates(r, self.sizes).items()) for r in p.ranks)
+                at = {r: ", ".join(f"{axis}={c}" for axis, c in place) for r, place in places}
+                who = ", ".join(f"rank {r} ({at[r]})" for r in p.ranks)
             others = f"; so are {p.wrong - 1} more at this stage" if p.wrong > 1 else ""
             rows = {
                 "not equal": f"{p.trial.name}, from step {p.step + 1} on",
@@ -62,10 +64,6 @@ class Verdict:
                 mark, kind = "->" * (state == "parts here"), p.device.kinds.get(name, "")
                 lines.append(f"{mark:>16}  {name or 'the model':32} {kind:20} {state}")
         return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
-
-
-def _at(rank: int, sizes: dict[str, int]) -> str:
-    return ", ".join(f"{axis}={c}" for axis, c in coordinates(rank, sizes).items())
 
 
 TRIALS = (
