@@ -35,12 +35,6 @@ def between(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until `device` has finished all work launched so far."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def reach(end: float) -> None:
     """Move a device's clock on to `end`: this rank has waited until then."""
     if device is not None:

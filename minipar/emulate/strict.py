@@ -122,11 +122,9 @@ class Handle:
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
         if freed or not torch.equal(_bytes(tensor), _bytes(before)):
-            raise Race(
-                f"{self.what}: its tensor of {kind(tensor)} was "
-                f"{'freed' if freed else 'written to'} before `wait` had returned, and {why} until "
-                f"then; wait first, or use another buffer"
-            )
+            how = f"{'freed' if freed else 'written to'} before `wait` had returned, and {why}"
+            what = f"{self.what}: its tensor of {kind(tensor)}"
+            raise Race(f"{what} was {how} until then; wait first, or use another buffer")
 
 
 class _Threads(Tap):

@@ -1,15 +1,15 @@
 """The recorder of one rank: the compute spans that are open, and the communication in flight.
 
-`minipar.observe.timeline.record` makes one. Every `hook_...` function returns the functions that
-take its hooks away again.
+`minipar.observe.timeline.record` makes one. The `hook_...` functions put their hooks on an
+`ExitStack`, which takes them away again.
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 from minipar.comm import clock
 from minipar.comm.calls import Call, Tap
 from minipar.observe.spans import Span
-
-Undo = list[Callable[[], None]]
 
 
 @dataclass(eq=False, slots=True)
@@ -180,7 +178,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def hook_optimizers(recorder: Recorder) -> Undo:
+def hook_optimizers(recorder: Recorder, hooks: ExitStack) -> None:
     """Open a span for every step of any optimizer."""
     frames: list[Frame | None] = []
 
@@ -191,11 +189,11 @@ def hook_optimizers(recorder: Recorder) -> Undo:
         if frames:
             recorder.close(frames.pop())
 
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-    return [handle.remove for handle in handles]
+    hooks.enter_context(register_optimizer_step_pre_hook(before))
+    hooks.enter_context(register_optimizer_step_post_hook(after))
 
 
-def hook_model(recorder: Recorder, model: nn.Module) -> Undo:
+def hook_model(recorder: Recorder, model: nn.Module, hooks: ExitStack) -> None:
     """Open forward spans by module hooks, and backward spans by hooks on nodes of the graph.
 
     The backward span of block i begins when autograd has the gradient of its output. The span ends
@@ -203,14 +201,15 @@ def hook_model(recorder: Recorder, model: nn.Module) -> Undo:
     `register_full_backward_hook`, hooks on nodes allow views and in-place operations.
     """
     found = blocks(model)
-    undo = [] if model in found.values() else _hook_module(recorder, "forward", model, False)
+    if model not in found.values():
+        _hook_module(recorder, "", model, hooks)
     for name, module in found.items():
-        undo += _hook_module(recorder, name, module, True)
-    return undo
+        _hook_module(recorder, name, module, hooks)
 
 
-def _hook_module(recorder: Recorder, name: str, module: nn.Module, is_block: bool) -> Undo:
+def _hook_module(recorder: Recorder, name: str, module: nn.Module, hooks: ExitStack) -> None:
     frames: list[Frame | None] = []
+    is_block, name = bool(name), name or "forward"  # the model itself has no name
 
     def before(*_: Any) -> None:
         recomputed = in_backward()  # activation checkpointing
@@ -230,7 +229,5 @@ def _hook_module(recorder: Recorder, name: str, module: nn.Module, is_block: boo
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: recorder.close(frame))
 
-    return [
-        module.register_forward_pre_hook(before).remove,
-        module.register_forward_hook(after, always_call=True).remove,
-    ]
+    hooks.enter_context(module.register_forward_pre_hook(before))
+    hooks.enter_context(module.register_forward_hook(after, always_call=True))

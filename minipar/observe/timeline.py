@@ -245,8 +245,9 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     profiler, device = gpu.start_profiler(), clock.device
     try:
         with clock.recording(), ExitStack() as stack:
-            for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
-                stack.callback(undo)
+            hook_optimizers(recorder, stack)
+            if model is not None:
+                hook_model(recorder, model, stack)
             calls.taps.append(recorder)
             stack.callback(calls.taps.remove, recorder)
             stack.callback(recorder.finish, profiler is not None)

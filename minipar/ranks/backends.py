@@ -31,17 +31,13 @@ def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> No
     memory, rank_bytes = psutil.virtual_memory().total, RANK_BYTES + weight_bytes
     most = min(max(64, os.cpu_count() or 1), int(memory / rank_bytes))
     if size > most:
-        raise ValueError(
-            f"{size:,} ranks do not fit this machine, but up to {most}: it has {memory / 1e9:.1f} "
-            f"GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
-        )
+        why = f"it has {memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more"
+        raise ValueError(f"{size:,} ranks do not fit this machine, but up to {most}: {why}")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "nccl" and pick_backend(size) != "nccl":
-        raise ValueError(
-            f"backend=nccl needs a GPU per rank: {size} ranks but {torch.cuda.device_count()} "
-            f"GPUs; use gloo, which also lets several ranks share a GPU"
-        )
+        few = f"{size} ranks but {torch.cuda.device_count()} GPUs"
+        raise ValueError(f"backend=nccl needs a GPU per rank: {few}; by gloo, ranks can share one")
 
 
 def compute_device() -> torch.device:
@@ -103,11 +99,9 @@ def under_torchrun() -> bool:
     for name in _NUM_TASKS:
         num_tasks = os.environ.get(name, "1") if in_step or "SLURM" not in name else "1"
         if num_tasks.isdecimal() and int(num_tasks) > 1:
-            raise ValueError(
-                f"{name}={num_tasks}: {'srun' if 'SLURM' in name else 'mpirun'} started "
-                f"{num_tasks} tasks, and nothing tells a task its rank; start one task on each "
-                f"host, and torchrun in it, or export {', '.join(VARIABLES)}"
-            )
+            how = f"start one on each host, and torchrun in it, or export {', '.join(VARIABLES)}"
+            tasks = f"{'srun' if 'SLURM' in name else 'mpirun'} started {num_tasks} tasks"
+            raise ValueError(f"{name}={num_tasks}: {tasks}, and none knows its rank; {how}")
     return False
 
 

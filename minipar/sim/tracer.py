@@ -191,16 +191,16 @@ class Tracer(TorchDispatchMode, Tap):
     def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Record all of the body; `held` returns what there is at its start."""
         with ExitStack() as stack:
-            undo = [*hook_model(self.recorder, model), *hook_optimizers(self.recorder)]
+            hook_model(self.recorder, model, stack)
+            hook_optimizers(self.recorder, stack)
             with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way
                 for p in filter(lambda p: p.requires_grad, model.parameters()):
                     arrives = p.register_hook(lambda grad: self.label("gradients", grad))
                     added = p.register_post_accumulate_grad_hook(
                         lambda p: self.label("gradients", p.grad)
                     )
-                    undo += [arrives.remove, added.remove]
-            for function in undo:
-                stack.callback(function)
+                    stack.enter_context(arrives)
+                    stack.enter_context(added)
             stack.callback(memory.watch_resize(lambda storage, _: self.hold(storage)))
             memory.watchers.append(self.tag)
             stack.callback(memory.watchers.remove, self.tag)

@@ -38,7 +38,7 @@ _ALIKE = re.compile(
 
 
 def verb_of(name: str) -> str | None:
-    """Return the verb of a kernel; "" if the name holds the verb, None if it is no communication."""
+    """Return the verb of a kernel; "" if the name holds it, None for what is no communication."""
     return next((verb for pattern, verb in _TABLE if pattern.search(name)), None)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from minipar.comm.clock import synchronise
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
 
@@ -74,6 +73,12 @@ def data_sheet(device: torch.device, dtype: torch.dtype) -> float | None:
     return in_16_bits if dtype.itemsize == 2 else in_float32
 
 
+def _synchronise(device: torch.device) -> None:
+    """Wait until `device` has finished all work launched so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def matmul_rate(
     device: torch.device, dtype: torch.dtype, size: int, min_seconds: float = 0.2
 ) -> float:
@@ -84,10 +89,10 @@ def matmul_rate(
     generator = torch.Generator(device).manual_seed(0)  # leaves the global generator as it is
     a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     a @ b  # warms up
-    synchronise(device)
+    _synchronise(device)
     start, count, seconds = time.perf_counter(), 0, 0.0
     while seconds < min_seconds:
         a @ b
-        synchronise(device)
+        _synchronise(device)
         count, seconds = count + 1, time.perf_counter() - start
     return 2 * size**3 * count / seconds
