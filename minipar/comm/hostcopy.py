@@ -143,3 +143,23 @@ def _enqueue(stream: Any, source: Tensor, destination: Tensor) -> Pending:
         return destination
 
     return Pending(None, destination, arrive)
+
+
+# ---------------------------------------------------------------------- values of tensors
+# A read waits until the GPU has finished all kernels launched before. So strategies decide by
+# shapes and settings; those that need values read them here. On "meta", every other read fails.
+def look(tensor: Tensor, on_meta: Any) -> Any:
+    """Return the values of `tensor` as `tolist` does, or `on_meta` for a tensor without values."""
+    return on_meta if tensor.is_meta else tensor.tolist()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return `tensor` on the CPU, to be saved; a meta tensor stays as it is."""
+    return tensor if tensor.is_meta else tensor.cpu()
+
+
+def to_device(few: Tensor, device: torch.device) -> Tensor:
+    """Return `few` numbers of the host on `device`; the host does not wait."""
+    if device.type == "cuda" and few.device.type == "cpu":
+        few = few.pin_memory()
+    return few.to(device, non_blocking=True)

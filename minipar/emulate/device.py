@@ -90,11 +90,6 @@ def current() -> Device | None:
     return None if clock.device is None else clock.device.device
 
 
-def playing() -> Device | None:
-    """Return the device that is emulated here, unless it is paused."""
-    return None if clock.is_paused else current()
-
-
 def label(link: str) -> str:
     """Return the label of a figure for the device and a link with the label `link`."""
     return link if current() is None else f"Emulated {current()}; {link}. Times are the GPU's."
@@ -102,7 +97,8 @@ def label(link: str) -> str:
 
 def counted(num_bytes: int, dtype: str = "") -> int:
     """Return the bytes of the declared model for bytes of ours, in tensors of `dtype`."""
-    return num_bytes if playing() is None else playing().counted(num_bytes, dtype)
+    device = None if clock.is_paused else current()
+    return num_bytes if device is None else device.counted(num_bytes, dtype)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from minipar.comm import clock
 from minipar.comm.collectives import wire_bytes
-from minipar.emulate import device
 
 
 # ---------------------------------------------------------------------- links
@@ -190,5 +190,5 @@ def check_calls(enabled: bool = True) -> None:
 
 def in_use() -> Link | Topology:
     """Return the link that `use` has set, slowed by the `slowdown` of the emulated device."""
-    played = device.playing()
-    return _link if played is None else _link.scaled(played.slowdown)
+    device = None if clock.is_paused else clock.device
+    return _link if device is None else _link.scaled(device.slowdown)

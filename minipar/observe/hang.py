@@ -177,8 +177,7 @@ class Report:
 
 
 def _most(lines: list[str], most: int = MOST_LINES) -> list[str]:
-    more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
-    return lines[:most] + more
+    return lines[:most] + [f"... and {len(lines) - most} more"] * (len(lines) > most)
 
 
 # ---------------------------------------------------------------------- explaining

@@ -87,16 +87,14 @@ class Watchdog(calls.Tap):
         with suppress(RuntimeError, OSError):
             while not self.stop.wait(self.pause):
                 alarm, me = f"alarm {self._alarms}", b"%d" % self.rank
+                before, awaited = time.monotonic() - self.seconds, [*self._awaited.items()]
+                is_late = any(at < before and c not in self._reported for c, at in awaited)
                 if self._store.check([alarm]):
                     self._answer()
                 # Many ranks wait together: the first one to raise the alarm reports.
-                elif self._waits_too_long() and self._store.compare_set(alarm, "", me) == me:
+                elif is_late and self._store.compare_set(alarm, "", me) == me:
                     self._answer()
                     self._report(self._alarms - 1)
-
-    def _waits_too_long(self) -> bool:
-        before = time.monotonic() - self.seconds
-        return any(at < before and c not in self._reported for c, at in [*self._awaited.items()])
 
     def _answer(self) -> None:
         """Put the notes of this rank into the store."""

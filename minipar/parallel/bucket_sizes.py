@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from minipar.comm import clock
 from minipar.comm.collectives import all_reduce
+from minipar.comm.hostcopy import look
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look
 from minipar.parallel.base.shards import gradient_bytes, in_groups
 
 MOST_BUCKETS = 32

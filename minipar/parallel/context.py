@@ -46,8 +46,8 @@ from torch.autograd.function import once_differentiable
 
 from minipar.comm.autograd import outside_of_graphs
 from minipar.comm.collectives import Pending, all_gather, connect, exchange, reduce_scatter
+from minipar.comm.hostcopy import look
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look
 from minipar.model.llama import Core
 from minipar.parallel import blockwise
 from minipar.parallel.base.sequences import CutSequences, chunks_of_equal_length

@@ -63,8 +63,8 @@ from torch import Tensor, nn
 
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter, start_all_to_all
+from minipar.comm.hostcopy import to_device, to_host
 from minipar.comm.mesh import Axis
-from minipar.comm.values import to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.base.replicate import replicate

@@ -14,8 +14,7 @@ from minipar.comm import threads
 from minipar.comm.mesh import Mesh
 
 BACKENDS = ("gloo", "nccl", "link")
-RANK_BYTES = 100e6
-"""Memory of a process that has imported torch and joined a group, at the least."""
+RANK_BYTES = 100e6  # of a process that has imported torch and joined a group, at the least
 
 
 def pick_backend(size: int) -> str:

@@ -33,8 +33,7 @@ from minipar.ranks.worker import Failure, join, pack, unpack
 from minipar.text import names
 
 GRACE = 1.0  # seconds that ranks may go on after another has failed
-TO_STOP, TO_JOIN = 3.0, 60.0
-"""Seconds in which ranks that are stopped, or make a process group, must answer."""
+TO_STOP, TO_JOIN = 3.0, 60.0  # seconds until ranks that stop, or make a group, must answer
 
 OutputSink = Callable[[int, str, Any], None]
 """Called as ``sink(rank, stream, payload)``; stream is "stdout", "stderr" or one of your own."""

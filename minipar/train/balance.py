@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from minipar.comm.collectives import all_gather
+from minipar.comm.hostcopy import look
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look
 from minipar.model.masks import document_mask, document_positions
 from minipar.train.data import IGNORE, share
 

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
+from minipar.comm.hostcopy import look
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look
 from minipar.model import casts
 from minipar.parallel import ddp
 from minipar.parallel.base.norm import cut_over, note_reduced

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.values import to_host
+from minipar.comm.hostcopy import to_host
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.shards import Region, copies_axis, is_part, piece_of, region_of
 from minipar.parallel.compose import Composed

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm.collectives import all_reduce
+from minipar.comm.hostcopy import look
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look
 from minipar.model.llama import loss_on
 from minipar.model.moe import routers, start_step
 from minipar.observe.timeline import span

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from minipar.comm import calls
 from minipar.comm.calls import Pending
-from minipar.comm.values import to_host
+from minipar.comm.hostcopy import to_host
 from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig

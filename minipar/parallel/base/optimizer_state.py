@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from minipar.comm.values import to_host
+from minipar.comm.hostcopy import to_host
 from minipar.parallel.base.shards import region_of
 
 Names = Sequence[Iterable[str]]  # of the parameters of each group

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minipar.comm.collectives import all_reduce
+from minipar.comm.hostcopy import look, to_device
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.comm.values import look, to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
