@@ -47,10 +47,16 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
     """
     rounds = {
         "all_reduce": 2 * (size - 1),
-        **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), size - 1),
-        **dict.fromkeys(("scatter", "gather"), size - 1),
-        **dict.fromkeys(("broadcast", "reduce", "send"), size),
-        **dict.fromkeys(("recv", "barrier"), 0),  # the sender pays: a message is counted once
+        "all_gather": size - 1,
+        "reduce_scatter": size - 1,
+        "all_to_all": size - 1,
+        "scatter": size - 1,
+        "gather": size - 1,
+        "broadcast": size,
+        "reduce": size,
+        "send": size,
+        "recv": 0,  # the sender pays: a message is counted once
+        "barrier": 0,
     }
     return 0 if size == 1 else num_bytes * rounds[verb] // size
 

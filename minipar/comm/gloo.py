@@ -10,10 +10,8 @@ from torch import Tensor
 
 from minipar.comm.mesh import Axis
 
-_SLICES = 1
-"""Tag of messages that make up a collective. The caller's own messages have tag 0."""
-LARGE = 1 << 18
-"""Bytes from which our own messages save more time than their Python takes."""
+_SLICES = 1  # tag of messages that make up a collective; the caller's own messages have tag 0
+LARGE = 1 << 18  # bytes from which our own messages save more time than their Python takes
 
 
 def all_to_all(

@@ -38,8 +38,7 @@ AXES = {
 RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint", "device_mesh")
 """Attributes of a mesh, which cannot name axes."""
 
-MOST_RANKS = 2**20
-"""The largest mesh on paper: more ranks than any cluster has, and few enough to try all layouts."""
+MOST_RANKS = 2**20  # on paper: more than any cluster has, and few enough to try all layouts
 
 
 # ---------------------------------------------------------------------- arithmetic

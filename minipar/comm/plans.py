@@ -29,8 +29,7 @@ from itertools import zip_longest
 
 Span = tuple[int, int]
 
-CHUNK = 1 << 20
-"""Elements per message in trees. Chunks are pipelined: one goes down while the next goes up."""
+CHUNK = 1 << 20  # elements per message in trees: one chunk goes down while the next goes up
 
 
 @dataclass(frozen=True, slots=True)

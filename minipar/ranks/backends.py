@@ -81,8 +81,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 # ---------------------------------------------------------------------- ranks of torchrun
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets for each rank."""
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables by which srun and mpirun tell a task the number of tasks."""
 

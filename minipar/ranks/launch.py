@@ -35,8 +35,7 @@ from minipar.text import names
 GRACE = 1.0  # seconds that ranks may go on after another has failed
 TO_STOP, TO_JOIN = 3.0, 60.0  # seconds until ranks that stop, or make a group, must answer
 
-OutputSink = Callable[[int, str, Any], None]
-"""Called as ``sink(rank, stream, payload)``; stream is "stdout", "stderr" or one of your own."""
+OutputSink = Callable[[int, str, Any], None]  # rank; "stdout", "stderr" or your own; payload
 
 
 class RankError(RuntimeError):
