@@ -121,7 +121,7 @@ class _Work:
 
     @property
     def times(self) -> tuple[float, float] | None:
-        return None if self.ended.exception() else self.ended.result()
+        return self.ended.result() if self.ended.done() and not self.ended.exception() else None
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -88,7 +88,7 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
     for param in parameters:
         noted = getattr(param, "reduced", None)
         if noted is not None and param.grad is not None and noted != param.grad._version:
-            how = "clip by strategy.clip_grad_norm_; call note_reduced() after a change of your own"
+            how = "clip them by strategy.clip_grad_norm_, or call note_reduced() after your change"
             raise RuntimeError(f"shards of gradients have changed since finish_backward(): {how}")
 
 
