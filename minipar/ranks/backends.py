@@ -35,8 +35,8 @@ def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> No
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "nccl" and pick_backend(size) != "nccl":
-        few = f"{size} ranks but {torch.cuda.device_count()} GPUs"
-        raise ValueError(f"backend=nccl needs a GPU per rank: {few}; by gloo, ranks can share one")
+        few = f"{size} ranks but {torch.cuda.device_count()} GPUs; use gloo, also where they share one"
+        raise ValueError(f"backend=nccl needs a GPU per rank: {few}")
 
 
 def compute_device() -> torch.device:
@@ -99,7 +99,7 @@ def under_torchrun() -> bool:
         if num_tasks.isdecimal() and int(num_tasks) > 1:
             how = f"start one on each host, and torchrun in it, or export {', '.join(VARIABLES)}"
             tasks = f"{'srun' if 'SLURM' in name else 'mpirun'} started {num_tasks} tasks"
-            raise ValueError(f"{name}={num_tasks}: {tasks}, and none knows its rank; {how}")
+            raise ValueError(f"{name}={num_tasks}: {tasks}, and nothing tells their ranks; {how}")
     return False
 
 

@@ -161,7 +161,8 @@ def trace(
     """
     plan.check(config)
     if plan.dispatch == "paired":
-        raise ValueError(f"plan {plan}: dispatch=paired runs two actions at once; a trace has one")
+        use = "take dispatch=overlapped, which cannot be faster"
+        raise ValueError(f"plan {plan}: dispatch=paired runs two actions at once; {use}")
     alike: dict[Any, list[int]] = defaultdict(list)
     for place, kind in enumerate(_kinds(config, plan)):
         alike[kind].append(place)

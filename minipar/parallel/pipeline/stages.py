@@ -59,9 +59,9 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> None:
     """Raise `ValueError` unless a user's cut fits. Part 0 and the last may be empty."""
     if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
-        rule = "all above 0 between the first and the last"
-        use = f"use {num_parts} counts that add up to {num_layers}, {rule}"
-        raise ValueError(f"cut={cut} does not cut {num_layers} layers into stages: {use}")
+        what = f"cut={cut} does not cut {num_layers} layers into {num_parts} stages"
+        rule = f"counts add up to {num_layers}, all above 0 between the first and the last"
+        raise ValueError(f"{what}: {rule}")
 
 
 def layers_of(cut: Sequence[int], part: int) -> range:
