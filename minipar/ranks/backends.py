@@ -35,7 +35,7 @@ def check_ranks(size: int, backend: str = "gloo", weight_bytes: float = 0) -> No
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "nccl" and pick_backend(size) != "nccl":
-        few = f"{size} ranks but {torch.cuda.device_count()} GPUs; use gloo, also where they share one"
+        few = f"{size} ranks but {torch.cuda.device_count()} GPUs; use gloo, also to share one"
         raise ValueError(f"backend=nccl needs a GPU per rank: {few}")
 
 
