@@ -264,7 +264,7 @@ def other_answers() -> dict[str, tuple]:
 
     returns("none", lambda x: None, "expected a tensor, got None\nA guess: Is a `return` missing?")
     returns("slip", lambda x: x[2400], "IndexError", "run")
-    returns("tidies_up", lambda x: dist.destroy_process_group(), "return on rank", "run")
+    returns("tidies_up", lambda x: dist.destroy_process_group(), "group was destroyed", "run")
     returns("of_ranks", lambda x: ring_round(x), "A guess: A cell of %%ranks", "run")  # noqa: F821
 
     @answer("2.1", "run", "; ranks 1, 2, 3 called return", "in only_rank_0", "skip a call")

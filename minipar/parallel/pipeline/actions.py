@@ -162,8 +162,8 @@ class Schedule:
         pattern = r"(.+): microbatches (\d+); stages on ranks ([\d ]+)(?:; copies (\d+))?"
         match = re.fullmatch(pattern, head)
         if match is None:
-            good = "'mine: microbatches 4; stages on ranks 0 1'"
-            raise ValueError(f"{head!r} does not say what the schedule is; write, as in {good}")
+            told = f"{head!r} does not say what the schedule is; write, for example, "
+            raise ValueError(f"{told}'mine: microbatches 4; stages on ranks 0 1'")
         name, m, rank_of, copies = match.groups(default="1")
         rows = [tuple(map(Action.parse, line.partition(":")[2].split())) for line in lines]
         return Schedule(name, int(m), tuple(map(int, rank_of.split())), tuple(rows), int(copies))
