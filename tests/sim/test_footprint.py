@@ -31,6 +31,12 @@ def test_memory_shrinks_with_what_is_cut_and_computed_again():
     )
 
 
+def test_a_schedule_that_cannot_be_is_left_to_those_who_say_why():
+    """A search has such plans among others. Mutant: all of it ends with an error."""
+    one = job("pp=3,microbatches=6,schedule=dualpipe")
+    assert held(one) > 0 and "even" in one.plan.problem(one.config)
+
+
 @pytest.mark.parametrize("cut", ["", ",expert_tensor_parallel"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("moe", [replace(PARTLY, first_dense=0, every=1), PARTLY])
