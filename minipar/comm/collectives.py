@@ -313,8 +313,7 @@ def _join(pieces: Tensor, dim: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------- for the emulated link
-stands_for: ContextVar[str] = ContextVar("stands_for", default="")
-"""The call that this thread carries out by another collective; see `standing_for`."""
+stands_for: ContextVar[str] = ContextVar("stands_for", default="")  # see `standing_for`
 
 
 def standing_for(call: str, function: Callable, *args: Any) -> Any:

@@ -183,7 +183,7 @@ class LinkGroup(dist.ProcessGroup):
     def _enqueue(
         self, lane: Any, work: LinkWork, move: Callable[[], list[Part]], latency: float = 0.0
     ) -> LinkWork:
-        """Let the thread of a lane move the data, and sleep until the link would have done so.
+        """Queue `work`: the thread of a lane moves its data, and sleeps as long as the link would.
 
         `move` returns the parts of all ranks. During the last seconds, `latency`, the link can
         carry the next operation.

@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def call(self) -> tuple[str, int, bool]:
-        """What this entry is a part of: messages of one number begin together."""
+        """Return the key of the call: messages of one number begin together."""
         return self.group, self.number, self.peer is None
 
 

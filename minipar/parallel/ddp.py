@@ -30,7 +30,7 @@ from minipar.comm.mesh import Axis
 from minipar.observe import memory
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Elsewhere, copies_axis, gradient_bytes, laid_out_as
-from minipar.parallel.base.strategy import Strategy, claim, mark_summed
+from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
 from minipar.parallel.bucket_sizes import choose, fill_buckets, measure
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
@@ -65,8 +65,9 @@ class Naive(Strategy):
         super().finish_backward()
 
     def reduce_all(self) -> None:
-        """Let each ``p.grad`` be the result over all ranks."""
+        """Make each ``p.grad`` the result over all ranks."""
         for p in self.parameters:
+            check_not_summed(p, self.axis)
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             copies = copies_axis(p, self.axis)
@@ -101,6 +102,7 @@ class Bucket:
             if p.grad is None:
                 self.views[p].zero_()
             else:
+                check_not_summed(p, axis)
                 self.add(p)
                 p.grad = self.away[p]  # a gradient in flight may be neither read nor changed
         copies = copies_axis(self.parameters[0], axis)

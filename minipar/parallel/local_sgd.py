@@ -49,7 +49,7 @@ from minipar.comm.mesh import Axis, with_own_group
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import split_like
-from minipar.parallel.base.strategy import Strategy, claim, mark_summed
+from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
 
 
 def apply(
@@ -134,6 +134,7 @@ class LocalSGD(Strategy):
         """Scale this rank's gradients, if they are parts of a sum."""
         super().finish_backward()
         for p in () if self.average else self.parameters:
+            check_not_summed(p, self.axis)
             if p.grad is not None:
                 p.grad *= self.axis.size
                 mark_summed([p], self.axis)
@@ -227,10 +228,9 @@ class DelayedGradients(Strategy):
         mark_summed(self.parameters if self.op == "sum" else (), self.axis)
 
 
-METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
+METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {  # by what a user types
     "local sgd": LocalSGD,
     "diloco": partial(LocalSGD, lr=0.7, momentum=0.9),
     "diloco delayed": partial(LocalSGD, lr=0.7, momentum=0.9, delay=1),
     "delayed gradients": DelayedGradients,
 }
-"""Makers of each method with its defaults, by the name that a user types."""

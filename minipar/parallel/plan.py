@@ -21,12 +21,11 @@ from minipar.parallel.pipeline.actions import Schedule
 
 MESH = ("pp", "dp", "cp", "ep", "tp")
 """The axes, outermost first: pp sends least and may cross nodes; ranks of tp are neighbours."""
-OPTIONS = {
+OPTIONS = {  # by axis: options that need several ranks of the axis
     "tp": ("sequence_parallel", "expert_tensor_parallel", "experts_over_tp"),
     "cp": ("context",),
     "pp": ("schedule", "stages_per_rank"),
 }
-"""Options that need several ranks of an axis, by axis."""
 
 
 # ---------------------------------------------------------------------- 1. the plan

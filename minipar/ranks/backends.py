@@ -105,6 +105,8 @@ def under_torchrun() -> bool:
 
 def rank_and_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE. Raises `ValueError` unless 0 <= RANK < WORLD_SIZE."""
+    if missing := [name for name in VARIABLES if name not in os.environ]:
+        raise ValueError(f"{', '.join(missing)} not set: start the program by torchrun")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")

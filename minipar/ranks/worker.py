@@ -77,8 +77,7 @@ def pack(thing: Any, what: str = "the result cannot be sent back") -> bytes:
     return file.getvalue()
 
 
-unpack = cloudpickle.loads
-"""Undoes `pack`. Both ends are our own processes: nothing that comes from elsewhere is unpickled"""
+unpack = cloudpickle.loads  # undoes `pack`; only what our own processes have sent
 
 
 class Stream(io.RawIOBase):

@@ -299,6 +299,21 @@ def test_the_order_of_a_set_is_refused():
         zero.apply(model, dp, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("version", ["naive", "bucketed", "overlapped", "local sgd"])
+@on_ranks(SIZE)
+def test_a_sum_is_not_summed_again(version):
+    """By a second `finish_backward`, as after a step without `zero_grad`."""
+    model, dp = Net(), Mesh(dp=SIZE).dp
+    if version == "local sgd":
+        strategy = local_sgd.apply(model, dp, adamw(model.parameters()), average=False)
+    else:
+        strategy = ddp.apply(model, dp, version=version, average=False)
+    loss_of(model).backward()
+    strategy.finish_backward()
+    with refuses("a finished sum"):
+        strategy.finish_backward()
+
+
 @pytest.mark.parametrize("cuts", [tensor, expert])
 @on_ranks(SIZE)
 def test_torchs_norm_where_nothing_but_the_model_is_cut(cuts):
