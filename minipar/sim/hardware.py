@@ -51,7 +51,7 @@ class Device:
     processors: float
     tile: float  # a product is cut into tiles of `tile` x `tile` outputs, one per processor
     memory: float  # bytes that a process sees
-    taken: float  # bytes of them that CUDA itself and a process group take
+    taken: float  # bytes that CUDA itself and a process group take
     fragmentation: float  # share of the rest that the allocator cannot use
     memory_bandwidth: float
     memory_efficiency: float  # share of the bandwidth that elementwise operations reach

@@ -128,7 +128,7 @@ def _gpu_span(event: Event) -> Span:
     verb, ends = verb_of(name), {args.get("fromDevice"), args.get("toDevice")}
     if not is_kernel and None not in ends and len(ends) == 2:
         verb = "peer_copy"
-    # A collective has the kernels that its call launches directly, not those of its aten::copy_.
+    # A collective has the kernels that its call launches directly, not the kernels of aten::copy_.
     said = [call.args for call in event.around if call.name == "record_param_comms"]
     caller = [call.name for call in event.around if call.cat == "cpu_op"][-1:]
     within = caller == ["record_param_comms"] and (is_kernel or "DtoD" in name)
